@@ -1,0 +1,134 @@
+"""A Hugging Face folder (config.json, safetensors in one file or sharded) as named arrays, without transformers.
+
+Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # registers bfloat16 with numpy, which safetensors then returns
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from ..models.config import LlamaConfig
+from ..models.errors import CheckpointError
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """A checked, memory-mapped checkpoint. Opening it reads headers only; `tensor` reads one tensor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
+        self.folder = folder
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
+        self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
+        self._files = weight_files(folder)
+        self._handles = {file: open_safetensors(file) for file in set(self._files.values())}
+        self._shapes = tensor_shapes(self.config)
+        for name, shape in self._shapes.items():
+            self._check(name, shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one of the model's tensors, [out, in] for a matrix."""
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
+        array: NDArray[Any] = self._handles[self._files[name]].get_tensor(name)
+        if not np.isfinite(array.astype(np.float32, copy=False)).all():
+            raise CheckpointError(f"{self.folder}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+        return array
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        file = self._files.get(name)
+        if file is None or name not in self._handles[file].keys():  # noqa: SIM118 - a safetensors handle is no dict
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing; the checkpoint is incomplete")
+        stored = self._handles[file].get_slice(name)
+        if stored.get_dtype() not in DTYPES:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is {stored.get_dtype()}; use an fp32, fp16 or bf16 checkpoint"
+            )
+        if tuple(stored.get_shape()) != shape:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} has shape {tuple(stored.get_shape())}, config.json asks for {shape}"
+            )
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a LLaMA of this shape has, in Hugging Face's names, [out, in]."""
+    hidden, inner, query, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        attention = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
+        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        for block, biased, linears in (
+            ("self_attn.", config.attention_bias, attention),
+            ("mlp.", config.mlp_bias, mlp),
+        ):
+            for name, shape in linears.items():
+                shapes[f"{prefix}{block}{name}.weight"] = shape
+                if biased:
+                    shapes[f"{prefix}{block}{name}.bias"] = shape[:1]
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> safetensors file, from the single file or from the sharded index."""
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{folder / INDEX}: no weight_map; download the file again")
+        return {str(name): inside(folder, str(file)) for name, file in weight_map.items()}
+    if (folder / WEIGHTS).is_file():
+        handle = open_safetensors(folder / WEIGHTS)
+        return dict.fromkeys(handle.keys(), folder / WEIGHTS)
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder} holds pickled weights, which can run code when opened: convert them to safetensors first"
+        )
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}: the checkpoint is incomplete")
+
+
+def inside(folder: Path, relative: str) -> Path:
+    """A file of the folder; refuses a path that leaves it."""
+    path = (folder / relative).resolve()
+    # The folder's own entries may be links (a hub cache is made of them); the name itself must not climb.
+    if Path(relative).is_absolute() or ".." in Path(relative).parts:
+        raise CheckpointError(f"{folder / INDEX}: {relative!r} leaves the checkpoint folder; refusing to read it")
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: {relative} is missing; the checkpoint is incomplete")
+    return path
+
+
+def open_safetensors(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a readable safetensors file ({error}); download it again") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError that names the file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: is this a Hugging Face checkpoint folder?") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return content

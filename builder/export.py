@@ -1,0 +1,248 @@
+"""LLaMA -> one ONNX graph per role, written node by node: no tracing, no torch, weights read lazily while saving.
+
+One layer, above the code that builds it (names are the graph's own node prefixes):
+
+    hidden ─ input_norm ─ qkv_proj ─ split ─ rotary(q, k) ─ TensorScatter(past, k | v) ─ TreeAttention ─ o_proj ─ + ─┐
+    hidden ◄─ + ─ down_proj ─ mul ◄─ silu(gate), up ◄─ gate_up_proj ◄─ post_norm ◄────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from ..models import bindings
+from ..models.config import LlamaConfig
+from ..models.rope import rope_tables
+from ..plugins.tree_attention import op
+from .checkpoint import Checkpoint
+
+IR_VERSION = 11
+EXTERNAL_DATA_BYTES = 1_500_000_000  # protobuf ends at 2 GB
+Weight = Callable[[], NDArray[Any]]
+
+
+def export(checkpoint: Checkpoint, role: str, positions: int, path: Path, progress: Callable[[str], None]) -> None:
+    """Write `checkpoint` as the ONNX graph of `role` with rotary tables for `positions` positions.
+
+    `progress` is told each weight's name as it is written. Weights beyond 1.5 GB go to `<path>.data` beside it.
+    """
+    model = GraphBuilder(checkpoint, positions).build(role)
+    external = 4 * checkpoint.config.num_parameters > EXTERNAL_DATA_BYTES
+    ir.save(
+        model,
+        path,
+        external_data=path.name + ".data" if external else None,
+        callback=(lambda tensor, _: progress(tensor.name or "")) if external else None,
+        max_workers=1 if external else None,
+    )
+
+
+class GraphBuilder:
+    """Builds the graph of one checkpoint in fp32."""
+
+    def __init__(self, checkpoint: Checkpoint, positions: int) -> None:
+        self.checkpoint = checkpoint
+        self.config: LlamaConfig = checkpoint.config
+        self.positions = positions
+        self.nodes: list[ir.Node] = []
+        self.initializers: dict[str, ir.Value] = {}
+
+    def build(self, role: str) -> ir.Model:
+        """The whole graph; inputs and outputs as `models/bindings.py` names them."""
+        config = self.config
+        feeds = {item.name: self.graph_input(item.name, item.dtype, item.shape) for item in bindings.INPUTS}
+        caches: list[ir.Value] = []
+        presents: list[ir.Value] = []
+        embedding = "model.embed_tokens.weight"
+        hidden = self.node(
+            "Gather", "embed_tokens", [self.stored(embedding), feeds["input_ids"]], axis=0
+        )
+        cosine, sine = rope_tables(config, self.positions)
+        rotary = [self.constant("rope.cos", cosine), self.constant("rope.sin", sine), feeds["position_ids"]]
+        for layer in range(config.num_layers):
+            past = [self.graph_input(bindings.past(kind, layer), "float32", bindings.CACHE_SHAPE) for kind in bindings.KINDS]
+            attended, present = self.attention(layer, hidden, past, rotary, feeds)
+            hidden = self.node("Add", f"layers.{layer}/attention_residual", [hidden, attended])
+            hidden = self.node("Add", f"layers.{layer}/mlp_residual", [hidden, self.mlp(layer, hidden)])
+            caches += past
+            presents += present
+        # Only the rows somebody asked for go through the vocabulary projection, often the largest matrix of all.
+        hidden = self.node("Gather", "output_rows", [hidden, feeds["output_rows"]], axis=1)
+        hidden = self.norm("norm", "model.norm.weight", hidden)
+        head = embedding if config.tie_embeddings else "lm_head.weight"
+        logits = self.linear("lm_head", hidden, [head], [])
+        outputs = [self.graph_output(logits, bindings.LOGITS)]
+        if role == bindings.DRAFT:
+            outputs += self.ranking(logits)
+        graph = ir.Graph(
+            [*feeds.values(), *caches],
+            [*outputs, *presents],
+            nodes=self.nodes,
+            initializers=list(self.initializers.values()),
+            opset_imports={"": op.OPSET, op.DOMAIN: op.VERSION},
+            name=role,
+        )
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="draftwood", functions=[op.function()])
+
+    def attention(
+        self,
+        layer: int,
+        hidden: ir.Value,
+        past: Sequence[ir.Value],
+        rotary: Sequence[ir.Value],
+        feeds: dict[str, ir.Value],
+    ) -> tuple[ir.Value, list[ir.Value]]:
+        """Tree attention over the cache; returns its output [B, T, hidden] and the two cache outputs."""
+        config, scope, prefix = self.config, f"layers.{layer}/attention", f"model.layers.{layer}."
+        normed = self.norm(f"layers.{layer}/input_norm", prefix + "input_layernorm.weight", hidden)
+        names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+        biases = [f"{name}.bias" for name in names] if config.attention_bias else []
+        merged = self.linear(f"{scope}/qkv_proj", normed, [f"{name}.weight" for name in names], biases)
+        sizes = np.array([config.query_size, config.kv_size, config.kv_size])
+        query, key, value = self.nodes_out(
+            "Split", f"{scope}/split", [merged, self.constant("qkv_sizes", sizes)], 3, axis=-1
+        )
+        query = self.heads(f"{scope}/query", query, config.num_heads)
+        key = self.heads(f"{scope}/key", key, config.num_kv_heads)
+        value = self.heads(f"{scope}/value", value, config.num_kv_heads)
+        query = self.node("RotaryEmbedding", f"{scope}/query_rotary", [query, *rotary])
+        key = self.node("RotaryEmbedding", f"{scope}/key_rotary", [key, *rotary])
+        present = []
+        for kind, cache, rows in zip(bindings.KINDS, past, (key, value), strict=True):
+            written = self.node(
+                "TensorScatter", f"{scope}/{kind}_cache", [cache, rows, feeds["write_indices"]], axis=2
+            )
+            written.name = bindings.present(kind, layer)
+            written.type, written.shape = cache.type, cache.shape
+            present.append(written)
+        scale = 1.0 / math.sqrt(config.head_dim)
+        attended = self.node(
+            op.NAME,
+            f"{scope}/tree_attention",
+            [query, *present, feeds["attention_mask"]],
+            domain=op.DOMAIN,
+            scale=scale,
+        )
+        attended = self.node("Transpose", f"{scope}/merge_heads", [attended], perm=[0, 2, 1, 3])
+        flat = self.constant("flat_heads", np.array([0, 0, config.query_size]))
+        attended = self.node("Reshape", f"{scope}/flatten", [attended, flat])
+        output = prefix + "self_attn.o_proj"
+        biases = [output + ".bias"] if config.attention_bias else []
+        return self.linear(f"{scope}/o_proj", attended, [output + ".weight"], biases), present
+
+    def mlp(self, layer: int, hidden: ir.Value) -> ir.Value:
+        """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
+        config, scope, prefix = self.config, f"layers.{layer}/mlp", f"model.layers.{layer}."
+        normed = self.norm(f"layers.{layer}/post_norm", prefix + "post_attention_layernorm.weight", hidden)
+        names = [prefix + "mlp.gate_proj", prefix + "mlp.up_proj"]
+        biases = [f"{name}.bias" for name in names] if config.mlp_bias else []
+        merged = self.linear(f"{scope}/gate_up_proj", normed, [f"{name}.weight" for name in names], biases)
+        sizes = self.constant("gate_up_sizes", np.array([config.intermediate_size] * 2))
+        gate, up = self.nodes_out("Split", f"{scope}/split", [merged, sizes], 2, axis=-1)
+        # x * sigmoid(x), which ONNX Runtime fuses; the Swish operator it takes apart.
+        sigmoid = self.node("Sigmoid", f"{scope}/sigmoid", [gate])
+        silu = self.node("Mul", f"{scope}/silu", [gate, sigmoid])
+        gated = self.node("Mul", f"{scope}/gated", [silu, up])
+        down = prefix + "mlp.down_proj"
+        return self.linear(f"{scope}/down_proj", gated, [down + ".weight"], [down + ".bias"] if config.mlp_bias else [])
+
+    def ranking(self, logits: ir.Value) -> list[ir.Value]:
+        """Top-k ids and log-probabilities, best first. (LogSoftmax + TopK: ReduceLogSumExp is 10x slower on a CPU.)"""
+        columns = self.constant("top_columns", np.array([bindings.top_columns(self.config.vocab_size)]))
+        logprobs = self.node("LogSoftmax", "ranking/log_softmax", [logits], axis=-1)
+        values, ids = self.nodes_out("TopK", "ranking/top_k", [logprobs, columns], 2, axis=-1)
+        return [self.graph_output(ids, bindings.TOP_IDS), self.graph_output(values, bindings.TOP_LOGPROBS)]
+
+    def heads(self, name: str, rows: ir.Value, count: int) -> ir.Value:
+        """[B, T, count * D] -> [B, count, T, D]."""
+        shape = self.constant(f"heads.{count}", np.array([0, 0, count, self.config.head_dim]))
+        split = self.node("Reshape", f"{name}_heads", [rows, shape])
+        return self.node("Transpose", f"{name}_by_head", [split], perm=[0, 2, 1, 3])
+
+    def norm(self, name: str, weight: str, hidden: ir.Value) -> ir.Value:
+        scale = self.stored(weight)
+        return self.node("RMSNormalization", name, [hidden, scale], axis=-1, epsilon=self.config.norm_eps)
+
+    def linear(self, name: str, rows: ir.Value, weights: Sequence[str], biases: Sequence[str]) -> ir.Value:
+        """rows @ concat(weights).T + concat(biases). Several matrices over one input become one MatMul."""
+        read = self.checkpoint.tensor
+        size = sum(self.checkpoint.shape(weight)[0] for weight in weights)
+        shape = (self.checkpoint.shape(weights[0])[1], size)
+
+        def matrix() -> NDArray[Any]:
+            return np.ascontiguousarray(np.concatenate([read(weight).astype(np.float32) for weight in weights]).T)
+
+        product = self.node("MatMul", name, [rows, self.lazy(f"{name}.weight", shape, matrix)])
+        if not biases:
+            return product
+
+        def vector() -> NDArray[Any]:
+            return np.concatenate([read(bias).astype(np.float32) for bias in biases])
+
+        return self.node("Add", f"{name}_bias", [product, self.lazy(f"{name}.bias", (size,), vector)])
+
+    def stored(self, name: str) -> ir.Value:
+        """A tensor of the checkpoint as it is."""
+        return self.lazy(name, self.checkpoint.shape(name), lambda: self.checkpoint.tensor(name).astype(np.float32))
+
+    def lazy(self, name: str, shape: tuple[int, ...], read: Weight) -> ir.Value:
+        """An initializer that is read only when the file is written: one weight in memory at a time."""
+        if name not in self.initializers:
+            tensor = ir.LazyTensor(
+                lambda: ir.Tensor(read(), name=name), ir.DataType.FLOAT, ir.Shape(shape), name=name
+            )
+            self.initializers[name] = ir.Value(
+                name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.FLOAT), const_value=tensor
+            )
+        return self.initializers[name]
+
+    def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
+        if name not in self.initializers:
+            tensor = ir.Tensor(array, name=name)
+            self.initializers[name] = ir.Value(
+                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+        return self.initializers[name]
+
+    def node(self, kind: str, name: str, inputs: Sequence[ir.Value], domain: str = "", **attributes: Any) -> ir.Value:
+        return self.nodes_out(kind, name, inputs, 1, domain, **attributes)[0]
+
+    def nodes_out(
+        self, kind: str, name: str, inputs: Sequence[ir.Value], outputs: int, domain: str = "", **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """Append one node named `name`; its outputs are named after it."""
+        node = ir.node(kind, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
+        for index, value in enumerate(node.outputs):
+            value.name = name if outputs == 1 else f"{name}.{index}"
+        self.nodes.append(node)
+        return node.outputs
+
+    def graph_input(self, name: str, dtype: str, axes: Sequence[str]) -> ir.Value:
+        return ir.Value(name=name, shape=self.shape(axes), type=self.type(dtype))
+
+    def graph_output(self, value: ir.Value, binding: bindings.Binding) -> ir.Value:
+        value.name, value.shape, value.type = binding.name, self.shape(binding.shape), self.type(binding.dtype)
+        return value
+
+    def shape(self, axes: Sequence[str]) -> ir.Shape:
+        """Axis names, those the checkpoint fixes as numbers."""
+        config = self.config
+        fixed = {
+            "1": 1,
+            "H_kv": config.num_kv_heads,
+            "D": config.head_dim,
+            "V": config.vocab_size,
+            "K": bindings.top_columns(config.vocab_size),
+        }
+        return ir.Shape([fixed.get(axis, axis) for axis in axes])
+
+    @staticmethod
+    def type(dtype: str) -> ir.TensorType:
+        return ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))

@@ -1,0 +1,28 @@
+"""The errors a user can cause. Every message says what is wrong and what to do about it; the command line
+turns them into exit code 2, a server into a 4xx answer."""
+
+from __future__ import annotations
+
+
+class DraftwoodError(ValueError):
+    """Bad input of any kind; the base of the errors below."""
+
+
+class CheckpointError(DraftwoodError):
+    """A checkpoint folder that is missing, damaged, or of a model this project does not run."""
+
+
+class BundleError(DraftwoodError):
+    """A bundle that is missing, damaged, of another format, or not for this machine."""
+
+
+class EngineError(DraftwoodError):
+    """An engine that cannot be opened, or cannot be used the way it was asked to."""
+
+
+class RequestError(DraftwoodError):
+    """A request that cannot be served: its prompt, its parameters or its length."""
+
+
+class ConfigError(DraftwoodError):
+    """Settings that contradict each other, or that would change the output distribution."""

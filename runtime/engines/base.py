@@ -1,0 +1,152 @@
+"""The one seam between the algorithms and whatever computes a LLaMA: Engine, KVCache, EngineSpec, TokenBatch.
+
+A cache holds `length` committed rows followed by `speculative` rows that were computed but not decided on. A pass
+appends its rows behind both; `commit` keeps the accepted ones, in path order, and forgets the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.config import LlamaConfig
+from ...models.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine was compiled for; one entry of a bundle's manifest."""
+
+    role: str  # "target" | "draft"
+    backend: str
+    file: str  # relative to the bundle
+    model: LlamaConfig
+    widths: tuple[int, ...]  # rows a pass may have, ascending
+    capacity: int  # cache slots, committed and speculative together
+    precision: str
+    outputs: tuple[str, ...]
+    sha256: str
+
+    @property
+    def max_width(self) -> int:
+        return self.widths[-1]
+
+    def width_for(self, tokens: int) -> int:
+        """The smallest compiled width that holds `tokens` rows. Raises EngineError when none does."""
+        for width in self.widths:
+            if width >= tokens:
+                return width
+        raise EngineError(
+            f"{tokens} rows do not fit the {self.role} engine's widest pass of {self.max_width}: "
+            "lower max_total_draft_tokens or rebuild with larger --widths"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One pass over W rows (padded to a compiled width), of which the first `num_tokens` are real.
+
+    token_ids, position_ids: int64 [W]. mask: bool [W, S]; row i sees speculative slot j; S = speculative rows already
+    in the cache + W. Every row sees all committed slots. output_rows: int64 [R], the rows whose logits are wanted:
+    one row, or all W.
+    """
+
+    token_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    output_rows: NDArray[np.int64]
+    num_tokens: int
+
+    @classmethod
+    def padded(
+        cls,
+        token_ids: Sequence[int] | NDArray[np.int64],
+        position_ids: Sequence[int] | NDArray[np.int64],
+        mask: NDArray[np.bool_],
+        width: int,
+        last_only: bool = False,
+    ) -> TokenBatch:
+        """Pad n rows, seen through mask [n, s + n], to `width`: the only place where anything is padded.
+
+        A padding row sees nothing speculative and is seen by nobody; its cache slot is overwritten by the next pass.
+        """
+        rows = len(token_ids)
+        padding = width - rows
+        if padding:
+            token_ids = np.concatenate((token_ids, np.zeros(padding, np.int64)))
+            position_ids = np.concatenate((position_ids, np.zeros(padding, np.int64)))
+            wide = np.zeros((width, mask.shape[1] + padding), np.bool_)
+            wide[:rows, : mask.shape[1]] = mask
+            mask = wide
+        output_rows = np.array([rows - 1]) if last_only else np.arange(width)
+        return cls(
+            np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64), mask, output_rows, rows
+        )
+
+
+class ForwardOutput(NamedTuple):
+    """Results of one pass, for the rows asked for. Views of the engine's buffers: valid until its next pass.
+
+    logits: float32 [R, V]. top_ids int64 and top_logprobs float32 [R, K]: the draft's most probable tokens under the
+    unprocessed distribution, best first; None on a target engine.
+    """
+
+    logits: NDArray[np.float32]
+    top_ids: NDArray[np.int64] | None
+    top_logprobs: NDArray[np.float32] | None
+
+
+class KVCache(Protocol):
+    """Keys and values of one sequence."""
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+
+    @property
+    def speculative(self) -> int:
+        """Rows computed since the last commit."""
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """Keep these speculative slots, in this order, behind the committed rows; forget the other ones."""
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from committed row `length` on."""
+
+
+class Engine(Protocol):
+    """A compiled model."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    def new_cache(self) -> Any:
+        """An empty cache of this engine's own kind."""
+
+    def forward(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
+        """Score one batch and append its rows to `cache`. Raises EngineError when the cache is full."""
+
+    def close(self) -> None:
+        """Release what the engine holds; it cannot be used afterwards."""
+
+
+def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int) -> TokenBatch:
+    """A chunk of committed text that begins at position `start`; only its last row's logits are wanted."""
+    rows = len(token_ids)
+    mask = np.tri(rows, dtype=np.bool_)
+    positions = np.arange(start, start + rows)
+    return TokenBatch.padded(token_ids, positions, mask, spec.width_for(rows), last_only=True)
+
+
+def prefill(engine: Engine, cache: Any, token_ids: Sequence[int]) -> ForwardOutput | None:
+    """Append committed text in chunks of the widest pass; returns the last row's output, None for empty text."""
+    output = None
+    for start in range(0, len(token_ids), engine.spec.max_width):
+        chunk = token_ids[start : start + engine.spec.max_width]
+        output = engine.forward(causal_batch(engine.spec, chunk, cache.length), cache)
+        cache.commit(range(len(chunk)))
+    return output

@@ -1,0 +1,186 @@
+"""ONNX Runtime: the embedded default, on any CPU, or on CUDA where its provider is really active."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models import bindings
+from ...models.errors import EngineError
+from .base import EngineSpec, ForwardOutput, TokenBatch
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+FIRST_CAPACITY = 256  # ONNX Runtime's attention pays for capacity, not length: start small and double
+
+
+class BoundPass(NamedTuple):
+    """Buffers of one (width, outputs) shape, bound once; a pass refills them in place."""
+
+    binding: Any
+    token_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    mask: NDArray[np.float32]  # [W, C]
+    write_indices: NDArray[np.int64]
+    output_rows: NDArray[np.int64]
+    output: ForwardOutput
+    keep_alive: list[Any]
+
+
+class OnnxRuntimeKVCache:
+    """One stacked buffer [2 * layers, 1, H_kv, C, D]; every layer's input and output alias a slice of it, so a pass
+    appends in place and a commit moves the accepted rows of all layers with one indexing operation."""
+
+    def __init__(self, engine: OnnxRuntimeEngine) -> None:
+        self._engine = engine
+        self.length = 0
+        self.speculative = 0
+        self._allocate(min(FIRST_CAPACITY, engine.spec.capacity))
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated so far."""
+        return int(self.buffer.shape[3])
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """See KVCache.commit. Slots already in place are not moved."""
+        kept = len(slots)
+        if any(slot >= self.speculative for slot in slots):
+            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
+        if any(slot != index for index, slot in enumerate(slots)):
+            rows = self.length + np.asarray(slots, np.int64)
+            self.buffer[:, 0, :, self.length : self.length + kept] = self.buffer[:, 0][:, :, rows]
+        self.length += kept
+        self.speculative = 0
+
+    def truncate(self, length: int) -> None:
+        """See KVCache.truncate."""
+        self.length = min(self.length, length)
+        self.speculative = 0
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` rows in all; doubles the buffer, so that growing costs O(1) per row."""
+        if slots <= self.capacity:
+            return
+        limit = self._engine.spec.capacity
+        if slots > limit:
+            raise EngineError(
+                f"{slots} rows exceed this engine's {limit} cache slots: shorten the request or rebuild with a larger --max-length"
+            )
+        capacity = self.capacity
+        while capacity < slots:
+            capacity *= 2
+        used = self.length + self.speculative
+        old = self.buffer
+        self._allocate(min(capacity, limit))
+        self.buffer[:, :, :, :used] = old[:, :, :, :used]
+
+    def bound(self, width: int, outputs: int) -> BoundPass:
+        """The buffers for a pass of this shape, bound on first use."""
+        key = (width, outputs)
+        if key not in self._passes:
+            self._passes[key] = self._engine.bind(self._values, self.capacity, width, outputs)
+        return self._passes[key]
+
+    def _allocate(self, capacity: int) -> None:
+        model = self._engine.spec.model
+        shape = (2 * model.num_layers, 1, model.num_kv_heads, capacity, model.head_dim)
+        self.buffer = np.zeros(shape, np.float32)
+        self._values = [self._engine.as_value(layer) for layer in self.buffer]
+        self._passes: dict[tuple[int, int], BoundPass] = {}
+
+
+class OnnxRuntimeEngine:
+    """One exported graph in one ONNX Runtime session. Arrays live in host memory; with the CUDA provider ONNX Runtime
+    copies them itself."""
+
+    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, provider: str = "cpu") -> None:
+        """Open `path`. threads: 0 lets ONNX Runtime choose. Raises EngineError when the file or provider is unusable."""
+        import onnxruntime
+
+        if provider not in PROVIDERS:
+            raise EngineError(f"provider {provider!r} is unknown; choose one of {', '.join(PROVIDERS)}")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        # Two sessions share the cores: a pool that goes on spinning after its pass steals them from the other one.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        name = PROVIDERS[provider]
+        if name not in onnxruntime.get_available_providers():
+            raise EngineError(
+                f"this onnxruntime has no {name}: install the [gpu] extra (onnxruntime-gpu) or choose --provider cpu"
+            )
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), options, providers=[name])
+        except Exception as error:  # ONNX Runtime's own exception types are not public
+            raise EngineError(f"{path.name} cannot be opened by ONNX Runtime: {error}") from error
+        if self._session.get_providers()[0] != name:
+            raise EngineError(f"ONNX Runtime fell back from {name} to the CPU: check the CUDA 13 and cuDNN 9 installation")
+        self._ort = onnxruntime
+        self.spec = spec
+
+    def new_cache(self) -> OnnxRuntimeKVCache:
+        return OnnxRuntimeKVCache(self)
+
+    def forward(self, batch: TokenBatch, cache: OnnxRuntimeKVCache) -> ForwardOutput:
+        """See Engine.forward."""
+        width, slots = batch.mask.shape
+        start = cache.length + cache.speculative
+        end = cache.length + slots
+        cache.reserve(end)
+        bound = cache.bound(width, len(batch.output_rows))
+        bound.token_ids[0] = batch.token_ids
+        bound.position_ids[0] = batch.position_ids
+        bound.output_rows[:] = batch.output_rows
+        bound.write_indices[0] = start
+        bound.mask[:, : cache.length] = 0.0
+        bound.mask[:, cache.length : end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
+        bound.mask[:, end:] = bindings.MASKED
+        self._session.run_with_iobinding(bound.binding)
+        cache.speculative += batch.num_tokens
+        return bound.output
+
+    def close(self) -> None:
+        del self._session
+
+    def as_value(self, array: NDArray[Any]) -> Any:
+        """An OrtValue over the same memory: what ONNX Runtime writes is seen in `array`, and the other way round."""
+        value = self._ort.OrtValue.ortvalue_from_numpy(array)
+        if value.data_ptr() != array.ctypes.data:
+            raise EngineError("ONNX Runtime copied a buffer instead of sharing it; this release cannot append in place")
+        return value
+
+    def bind(self, cache: list[Any], capacity: int, width: int, outputs: int) -> BoundPass:
+        """Allocate and bind the buffers of a pass of `width` rows, `outputs` of them scored, over one cache."""
+        model = self.spec.model
+        binding = self._session.io_binding()
+        keep_alive: list[Any] = []
+
+        def array(name: str, shape: tuple[int, ...], dtype: str, is_input: bool) -> NDArray[Any]:
+            buffer = np.zeros(shape, dtype)
+            value = self.as_value(buffer)
+            keep_alive.append(value)
+            (binding.bind_ortvalue_input if is_input else binding.bind_ortvalue_output)(name, value)
+            return buffer
+
+        sizes = {"B": 1, "1": 1, "T": width, "C": capacity, "R": outputs, "V": model.vocab_size}
+        feeds = [array(item.name, tuple(sizes[axis] for axis in item.shape), item.dtype, True) for item in bindings.INPUTS]
+        token_ids, position_ids, mask, write_indices, output_rows = feeds
+        for layer in range(model.num_layers):
+            for offset, kind in enumerate(bindings.KINDS):
+                value = cache[2 * layer + offset]
+                binding.bind_ortvalue_input(bindings.past(kind, layer), value)
+                binding.bind_ortvalue_output(bindings.present(kind, layer), value)
+        logits = array(bindings.LOGITS.name, (1, outputs, model.vocab_size), bindings.LOGITS.dtype, False)
+        top_ids = top_logprobs = None
+        if bindings.TOP_IDS.name in self.spec.outputs:
+            columns = bindings.top_columns(model.vocab_size)
+            top_ids = array(bindings.TOP_IDS.name, (1, outputs, columns), bindings.TOP_IDS.dtype, False)[0]
+            top_logprobs = array(bindings.TOP_LOGPROBS.name, (1, outputs, columns), bindings.TOP_LOGPROBS.dtype, False)[0]
+        output = ForwardOutput(logits[0], top_ids, top_logprobs)
+        return BoundPass(
+            binding, token_ids, position_ids, mask[0, 0], write_indices, output_rows, output, keep_alive
+        )
