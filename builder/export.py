@@ -74,7 +74,7 @@ class GraphBuilder:
             caches += past
             presents += present
         # Only the rows somebody asked for go through the vocabulary projection, often the largest matrix of all.
-        hidden = self.node("Gather", "output_rows", [hidden, feeds["output_rows"]], axis=1)
+        hidden = self.node("Gather", "select_rows", [hidden, feeds["output_rows"]], axis=1)
         hidden = self.norm("norm", "model.norm.weight", hidden)
         head = embedding if config.tie_embeddings else "lm_head.weight"
         logits = self.linear("lm_head", hidden, [head], [])
