@@ -70,7 +70,12 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        attention = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
+        attention = {
+            "q_proj": (query, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "o_proj": (hidden, query),
+        }
         mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         for block, biased, linears in (
             ("self_attn.", config.attention_bias, attention),

@@ -61,13 +61,13 @@ class GraphBuilder:
         caches: list[ir.Value] = []
         presents: list[ir.Value] = []
         embedding = "model.embed_tokens.weight"
-        hidden = self.node(
-            "Gather", "embed_tokens", [self.stored(embedding), feeds["input_ids"]], axis=0
-        )
+        hidden = self.node("Gather", "embed_tokens", [self.stored(embedding), feeds["input_ids"]], axis=0)
         cosine, sine = rope_tables(config, self.positions)
         rotary = [self.constant("rope.cos", cosine), self.constant("rope.sin", sine), feeds["position_ids"]]
         for layer in range(config.num_layers):
-            past = [self.graph_input(bindings.past(kind, layer), "float32", bindings.CACHE_SHAPE) for kind in bindings.KINDS]
+            past = [
+                self.graph_input(bindings.past(kind, layer), "float32", bindings.CACHE_SHAPE) for kind in bindings.KINDS
+            ]
             attended, present = self.attention(layer, hidden, past, rotary, feeds)
             hidden = self.node("Add", f"layers.{layer}/attention_residual", [hidden, attended])
             hidden = self.node("Add", f"layers.{layer}/mlp_residual", [hidden, self.mlp(layer, hidden)])
@@ -116,9 +116,7 @@ class GraphBuilder:
         key = self.node("RotaryEmbedding", f"{scope}/key_rotary", [key, *rotary])
         present = []
         for kind, cache, rows in zip(bindings.KINDS, past, (key, value), strict=True):
-            written = self.node(
-                "TensorScatter", f"{scope}/{kind}_cache", [cache, rows, feeds["write_indices"]], axis=2
-            )
+            written = self.node("TensorScatter", f"{scope}/{kind}_cache", [cache, rows, feeds["write_indices"]], axis=2)
             written.name = bindings.present(kind, layer)
             written.type, written.shape = cache.type, cache.shape
             present.append(written)
@@ -195,9 +193,7 @@ class GraphBuilder:
     def lazy(self, name: str, shape: tuple[int, ...], read: Weight) -> ir.Value:
         """An initializer that is read only when the file is written: one weight in memory at a time."""
         if name not in self.initializers:
-            tensor = ir.LazyTensor(
-                lambda: ir.Tensor(read(), name=name), ir.DataType.FLOAT, ir.Shape(shape), name=name
-            )
+            tensor = ir.LazyTensor(lambda: ir.Tensor(read(), name=name), ir.DataType.FLOAT, ir.Shape(shape), name=name)
             self.initializers[name] = ir.Value(
                 name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.FLOAT), const_value=tensor
             )
@@ -215,7 +211,13 @@ class GraphBuilder:
         return self.nodes_out(kind, name, inputs, 1, domain, **attributes)[0]
 
     def nodes_out(
-        self, kind: str, name: str, inputs: Sequence[ir.Value], outputs: int, domain: str = "", **attributes: Any
+        self,
+        kind: str,
+        name: str,
+        inputs: Sequence[ir.Value],
+        outputs: int,
+        domain: str = "",
+        **attributes: Any,
     ) -> Sequence[ir.Value]:
         """Append one node named `name`; its outputs are named after it."""
         node = ir.node(kind, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
@@ -228,7 +230,11 @@ class GraphBuilder:
         return ir.Value(name=name, shape=self.shape(axes), type=self.type(dtype))
 
     def graph_output(self, value: ir.Value, binding: bindings.Binding) -> ir.Value:
-        value.name, value.shape, value.type = binding.name, self.shape(binding.shape), self.type(binding.dtype)
+        value.name, value.shape, value.type = (
+            binding.name,
+            self.shape(binding.shape),
+            self.type(binding.dtype),
+        )
         return value
 
     def shape(self, axes: Sequence[str]) -> ir.Shape:

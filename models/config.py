@@ -78,7 +78,8 @@ class LlamaConfig:
         num_kv_heads = optional_int(config, "num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
             raise CheckpointError(
-                f"config.json: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
+                f"config.json: num_attention_heads ({num_heads}) "
+                f"is not a multiple of num_key_value_heads ({num_kv_heads})"
             )
         head_dim = optional_int(config, "head_dim")
         if head_dim is None:
@@ -151,7 +152,8 @@ def refuse_unknown(config: Mapping[str, Any]) -> None:
         )
     if config.get("quantization_config"):
         raise CheckpointError(
-            "config.json: quantization_config is not supported; use the fp32, fp16 or bf16 checkpoint and let the builder quantise"
+            "config.json: quantization_config is not supported; "
+            "use the fp32, fp16 or bf16 checkpoint and let the builder quantise"
         )
 
 
@@ -173,9 +175,7 @@ def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rop
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise CheckpointError("config.json: rope high_freq_factor must be larger than low_freq_factor")
         return scaling
-    raise CheckpointError(
-        f"config.json: rope scaling {kind!r} is not supported; 'default', 'linear' and 'llama3' are"
-    )
+    raise CheckpointError(f"config.json: rope scaling {kind!r} is not supported; 'default', 'linear' and 'llama3' are")
 
 
 def positive_int(config: Mapping[str, Any], name: str) -> int:

@@ -83,9 +83,7 @@ class TokenBatch:
             wide[:rows, : mask.shape[1]] = mask
             mask = wide
         output_rows = np.array([rows - 1]) if last_only else np.arange(width)
-        return cls(
-            np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64), mask, output_rows, rows
-        )
+        return cls(np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64), mask, output_rows, rows)
 
 
 class ForwardOutput(NamedTuple):

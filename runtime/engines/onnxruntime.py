@@ -68,7 +68,8 @@ class OnnxRuntimeKVCache:
         limit = self._engine.spec.capacity
         if slots > limit:
             raise EngineError(
-                f"{slots} rows exceed this engine's {limit} cache slots: shorten the request or rebuild with a larger --max-length"
+                f"{slots} rows exceed this engine's {limit} cache slots: "
+                "shorten the request or rebuild with a larger --max-length"
             )
         capacity = self.capacity
         while capacity < slots:
@@ -98,7 +99,7 @@ class OnnxRuntimeEngine:
     copies them itself."""
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, provider: str = "cpu") -> None:
-        """Open `path`. threads: 0 lets ONNX Runtime choose. Raises EngineError when the file or provider is unusable."""
+        """Open `path`. threads: 0 lets ONNX Runtime choose. Raises EngineError when file or provider are unusable."""
         import onnxruntime
 
         if provider not in PROVIDERS:
@@ -118,7 +119,9 @@ class OnnxRuntimeEngine:
         except Exception as error:  # ONNX Runtime's own exception types are not public
             raise EngineError(f"{path.name} cannot be opened by ONNX Runtime: {error}") from error
         if self._session.get_providers()[0] != name:
-            raise EngineError(f"ONNX Runtime fell back from {name} to the CPU: check the CUDA 13 and cuDNN 9 installation")
+            raise EngineError(
+                f"ONNX Runtime fell back from {name} to the CPU: check the CUDA 13 and cuDNN 9 installation"
+            )
         self._ort = onnxruntime
         self.spec = spec
 
@@ -167,7 +170,9 @@ class OnnxRuntimeEngine:
             return buffer
 
         sizes = {"B": 1, "1": 1, "T": width, "C": capacity, "R": outputs, "V": model.vocab_size}
-        feeds = [array(item.name, tuple(sizes[axis] for axis in item.shape), item.dtype, True) for item in bindings.INPUTS]
+        feeds = [
+            array(item.name, tuple(sizes[axis] for axis in item.shape), item.dtype, True) for item in bindings.INPUTS
+        ]
         token_ids, position_ids, mask, write_indices, output_rows = feeds
         for layer in range(model.num_layers):
             for offset, kind in enumerate(bindings.KINDS):
@@ -179,8 +184,8 @@ class OnnxRuntimeEngine:
         if bindings.TOP_IDS.name in self.spec.outputs:
             columns = bindings.top_columns(model.vocab_size)
             top_ids = array(bindings.TOP_IDS.name, (1, outputs, columns), bindings.TOP_IDS.dtype, False)[0]
-            top_logprobs = array(bindings.TOP_LOGPROBS.name, (1, outputs, columns), bindings.TOP_LOGPROBS.dtype, False)[0]
+            top_logprobs = array(bindings.TOP_LOGPROBS.name, (1, outputs, columns), bindings.TOP_LOGPROBS.dtype, False)[
+                0
+            ]
         output = ForwardOutput(logits[0], top_ids, top_logprobs)
-        return BoundPass(
-            binding, token_ids, position_ids, mask[0, 0], write_indices, output_rows, output, keep_alive
-        )
+        return BoundPass(binding, token_ids, position_ids, mask[0, 0], write_indices, output_rows, output, keep_alive)
