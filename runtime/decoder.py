@@ -1,0 +1,156 @@
+"""SpeculativeDecoder: propose, verify, commit, repeat. Token ids in, chunks of token ids out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .engines.base import Engine, prefill
+from .metrics import SpecDecodeStats
+from .random import RandomStreams
+from .sampling import Sampler
+from .speculation.config import SpeculativeConfig
+from .speculation.proposer import DraftProposer
+from .speculation.token_graph import TokenGraph
+from .speculation.token_tree import TokenTree, unroll
+from .speculation.verifier import Acceptance
+
+
+class TokenLogprob(NamedTuple):
+    """A token under the target's unprocessed distribution, natural logarithm, with the most probable alternatives."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+class TokenChunk(NamedTuple):
+    """Tokens one round added. The first `num_drafted` came from the draft, the last one is the target's own, unless the
+    round was cut short. finish_reason: None while more follows, else "stop" or "length"."""
+
+    token_ids: list[int]
+    num_drafted: int
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+
+
+class SpeculativeDecoder:
+    """Decodes one request over a target engine and, unless `config` is None, a draft engine.
+
+    The last committed token (the root) is in no cache: a round scores it together with the proposal below it.
+    """
+
+    def __init__(
+        self,
+        target: Engine,
+        draft: Engine | None,
+        config: SpeculativeConfig | None,
+        max_length: int,
+        eos: Sequence[int],
+    ) -> None:
+        self._target = target
+        self._config = config if draft is not None else None
+        self._cache: Any = target.new_cache()
+        self._proposer = DraftProposer(draft) if draft is not None and config is not None else None
+        self._max_length = max_length
+        self._eos = frozenset(eos)
+
+    def generate(
+        self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, stats: SpecDecodeStats
+    ) -> Iterator[TokenChunk]:
+        """Yield one chunk per round until the text ends. `stats` is updated before each chunk is handed out."""
+        start = perf_counter()
+        self._cache.truncate(0)
+        prefill(self._target, self._cache, prompt[:-1])
+        if self._proposer is not None:
+            self._proposer.start(prompt)
+        begun = perf_counter()
+        stats.prompt_seconds = begun - start
+        root, length = prompt[-1], len(prompt)
+        while True:
+            # The longest path that still fits: one token is always the target's own.
+            room = min(sampler.params.max_tokens - len(sampler.output), self._max_length - length)
+            tree = self._propose(root, room - 1, sampler, streams)
+            logits, seconds = self._score(tree)
+            stats.target_passes += 1
+            stats.target_seconds += seconds
+            acceptance = self._verify(tree, logits, sampler, streams)
+            self._commit(tree, acceptance)
+            if len(tree) > 1:
+                stats.record_round(len(tree) - 1, len(acceptance.rows))
+            tokens = [tree.token_ids[row] for row in acceptance.rows] + [acceptance.next_token]
+            kept, reason = self._cut(tokens, sampler, room)
+            sources = [0, *acceptance.rows]
+            logprobs = top_logprobs(logits, sources[:kept], tokens[:kept], sampler.params.logprobs)
+            sampler.commit(tokens[:kept])
+            root, length = acceptance.next_token, length + len(tokens)
+            stats.num_tokens += kept
+            self._record_draft(stats)
+            stats.decode_seconds = perf_counter() - begun
+            yield TokenChunk(tokens[:kept], min(kept, len(acceptance.rows)), logprobs, reason)
+            if reason is not None:
+                return
+
+    def _propose(self, root: int, max_depth: int, sampler: Sampler, streams: RandomStreams) -> TokenTree:
+        """This round's proposal, or the bare root when none is wanted or none fits."""
+        if self._proposer is None or self._config is None or max_depth < 1:
+            return unroll(TokenGraph(root), 0)
+        grower = self._config.grower(sampler.params.greedy, max_depth)
+        graph = self._proposer.propose(grower, sampler, streams.draft)
+        return unroll(graph, self._config.max_tokens)
+
+    def _score(self, tree: TokenTree) -> tuple[NDArray[np.float32], float]:
+        """The target's logits [rows, V] and the seconds they took."""
+        batch = tree.to_batch(self._target.spec, self._cache.length)
+        start = perf_counter()
+        output = self._target.forward(batch, self._cache)
+        return output.logits, perf_counter() - start
+
+    def _verify(
+        self, tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
+    ) -> Acceptance:
+        if len(tree) == 1 or self._config is None:
+            return Acceptance([], sampler.choose(logits[0], [], streams.target))
+        return self._config.verifier(sampler.params.greedy)(tree, logits, sampler, streams)
+
+    def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        self._cache.commit([0, *acceptance.rows])
+        if self._proposer is None:
+            return
+        if len(tree) > 1:
+            self._proposer.commit(tree, acceptance.rows, acceptance.next_token)
+        else:
+            self._proposer.skip(acceptance.next_token)
+
+    def _cut(self, tokens: Sequence[int], sampler: Sampler, room: int) -> tuple[int, str | None]:
+        """How many of a round's tokens are kept, and why the text ends there: perhaps inside an accepted path."""
+        params = sampler.params
+        for index, token in enumerate(tokens):
+            if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
+                return index + 1, "stop"
+        return (room, "length") if len(tokens) >= room else (len(tokens), None)
+
+    def _record_draft(self, stats: SpecDecodeStats) -> None:
+        if self._proposer is not None:
+            stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
+            stats.draft_seconds = self._proposer.seconds
+
+
+def top_logprobs(
+    logits: NDArray[np.float32], rows: Sequence[int], tokens: Sequence[int], count: int | None
+) -> list[TokenLogprob]:
+    """Log-probabilities of `tokens`, each predicted by its row of `logits` [rows, V]; empty when `count` is None."""
+    if count is None:
+        return []
+    results = []
+    for row, token in zip(rows, tokens, strict=True):
+        scores = logits[row].astype(np.float64)
+        scores -= scores.max()
+        scores -= np.log(np.exp(scores).sum())
+        best = np.argsort(-scores, kind="stable")[:count].tolist()
+        results.append(TokenLogprob(token, float(scores[token]), {index: float(scores[index]) for index in best}))
+    return results

@@ -1,0 +1,63 @@
+"""SpecDecodeStats: what speculation did, in vLLM's definitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class SpecDecodeStats:
+    """Counts of one request, or of many added up.
+
+    num_drafts: verified proposals. num_draft_tokens: tokens proposed in them. num_accepted_tokens: proposed tokens the
+    target accepted, before an end of text or length limit cuts the path. accepted_per_round[j]: rounds that accepted
+    j tokens. num_tokens: tokens emitted. target_passes and draft_passes exclude the prompt; draft_rows are rows the
+    draft scored. Seconds: time inside each engine, and the whole of decoding, prompt excluded.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_round: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    target_passes: int = 0
+    draft_passes: int = 0
+    draft_rows: int = 0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verified proposal, the target's own included: 1 + accepted / drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the proposed tokens."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def host_seconds(self) -> float:
+        """Decoding time outside both engines."""
+        return self.decode_seconds - self.target_seconds - self.draft_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def record_round(self, drafted: int, accepted: int) -> None:
+        """One verified proposal."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        self.accepted_per_round += [0] * (accepted + 1 - len(self.accepted_per_round))
+        self.accepted_per_round[accepted] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and the derived rates, JSON-ready."""
+        counts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        derived = ("mean_acceptance_length", "acceptance_rate", "host_seconds", "tokens_per_second")
+        return counts | {name: getattr(self, name) for name in derived}

@@ -1,0 +1,97 @@
+"""DraftProposer: grows one round's TokenGraph over the draft engine and keeps the draft's cache in step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engines.base import Engine, ForwardOutput, TokenBatch, prefill
+from ..random import RandomStream
+from ..sampling import Sampler
+from .baseline import Grower
+from .token_graph import ROOT, TokenGraph
+from .token_tree import TokenTree
+
+
+class DraftProposer:
+    """One request's draft. `pending` are committed tokens the draft has not seen; the last one is the root.
+
+    Every drafted node has at most one cache slot, written when the node is scored. `passes`, `rows` and
+    `seconds` count what the draft engine was asked to do since the prompt.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cache: Any = engine.new_cache()
+        self._pending: list[int] = []
+        self._slots: list[int] = []  # graph node -> speculative cache slot, -1 while not scored
+        self._visible: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # slot -> slots of its path, itself included
+        self.passes = 0
+        self.rows = 0
+        self.seconds = 0.0
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Forget everything and read a prompt; its last token becomes the first root."""
+        self._cache.truncate(0)
+        prefill(self._engine, self._cache, prompt[:-1])
+        self._pending = list(prompt[-1:])
+
+    def propose(self, grower: Grower, sampler: Sampler, stream: RandomStream) -> TokenGraph:
+        """Grow a graph below the last committed token."""
+        graph = TokenGraph(self._pending[-1])
+        self.passes += 1
+        self.rows += len(self._pending)
+        start = perf_counter()
+        output = prefill(self._engine, self._cache, self._pending)
+        self.seconds += perf_counter() - start
+        if output is None:
+            raise AssertionError("propose before start: there is no root")
+        self._pending = []
+        self._slots = [-1]
+        nodes = [ROOT]
+        while True:
+            grower.expand(graph, nodes, output, sampler, stream)
+            self._slots.extend([-1] * (len(graph) - len(self._slots)))
+            nodes = grower.frontier(graph)
+            if not nodes:
+                return graph
+            output = self._score(graph, nodes)
+
+    def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:
+        """Keep the accepted rows' cache where the draft has it; the rest, and the target's token, become pending."""
+        slots = [self._slots[tree.nodes[row]] for row in rows]
+        scored = slots.index(-1) if -1 in slots else len(slots)
+        self._cache.commit(slots[:scored])
+        self._pending = [tree.token_ids[row] for row in rows[scored:]] + [next_token]
+
+    def skip(self, token: int) -> None:
+        """A token that was decoded without a proposal."""
+        self._pending.append(token)
+
+    def _score(self, graph: TokenGraph, nodes: Sequence[int]) -> ForwardOutput:
+        """One draft pass over `nodes`, which get the next cache slots."""
+        first, count = self._cache.speculative, len(nodes)
+        visible = np.zeros((first + count, first + count), np.bool_)
+        visible[:first, :first] = self._visible[:first, :first]
+        for slot, node in enumerate(nodes, start=first):
+            parent = self._slots[graph.parents[node]]
+            if parent >= 0:
+                visible[slot] = visible[parent]
+            visible[slot, slot] = True
+            self._slots[node] = slot
+        self._visible = visible
+        # The root is committed by now, so a node of depth d stands d places behind the last committed row.
+        positions = self._cache.length - 1 + np.asarray([graph.depths[node] for node in nodes])
+        tokens = [graph.tokens[node] for node in nodes]
+        width = self._engine.spec.width_for(count)
+        self.passes += 1
+        self.rows += count
+        batch = TokenBatch.padded(tokens, positions, visible[first:], width)
+        start = perf_counter()
+        output = self._engine.forward(batch, self._cache)
+        self.seconds += perf_counter() - start
+        return output

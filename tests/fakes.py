@@ -1,0 +1,97 @@
+"""A language model that is a function of its context, behind the Engine protocol: no weights, no ONNX.
+
+It keeps the *context* each cache slot stands for, so a wrong mask, position or commit changes what it predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftwood.models.config import LlamaConfig
+from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, TokenBatch
+
+Predict = Callable[[tuple[int, ...]], NDArray[np.float64]]  # context -> probabilities [V]
+
+
+class FakeCache:
+    """(token, position) per slot; the speculative ones with the slots they see."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+        self.rows: list[tuple[int, int, NDArray[np.bool_]]] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.committed)
+
+    @property
+    def speculative(self) -> int:
+        return len(self.rows)
+
+    def commit(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            token, position, _ = self.rows[slot]
+            assert position == len(self.committed), "a committed row stands at the wrong position"
+            self.committed.append(token)
+        self.rows = []
+
+    def truncate(self, length: int) -> None:
+        del self.committed[length:]
+        self.rows = []
+
+
+class FakeEngine:
+    """Scores rows by `predict(context)`; the context is read off mask and positions like attention would."""
+
+    def __init__(self, predict: Predict, vocab_size: int, role: str = "target", max_width: int = 64) -> None:
+        model = LlamaConfig(vocab_size, 2, 2, 1, 1, 1, 2, 4096, 1e-5, 10000.0)
+        widths = tuple(width for width in (1, 2, 4, 8, 16, 32, 64) if width <= max_width)
+        self.spec = EngineSpec(role, "fake", "", model, widths, 4096, "fp64", ("logits",), "")
+        self.predict = predict
+        self.passes = 0
+
+    def new_cache(self) -> FakeCache:
+        return FakeCache()
+
+    def forward(self, batch: TokenBatch, cache: FakeCache) -> ForwardOutput:
+        self.passes += 1
+        start = cache.speculative
+        for row in range(batch.num_tokens):
+            seen = batch.mask[row, : start + batch.num_tokens]
+            cache.rows.append((int(batch.token_ids[row]), int(batch.position_ids[row]), seen))
+        logits = np.full((len(batch.output_rows), self.spec.model.vocab_size), -1.0)
+        for index, row in enumerate(batch.output_rows.tolist()):
+            if row < batch.num_tokens:
+                logits[index] = self._log_probabilities(cache, start + row)
+        return ForwardOutput(logits, None, None)  # float64, so that enumeration is exact
+
+    def close(self) -> None:
+        pass
+
+    def _log_probabilities(self, cache: FakeCache, slot: int) -> NDArray[np.float64]:
+        seen = cache.rows[slot][2]
+        visible = sorted((cache.rows[other][1], cache.rows[other][0]) for other in np.flatnonzero(seen).tolist())
+        positions = [position for position, _ in visible]
+        assert positions == list(range(cache.length, cache.length + len(visible))), "a row sees a gap or a sibling"
+        context = (*cache.committed, *(token for _, token in visible))
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict(context))
+
+
+def random_model(seed: int, vocab_size: int, sharpness: float = 1.5) -> Predict:
+    """Probabilities that depend on the whole context; the same context always gives the same ones."""
+
+    def predict(context: tuple[int, ...]) -> NDArray[np.float64]:
+        generator = np.random.default_rng([seed, *context])
+        weights = np.exp(sharpness * generator.standard_normal(vocab_size))
+        return np.asarray(weights / weights.sum())
+
+    return predict
+
+
+def mixture(first: Predict, second: Predict, share: float) -> Predict:
+    """A draft that agrees with `first` to the degree `share`."""
+    return lambda context: share * first(context) + (1 - share) * second(context)
