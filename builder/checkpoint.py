@@ -6,6 +6,7 @@ Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """A checked, memory-mapped checkpoint. Opening it reads headers only; `tensor` reads one tensor at a time."""
+    """A checked checkpoint. Opening it reads headers only; `tensor` reads one tensor at a time and keeps none."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
@@ -31,10 +32,10 @@ class Checkpoint:
             raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
         self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
         self._files = weight_files(folder)
-        self._handles = {file: open_safetensors(file) for file in set(self._files.values())}
         self._shapes = tensor_shapes(self.config)
+        handles = {file: open_safetensors(file) for file in set(self._files.values())}
         for name, shape in self._shapes.items():
-            self._check(name, shape)
+            self._check(name, shape, handles)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one of the model's tensors, [out, in] for a matrix."""
@@ -42,16 +43,17 @@ class Checkpoint:
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
-        array: NDArray[Any] = self._handles[self._files[name]].get_tensor(name)
-        if not np.isfinite(array.astype(np.float32, copy=False)).all():
+        # Opened each time: a mapping that stays open keeps every page it ever read in this process's memory.
+        array: NDArray[Any] = open_safetensors(self._files[name]).get_tensor(name)
+        if not np.isfinite(array).all():
             raise CheckpointError(f"{self.folder}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
         return array
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...], handles: Mapping[Path, Any]) -> None:
         file = self._files.get(name)
-        if file is None or name not in self._handles[file].keys():  # noqa: SIM118 - a safetensors handle is no dict
+        if file is None or name not in handles[file].keys():  # noqa: SIM118 - a safetensors handle is no dict
             raise CheckpointError(f"{self.folder}: tensor {name} is missing; the checkpoint is incomplete")
-        stored = self._handles[file].get_slice(name)
+        stored = handles[file].get_slice(name)
         if stored.get_dtype() not in DTYPES:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} is {stored.get_dtype()}; use an fp32, fp16 or bf16 checkpoint"

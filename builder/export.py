@@ -19,29 +19,40 @@ from numpy.typing import NDArray
 
 from ..models import bindings
 from ..models.config import LlamaConfig
+from ..models.errors import CheckpointError
 from ..models.rope import rope_tables
 from ..plugins.tree_attention import op
 from .checkpoint import Checkpoint
 
 IR_VERSION = 11
-EXTERNAL_DATA_BYTES = 1_500_000_000  # protobuf ends at 2 GB
+EXTERNAL_DATA_BYTES = 32_000_000  # a protobuf is held in memory several times while it is written, and ends at 2 GB
 Weight = Callable[[], NDArray[Any]]
 
 
 def export(checkpoint: Checkpoint, role: str, positions: int, path: Path, progress: Callable[[str], None]) -> None:
     """Write `checkpoint` as the ONNX graph of `role` with rotary tables for `positions` positions.
 
-    `progress` is told each weight's name as it is written. Weights beyond 1.5 GB go to `<path>.data` beside it.
+    Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the name of
+    each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
     """
     model = GraphBuilder(checkpoint, positions).build(role)
     external = 4 * checkpoint.config.num_parameters > EXTERNAL_DATA_BYTES
-    ir.save(
-        model,
-        path,
-        external_data=path.name + ".data" if external else None,
-        callback=(lambda tensor, _: progress(tensor.name or "")) if external else None,
-        max_workers=1 if external else None,
-    )
+    try:
+        ir.save(
+            model,
+            path,
+            external_data=path.name + ".data" if external else None,
+            callback=(lambda tensor, _: progress(tensor.name or "")) if external else None,
+            max_workers=1 if external else None,
+        )
+    except ir.serde.SerdeError as error:
+        # Weights are read inside `save`, which wraps what their reader raises, several times over.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, CheckpointError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None
 
 
 class GraphBuilder:
@@ -170,25 +181,31 @@ class GraphBuilder:
 
     def linear(self, name: str, rows: ir.Value, weights: Sequence[str], biases: Sequence[str]) -> ir.Value:
         """rows @ concat(weights).T + concat(biases). Several matrices over one input become one MatMul."""
-        read = self.checkpoint.tensor
         size = sum(self.checkpoint.shape(weight)[0] for weight in weights)
         shape = (self.checkpoint.shape(weights[0])[1], size)
 
-        def matrix() -> NDArray[Any]:
-            return np.ascontiguousarray(np.concatenate([read(weight).astype(np.float32) for weight in weights]).T)
-
-        product = self.node("MatMul", name, [rows, self.lazy(f"{name}.weight", shape, matrix)])
+        matrix = self.lazy(f"{name}.weight", shape, lambda: self.concatenated(weights, shape))
+        product = self.node("MatMul", name, [rows, matrix])
         if not biases:
             return product
+        vector = self.lazy(f"{name}.bias", (size,), lambda: self.concatenated(biases, (size,)))
+        return self.node("Add", f"{name}_bias", [product, vector])
 
-        def vector() -> NDArray[Any]:
-            return np.concatenate([read(bias).astype(np.float32) for bias in biases])
-
-        return self.node("Add", f"{name}_bias", [product, self.lazy(f"{name}.bias", (size,), vector)])
+    def concatenated(self, names: Sequence[str], shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Transposed tensors side by side along the last axis, widened on the way: no second copy in memory."""
+        merged = np.empty(shape, np.float32)
+        start = 0
+        for name in names:
+            stored = self.checkpoint.tensor(name).T
+            merged[..., start : start + stored.shape[-1]] = stored
+            start += stored.shape[-1]
+        return merged
 
     def stored(self, name: str) -> ir.Value:
         """A tensor of the checkpoint as it is."""
-        return self.lazy(name, self.checkpoint.shape(name), lambda: self.checkpoint.tensor(name).astype(np.float32))
+        return self.lazy(
+            name, self.checkpoint.shape(name), lambda: self.checkpoint.tensor(name).astype(np.float32, copy=False)
+        )
 
     def lazy(self, name: str, shape: tuple[int, ...], read: Weight) -> ir.Value:
         """An initializer that is read only when the file is written: one weight in memory at a time."""

@@ -1,0 +1,25 @@
+"""Run an engine bundle: `LLM(bundle).generate(prompt, SamplingParams(...))`."""
+
+from ..models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, RequestError
+from .bundle import EngineBundle
+from .llm import LLM, GenerationResult, StreamChunk, TextPiece
+from .metrics import SpecDecodeStats
+from .sampling import SamplingParams
+from .speculation.config import SpeculativeConfig
+
+__all__ = [
+    "LLM",
+    "BundleError",
+    "CheckpointError",
+    "ConfigError",
+    "DraftwoodError",
+    "EngineBundle",
+    "EngineError",
+    "GenerationResult",
+    "RequestError",
+    "SamplingParams",
+    "SpecDecodeStats",
+    "SpeculativeConfig",
+    "StreamChunk",
+    "TextPiece",
+]

@@ -14,6 +14,7 @@ from .metrics import SpecDecodeStats
 from .random import RandomStreams
 from .sampling import Sampler
 from .speculation.config import SpeculativeConfig
+from .speculation.lookup import PromptLookup, graft_chosen, graft_given
 from .speculation.proposer import DraftProposer
 from .speculation.token_graph import TokenGraph
 from .speculation.token_tree import TokenTree, unroll
@@ -56,6 +57,7 @@ class SpeculativeDecoder:
         self._config = config if draft is not None else None
         self._cache: Any = target.new_cache()
         self._proposer = DraftProposer(draft) if draft is not None and config is not None else None
+        self._lookup: PromptLookup | None = None
         self._max_length = max_length
         self._eos = frozenset(eos)
 
@@ -68,6 +70,9 @@ class SpeculativeDecoder:
         prefill(self._target, self._cache, prompt[:-1])
         if self._proposer is not None:
             self._proposer.start(prompt)
+        self._lookup = None if self._config is None else self._config.lookup()
+        if self._lookup is not None:
+            self._lookup.extend(prompt)
         begun = perf_counter()
         stats.prompt_seconds = begun - start
         root, length = prompt[-1], len(prompt)
@@ -97,11 +102,17 @@ class SpeculativeDecoder:
 
     def _propose(self, root: int, max_depth: int, sampler: Sampler, streams: RandomStreams) -> TokenTree:
         """This round's proposal, or the bare root when none is wanted or none fits."""
+        graph = TokenGraph(root)
         if self._proposer is None or self._config is None or max_depth < 1:
-            return unroll(TokenGraph(root), 0)
-        grower = self._config.grower(sampler.params.greedy, max_depth)
-        graph = self._proposer.propose(grower, sampler, streams.draft)
-        return unroll(graph, self._config.max_tokens)
+            return unroll(graph, 0)
+        config, greedy = self._config, sampler.params.greedy
+        found = [] if self._lookup is None else self._lookup.propose()[:max_depth]
+        if not config.chooses(greedy):
+            graft_given(graph, found)
+        self._proposer.propose(graph, config.grower(greedy, max_depth), config.stopper(), sampler, streams.draft)
+        if config.chooses(greedy):
+            graft_chosen(graph, found)
+        return unroll(graph, config.max_tokens)
 
     def _score(self, tree: TokenTree) -> tuple[NDArray[np.float32], float]:
         """The target's logits [rows, V] and the seconds they took."""
@@ -119,6 +130,8 @@ class SpeculativeDecoder:
 
     def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         self._cache.commit([0, *acceptance.rows])
+        if self._lookup is not None:
+            self._lookup.extend([*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token])
         if self._proposer is None:
             return
         if len(tree) > 1:

@@ -1,12 +1,12 @@
-"""Shared fixtures: random checkpoints, and the optional data folder beside the checkout."""
+"""Shared fixtures: a random tiny pair, the demo pair, and a third-party pair from the optional data folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+from bundles import DEMO, SHARED, built
+from checkpoints import write_checkpoint, write_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -15,4 +15,40 @@ def stories() -> Path:
     folder = SHARED / "stories260K"
     if not folder.is_dir():
         pytest.skip("the shared data folder is not beside this checkout")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stories_bundle(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(stories / "target", stories / "draft", tmp_path_factory.mktemp("stories") / "bundle")
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random `target` and `draft` that share a byte-level tokenizer."""
+    return write_pair(tmp_path_factory.mktemp("pair"), add_bos=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tiny_pair / "target", tiny_pair / "draft", tmp_path_factory.mktemp("tiny") / "bundle")
+
+
+@pytest.fixture(scope="session")
+def no_bos_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose tokenizer puts nothing before a text."""
+    folder = write_pair(tmp_path_factory.mktemp("no_bos"), add_bos=False)
+    return built(folder / "target", folder / "draft", folder / "bundle")
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle that `make demo` builds."""
+    return built(DEMO / "target", DEMO / "draft", tmp_path_factory.mktemp("demo") / "bundle")
+
+
+def write_pair(folder: Path, add_bos: bool) -> Path:
+    for role, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint(folder / role, "gqa", seed=seed)
+        write_tokenizer(folder / role, add_bos=add_bos)
     return folder

@@ -6,6 +6,7 @@ It keeps the *context* each cache slot stands for, so a wrong mask, position or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from draftwood.models.config import LlamaConfig
 from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, TokenBatch
 
 Predict = Callable[[tuple[int, ...]], NDArray[np.float64]]  # context -> probabilities [V]
+Accept = Callable[[tuple[int, ...]], float]  # context, its last token included -> probability that it is accepted
 
 
 class FakeCache:
@@ -46,11 +48,19 @@ class FakeCache:
 class FakeEngine:
     """Scores rows by `predict(context)`; the context is read off mask and positions like attention would."""
 
-    def __init__(self, predict: Predict, vocab_size: int, role: str = "target", max_width: int = 64) -> None:
+    def __init__(
+        self,
+        predict: Predict,
+        vocab_size: int,
+        role: str = "target",
+        max_width: int = 64,
+        accept: Accept | None = None,
+    ) -> None:
         model = LlamaConfig(vocab_size, 2, 2, 1, 1, 1, 2, 4096, 1e-5, 10000.0)
         widths = tuple(width for width in (1, 2, 4, 8, 16, 32, 64) if width <= max_width)
-        self.spec = EngineSpec(role, "fake", "", model, widths, 4096, "fp64", ("logits",), "")
+        self.spec = EngineSpec(role, "fake", "", model, widths, 4096, "fp64", ("logits",))
         self.predict = predict
+        self.accept = accept
         self.passes = 0
 
     def new_cache(self) -> FakeCache:
@@ -63,27 +73,31 @@ class FakeEngine:
             seen = batch.mask[row, : start + batch.num_tokens]
             cache.rows.append((int(batch.token_ids[row]), int(batch.position_ids[row]), seen))
         logits = np.full((len(batch.output_rows), self.spec.model.vocab_size), -1.0)
+        acceptance = np.zeros(len(batch.output_rows))
         for index, row in enumerate(batch.output_rows.tolist()):
             if row < batch.num_tokens:
-                logits[index] = self._log_probabilities(cache, start + row)
-        return ForwardOutput(logits, None, None)  # float64, so that enumeration is exact
+                context = self._context(cache, start + row)
+                with np.errstate(divide="ignore"):
+                    logits[index] = np.log(self.predict(context))
+                acceptance[index] = self.accept(context) if self.accept else 0.0
+        # float64, so that enumeration is exact
+        return ForwardOutput(logits, None, None, acceptance.astype(np.float32) if self.accept else None)
 
     def close(self) -> None:
         pass
 
-    def _log_probabilities(self, cache: FakeCache, slot: int) -> NDArray[np.float64]:
+    def _context(self, cache: FakeCache, slot: int) -> tuple[int, ...]:
         seen = cache.rows[slot][2]
         visible = sorted((cache.rows[other][1], cache.rows[other][0]) for other in np.flatnonzero(seen).tolist())
         positions = [position for position, _ in visible]
         assert positions == list(range(cache.length, cache.length + len(visible))), "a row sees a gap or a sibling"
-        context = (*cache.committed, *(token for _, token in visible))
-        with np.errstate(divide="ignore"):
-            return np.log(self.predict(context))
+        return (*cache.committed, *(token for _, token in visible))
 
 
 def random_model(seed: int, vocab_size: int, sharpness: float = 1.5) -> Predict:
     """Probabilities that depend on the whole context; the same context always gives the same ones."""
 
+    @cache
     def predict(context: tuple[int, ...]) -> NDArray[np.float64]:
         generator = np.random.default_rng([seed, *context])
         weights = np.exp(sharpness * generator.standard_normal(vocab_size))
@@ -95,3 +109,8 @@ def random_model(seed: int, vocab_size: int, sharpness: float = 1.5) -> Predict:
 def mixture(first: Predict, second: Predict, share: float) -> Predict:
     """A draft that agrees with `first` to the degree `share`."""
     return lambda context: share * first(context) + (1 - share) * second(context)
+
+
+def random_head(seed: int) -> Accept:
+    """An acceptance estimate that depends on the whole context, the scored token included."""
+    return cache(lambda context: float(np.random.default_rng([seed, *context]).uniform(0.05, 0.95)))

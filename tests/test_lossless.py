@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeEngine, mixture, random_model
+from fakes import FakeEngine, mixture, random_head, random_model
 from numpy.typing import NDArray
 
 from draftwood.models.errors import ConfigError
@@ -16,7 +17,7 @@ from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.random import RandomStreams, seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.baseline import SampledTree
+from draftwood.runtime.speculation.baseline import StaticTree
 from draftwood.runtime.speculation.config import LOSSLESS, VERIFIERS, SpeculativeConfig
 
 PROMPT = (0, 1)
@@ -84,7 +85,8 @@ def total_variation(a: Distribution, b: Distribution) -> float:
 def pair(seed: int, vocab_size: int) -> tuple[FakeEngine, FakeEngine]:
     truth = random_model(seed, vocab_size)
     guess = mixture(truth, random_model(seed + 1000, vocab_size), 0.6)
-    return FakeEngine(truth, vocab_size), FakeEngine(guess, vocab_size, "draft")
+    draft = FakeEngine(guess, vocab_size, "draft", accept=random_head(seed))
+    return FakeEngine(truth, vocab_size), draft
 
 
 SETTINGS = {
@@ -99,37 +101,72 @@ SETTINGS = {
         max_tokens=3, logits_processors=(lambda tokens, logits: logits + 0.8 * (np.arange(len(logits)) == len(tokens)),)
     ),
 }
-LEGAL = [(grow, verify) for grow, verifiers in LOSSLESS.items() for verify in verifiers]
+SMALL = {"max_draft_len": 2, "max_total_draft_tokens": 4, "frontier_width": 2, "branching": (2, 1)}
+GROWN: dict[str, dict[str, Any]] = {
+    "chain": {"grow": "chain"},
+    "k-ary": {"grow": "k-ary"},
+    "static": {"grow": "static", "topology": (0, 0, 2)},
+    "topk": {"grow": "topk"},
+    "topk merged": {"grow": "topk", "merge": "gsd", "merge_ngram": 1, "sibling_share": 0.2, "leaf_share": 0.1},
+    "dyspec": {"grow": "dyspec"},
+    "dyspec pruned": {"grow": "dyspec", "max_total_draft_tokens": 3},
+    "dyspec-heap": {"grow": "dyspec-heap", "max_total_draft_tokens": 3},
+    "dyspec-threshold": {"grow": "dyspec-threshold", "draft_threshold": 0.2},
+    "dyspec merged": {"grow": "dyspec-threshold", "merge": "gsd", "merge_ngram": 1, "draft_threshold": 0.1},
+    "chain, specdec++": {"grow": "chain", "stop_rule": "specdec++", "stop_threshold": 0.4},
+    "chain, lagged": {"grow": "chain", "stop_rule": "specdec++-lagged", "stop_threshold": 0.4},
+    "chain, confidence": {"grow": "chain", "stop_rule": "confidence", "stop_threshold": 0.4},
+    "chain, entropy": {"grow": "chain", "stop_rule": "entropy", "stop_threshold": 0.3},
+    "dyspec, specdec++": {"grow": "dyspec", "stop_rule": "specdec++", "stop_threshold": 0.5},
+    "merged, specdec++": {
+        "grow": "dyspec-threshold",
+        "merge": "gsd",
+        "merge_ngram": 1,
+        "draft_threshold": 0.1,
+        "stop_rule": "specdec++",
+    },
+    "chain, lookup": {"grow": "chain", "lookup_ngram": 1, "lookup_len": 2},
+    "dyspec, lookup": {"grow": "dyspec", "lookup_ngram": 1, "lookup_len": 1, "max_total_draft_tokens": 3},
+    "topk, lookup": {"grow": "topk", "lookup_ngram": 1},
+}
 
 
-def speculative(grow: str, verify: str) -> SpeculativeConfig:
-    return SpeculativeConfig(grow, verify, 2, 4, frontier_width=2, branching=(2, 1))
+def speculative(name: str, verify: str) -> SpeculativeConfig:
+    return SpeculativeConfig(**{**SMALL, **GROWN[name], "verify": verify})
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize(("grow", "verify"), LEGAL)
-def test_every_legal_pair_is_exact(grow: str, verify: str, setting: str) -> None:
+LEGAL = [(name, verify) for name in GROWN for verify in LOSSLESS[speculative(name, "auto").proposal]]
+EVERY_SETTING = ("chain", "k-ary", "topk", "dyspec", "dyspec merged")  # the other ones share their draws with these
+CASES = [
+    (name, verify, setting)
+    for name, verify in LEGAL
+    for setting in (SETTINGS if name in EVERY_SETTING and verify != "match" else ("plain", "penalties"))
+]
+
+
+@pytest.mark.parametrize(("name", "verify", "setting"), CASES)
+def test_every_legal_pair_is_exact(name: str, verify: str, setting: str) -> None:
     """I2: total variation from plain decoding below 1e-12, every verifier with every proposal it is allowed for."""
     params = SETTINGS[setting]
     for seed in range(2):
         target, draft = pair(seed, 3)
         expected = decoded(target, None, None, params)
-        found = decoded(target, draft, speculative(grow, verify), params)
+        found = decoded(target, draft, speculative(name, verify), params)
         assert total_variation(found, expected) < 1e-12
 
 
-ILLEGAL = [(grow, verify) for grow, verify in product(LOSSLESS, VERIFIERS) if verify not in LOSSLESS[grow]]
+ILLEGAL = [pair for pair in product(GROWN, VERIFIERS) if pair not in LEGAL]
 
 
-@pytest.mark.parametrize(("grow", "verify"), ILLEGAL)
-def test_the_config_refuses_every_other_pair(grow: str, verify: str) -> None:
+@pytest.mark.parametrize(("name", "verify"), ILLEGAL)
+def test_the_config_refuses_every_other_pair(name: str, verify: str) -> None:
     with pytest.raises(ConfigError, match="not lossless"):
-        speculative(grow, verify)
+        speculative(name, verify)
 
 
 def test_negative_control_rejection_of_chosen_tokens_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
     """p/q verification of tokens that were ranked, not drawn: the enumeration must see the bias."""
-    grow_drawn = SampledTree.expand
+    grow_drawn = StaticTree.expand
 
     def greedy_expand(self, graph, nodes, output, sampler, stream):  # type: ignore[no-untyped-def]
         class ArgMax:
@@ -138,7 +175,7 @@ def test_negative_control_rejection_of_chosen_tokens_is_biased(monkeypatch: pyte
 
         grow_drawn(self, graph, nodes, output, sampler, ArgMax())  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SampledTree, "expand", greedy_expand)
+    monkeypatch.setattr(StaticTree, "expand", greedy_expand)
     target, draft = pair(0, 3)
     params = SETTINGS["plain"]
     found = decoded(target, draft, speculative("chain", "rejection"), params)
@@ -153,8 +190,8 @@ def sample(prompt: Sequence[int], seed: int, config: SpeculativeConfig) -> list[
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-@pytest.mark.parametrize(("grow", "verify"), LEGAL)
-def test_a_seed_gives_the_same_text_every_time(grow: str, verify: str) -> None:
-    config = speculative(grow, verify)
+@pytest.mark.parametrize(("name", "verify"), LEGAL)
+def test_a_seed_gives_the_same_text_every_time(name: str, verify: str) -> None:
+    config = speculative(name, verify)
     assert sample(PROMPT, 7, config) == sample(PROMPT, 7, config)
     assert sample(PROMPT, 7, config) != sample(PROMPT, 8, config)

@@ -6,6 +6,7 @@ appends its rows behind both; `commit` keeps the accepted ones, in path order, a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
+
+FIRST_CAPACITY = 256  # slots a growing cache starts with; it doubles from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,6 @@ class EngineSpec:
     capacity: int  # cache slots, committed and speculative together
     precision: str
     outputs: tuple[str, ...]
-    sha256: str
 
     @property
     def max_width(self) -> int:
@@ -90,12 +92,24 @@ class ForwardOutput(NamedTuple):
     """Results of one pass, for the rows asked for. Views of the engine's buffers: valid until its next pass.
 
     logits: float32 [R, V]. top_ids int64 and top_logprobs float32 [R, K]: the draft's most probable tokens under the
-    unprocessed distribution, best first; None on a target engine.
+    unprocessed distribution, best first; None on a target engine. acceptance float32 [R]: probability that the target
+    accepts the row's own token, where the draft has a head for it.
     """
 
     logits: NDArray[np.float32]
     top_ids: NDArray[np.int64] | None
     top_logprobs: NDArray[np.float32] | None
+    acceptance: NDArray[np.float32] | None = None
+
+    def rows(self, indices: Sequence[int]) -> ForwardOutput:
+        """The results of some rows only."""
+        kept = list(indices)
+        return ForwardOutput(
+            self.logits[kept],
+            None if self.top_ids is None else self.top_ids[kept],
+            None if self.top_logprobs is None else self.top_logprobs[kept],
+            None if self.acceptance is None else self.acceptance[kept],
+        )
 
 
 class KVCache(Protocol):
@@ -114,6 +128,71 @@ class KVCache(Protocol):
 
     def truncate(self, length: int) -> None:
         """Forget everything from committed row `length` on."""
+
+
+class StackedKVCache(ABC):
+    """The KVCache of engines that keep one growing buffer [2 * layers, 1, H_kv, C, D] for all layers, numpy or torch:
+    one indexing operation moves the accepted rows of every layer. A subclass says how the buffer is made."""
+
+    buffer: Any
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self.length = 0
+        self.speculative = 0
+        self._allocate(min(FIRST_CAPACITY, spec.capacity))
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated so far."""
+        return int(self.buffer.shape[3])
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """See KVCache.commit. Slots already in place are not moved. Raises EngineError for a slot never computed."""
+        if any(not 0 <= slot < self.speculative for slot in slots):
+            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
+        kept = len(slots)
+        if any(slot != index for index, slot in enumerate(slots)):
+            rows = self.length + np.asarray(slots, np.int64)
+            self.buffer[:, 0, :, self.length : self.length + kept] = self.buffer[:, 0][:, :, rows]
+        self.length += kept
+        self.speculative = 0
+
+    def truncate(self, length: int) -> None:
+        """See KVCache.truncate."""
+        self.length = min(self.length, length)
+        self.speculative = 0
+
+    def reserve(self, batch: TokenBatch) -> int:
+        """Make room for a batch behind everything computed so far; returns the slot of its first row.
+
+        Doubles the buffer where needed, so that growing costs O(1) per row. Raises EngineError when the engine has no
+        pass of this width, or not that many slots.
+        """
+        width, columns = batch.mask.shape
+        if width not in self._spec.widths or columns != self.speculative + width:
+            compiled = ", ".join(map(str, self._spec.widths))
+            raise EngineError(
+                f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
+                f"with one column for each and for the {self.speculative} speculative rows before them"
+            )
+        slots, limit = self.length + columns, self._spec.capacity
+        if slots > limit:
+            raise EngineError(
+                f"{slots} rows exceed this engine's {limit} cache slots: "
+                "shorten the request or rebuild with a larger --max-length"
+            )
+        capacity, used, old = self.capacity, self.length + self.speculative, self.buffer
+        while capacity < slots:
+            capacity *= 2
+        if capacity > self.capacity:
+            self._allocate(min(capacity, limit))
+            self.buffer[:, :, :, :used] = old[:, :, :, :used]
+        return used
+
+    @abstractmethod
+    def _allocate(self, capacity: int) -> None:
+        """Replace `buffer` by a zeroed one of `capacity` slots."""
 
 
 class Engine(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +10,9 @@ from numpy.typing import NDArray
 
 from ...models import bindings
 from ...models.errors import EngineError
-from .base import EngineSpec, ForwardOutput, TokenBatch
+from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-FIRST_CAPACITY = 256  # ONNX Runtime's attention pays for capacity, not length: start small and double
 
 
 class BoundPass(NamedTuple):
@@ -30,54 +28,14 @@ class BoundPass(NamedTuple):
     keep_alive: list[Any]
 
 
-class OnnxRuntimeKVCache:
-    """One stacked buffer [2 * layers, 1, H_kv, C, D]; every layer's input and output alias a slice of it, so a pass
-    appends in place and a commit moves the accepted rows of all layers with one indexing operation."""
+class OnnxRuntimeKVCache(StackedKVCache):
+    """Every layer's input and output alias a slice of the buffer, so that a pass appends in place."""
+
+    buffer: NDArray[np.float32]
 
     def __init__(self, engine: OnnxRuntimeEngine) -> None:
         self._engine = engine
-        self.length = 0
-        self.speculative = 0
-        self._allocate(min(FIRST_CAPACITY, engine.spec.capacity))
-
-    @property
-    def capacity(self) -> int:
-        """Slots allocated so far."""
-        return int(self.buffer.shape[3])
-
-    def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Slots already in place are not moved."""
-        kept = len(slots)
-        if any(slot >= self.speculative for slot in slots):
-            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        if any(slot != index for index, slot in enumerate(slots)):
-            rows = self.length + np.asarray(slots, np.int64)
-            self.buffer[:, 0, :, self.length : self.length + kept] = self.buffer[:, 0][:, :, rows]
-        self.length += kept
-        self.speculative = 0
-
-    def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
-        self.length = min(self.length, length)
-        self.speculative = 0
-
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` rows in all; doubles the buffer, so that growing costs O(1) per row."""
-        if slots <= self.capacity:
-            return
-        limit = self._engine.spec.capacity
-        if slots > limit:
-            raise EngineError(
-                f"{slots} rows exceed this engine's {limit} cache slots: "
-                "shorten the request or rebuild with a larger --max-length"
-            )
-        capacity = self.capacity
-        while capacity < slots:
-            capacity *= 2
-        used = self.length + self.speculative
-        old = self.buffer
-        self._allocate(min(capacity, limit))
-        self.buffer[:, :, :, :used] = old[:, :, :, :used]
+        super().__init__(engine.spec)
 
     def bound(self, width: int, outputs: int) -> BoundPass:
         """The buffers for a pass of this shape, bound on first use."""
@@ -87,6 +45,7 @@ class OnnxRuntimeKVCache:
         return self._passes[key]
 
     def _allocate(self, capacity: int) -> None:
+        # ONNX Runtime's attention pays for capacity, not length: a buffer that starts small is faster, too.
         model = self._engine.spec.model
         shape = (2 * model.num_layers, 1, model.num_kv_heads, capacity, model.head_dim)
         self.buffer = np.zeros(shape, np.float32)
@@ -131,9 +90,8 @@ class OnnxRuntimeEngine:
     def forward(self, batch: TokenBatch, cache: OnnxRuntimeKVCache) -> ForwardOutput:
         """See Engine.forward."""
         width, slots = batch.mask.shape
-        start = cache.length + cache.speculative
+        start = cache.reserve(batch)
         end = cache.length + slots
-        cache.reserve(end)
         bound = cache.bound(width, len(batch.output_rows))
         bound.token_ids[0] = batch.token_ids
         bound.position_ids[0] = batch.position_ids

@@ -1,4 +1,4 @@
-"""Growers without a paper of their own here: the drawn chain or k-ary tree, and the deterministic best-first tree."""
+"""Growers without a paper of their own here: drawn static trees (chain, k-ary, Sequoia's) and the best-first tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from ..engines.base import ForwardOutput
 from ..random import RandomStream
 from ..sampling import Sampler
-from .token_graph import TokenGraph
+from .drawing import Drawing
+from .gsd import Merger
+from .token_graph import ROOT, TokenGraph
 
 
 class Grower(Protocol):
@@ -27,75 +29,96 @@ class Grower(Protocol):
         """Add children to `nodes`; row i of `output` is the draft's prediction after nodes[i]."""
 
 
-class SampledTree:
-    """Children drawn from the draft without replacement, branching[d] of them per node at depth d.
+class StaticTree:
+    """A shape fixed before anything is drawn; children are drawn from the draft without replacement.
 
-    (1,) * K is the chain of speculative decoding; (3, 2, 1) a k-ary tree as SpecInfer's (2305.09781) expansion
-    configuration. The shape is fixed before anything is drawn, which is what keeps p/q verification exact.
+    topology[i] is the parent of position i + 1; position 0 is the root, parents come first. (0, 1, 2, …) is the chain
+    of speculative decoding; `k_ary` and `sequoia` below make wider ones.
     """
 
-    def __init__(self, branching: Sequence[int]) -> None:
-        self.branching = tuple(branching)
+    def __init__(self, topology: Sequence[int]) -> None:
+        self._children: list[list[int]] = [[] for _ in range(len(topology) + 1)]
+        for position, parent in enumerate(topology, start=1):
+            self._children[parent].append(position)
+        self._positions = {ROOT: 0}  # graph node -> position
+        self._layer: list[int] = []
 
     def frontier(self, graph: TokenGraph) -> list[int]:
-        depth = graph.depths[-1]
-        if depth >= len(self.branching):
-            return []
-        return [node for node in range(len(graph)) if graph.depths[node] == depth]
+        return [node for node in self._layer if self._children[self._positions[node]]]
 
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
+        self._layer = []
         for row, node in enumerate(nodes):
             q = sampler.distribution(output.logits[row], graph.path(node))
             graph.draft_probs[node] = q
-            remaining = q.copy()
-            for _ in range(self.branching[graph.depths[node]]):
-                mass = remaining.sum()
-                if mass <= 0:  # fewer tokens than children have any probability
+            drawing = Drawing(q)
+            for position in self._children[self._positions[node]]:
+                if drawing.exhausted:  # fewer tokens than children have any probability
                     break
-                token = stream.categorical(remaining / mass)
-                graph.add(node, token, math.log(q[token]))
-                remaining[token] = 0.0
+                y, _ = drawing.draw(stream)
+                child = graph.add(node, y, gain=0.0)  # everything is kept: no token is worth more than another
+                self._positions[child] = position
+                self._layer.append(child)
 
 
 class BestFirst:
-    """Deterministic tree: each pass scores the `width` most probable nodes of the last layer, each of which offers its
-    most probable children; `unroll` keeps the best `size` of all (EAGLE-2's expansion and rerank, 2406.16858).
+    """Chosen tokens: each pass scores the `width` most probable nodes of the last layer, each of which offers its most
+    probable children; `unroll` keeps the best `size` of all (EAGLE-2's expansion and rerank, 2406.16858).
 
-    width 1 with one child per node is the greedy chain. Layer by layer, so `depth` passes whatever the size.
+    width 1 is the greedy chain. Layer by layer, so `depth` passes whatever the size. With a merger this is GSD's
+    deterministic draft: children less probable than `sibling_share` of their best sibling are pruned, nodes less
+    probable than `leaf_share` after their father are not drafted further, and recurring sequences are linked.
     """
 
-    def __init__(self, size: int, depth: int, width: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        depth: int,
+        width: int,
+        merger: Merger,
+        sibling_share: float = 0.0,
+        leaf_share: float = 0.0,
+    ) -> None:
         self.size, self.depth, self.width = size, depth, width
+        self._merger = merger
+        self._log_sibling, self._log_leaf = log(sibling_share), log(leaf_share)
+        self._layer: list[int] = []
 
     def frontier(self, graph: TokenGraph) -> list[int]:
-        depth = graph.depths[-1]
-        if depth >= self.depth:
+        if not self._layer or graph.depths[self._layer[0]] >= self.depth:
             return []
-        layer = [node for node in range(len(graph)) if graph.depths[node] == depth]
-        return sorted(layer, key=lambda node: -graph.values[node])[: self.width]
+        return sorted(self._layer, key=lambda node: -graph.values[node])[: self.width]
 
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
-        if output.top_ids is None or output.top_logprobs is None or sampler.follows_path:
-            ids, logprobs = self._ranked(graph, nodes, output, sampler)
-        else:
-            columns = min(self.width, output.top_ids.shape[1])
-            ids = output.top_ids[: len(nodes), :columns]
-            logprobs = output.top_logprobs[: len(nodes), :columns].astype(np.float64)
+        ids, logprobs = self._ranked(graph, nodes, output, sampler)
+        logprobs = np.where(logprobs >= logprobs[:, :1] + self._log_sibling, logprobs, -np.inf)
         values = np.asarray([graph.values[node] for node in nodes])[:, None] + logprobs
+        self._layer = []
         # A candidate outside the layer's best `size` cannot be among the best `size` of the whole tree.
         for index in np.argsort(-values, axis=None, kind="stable")[: self.size].tolist():
             row, column = divmod(index, values.shape[1])
-            if logprobs[row, column] > -math.inf:
-                graph.add(nodes[row], int(ids[row, column]), float(logprobs[row, column]))
+            token, gain = int(ids[row, column]), float(logprobs[row, column])
+            if gain == -math.inf:
+                break
+            twin = self._merger.match(graph, nodes[row], token)
+            if twin is not None:
+                graph.link(nodes[row], twin, gain)
+                continue
+            child = graph.add(nodes[row], token, gain)
+            if gain >= self._log_leaf:
+                self._layer.append(child)
 
     def _ranked(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Top columns [nodes, width] of what the request's processors make of each node's logits."""
+        """The best columns [nodes, width] after each node, under the request's processors if they change anything."""
+        if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path:
+            columns = min(self.width, output.top_ids.shape[1])
+            return output.top_ids[: len(nodes), :columns], output.top_logprobs[: len(nodes), :columns].astype(float)
         ids, logprobs = [], []
         for row, node in enumerate(nodes):
             scores = sampler.log_probabilities(output.logits[row], graph.path(node))
@@ -103,3 +126,69 @@ class BestFirst:
             ids.append(best)
             logprobs.append(scores[best])
         return np.stack(ids), np.stack(logprobs)
+
+
+def chain(length: int) -> tuple[int, ...]:
+    """Topology of one hypothesis."""
+    return tuple(range(length))
+
+
+def k_ary(branching: Sequence[int]) -> tuple[int, ...]:
+    """Topology with branching[d] children per node at depth d (SpecInfer's expansion configuration, 2305.09781)."""
+    topology: list[int] = []
+    layer = [0]
+    for children in branching:
+        parents = [parent for parent in layer for _ in range(children)]
+        layer = list(range(len(topology) + 1, len(topology) + 1 + len(parents)))
+        topology += parents
+    return tuple(topology)
+
+
+def sequoia(acceptance: Sequence[float], size: int, depth: int) -> tuple[int, ...]:
+    """Sequoia's optimal topology (2402.12374) for a measured acceptance vector.
+
+    acceptance[b]: the share of rounds in which child b of a node is the one accepted. T[l][n]: the largest expected
+    number of accepted nodes in a tree of n nodes and depth at most l, its root counted as one, by dynamic programming
+    over the last child's subtree: T[l][n, b] = max over m of T[l][n - m, b - 1] + acceptance[b] · max_b' T[l-1][m, b'].
+    """
+    ranks = len(acceptance)
+    best = np.full((depth + 1, size + 2), -np.inf)  # best[l, n]: over all numbers of children
+    last: dict[tuple[int, int, int], int] = {}  # (l, n, children) -> nodes in the last child's subtree
+    chosen: dict[tuple[int, int], int] = {}  # (l, n) -> children of the root
+    best[:, 1] = 1.0
+    for level in range(1, depth + 1):
+        with_children = np.full((size + 2, ranks + 1), -np.inf)
+        with_children[1, 0] = 1.0
+        for nodes in range(2, size + 2):
+            for children in range(1, min(ranks, nodes - 1) + 1):
+                for m in range(1, nodes):
+                    value = with_children[nodes - m, children - 1] + acceptance[children - 1] * best[level - 1, m]
+                    if value > with_children[nodes, children]:
+                        with_children[nodes, children] = value
+                        last[level, nodes, children] = m
+            chosen[level, nodes] = int(with_children[nodes].argmax())
+            best[level, nodes] = with_children[nodes].max()
+    total = int(best[depth].argmax())
+    topology: list[int] = []
+
+    def build(position: int, level: int, nodes: int) -> None:
+        subtrees = []
+        children = chosen.get((level, nodes), 0) if nodes > 1 else 0
+        while children:
+            m = last[level, nodes, children]
+            subtrees.append(m)
+            nodes, children = nodes - m, children - 1
+        positions = []
+        for _ in subtrees:
+            topology.append(position)
+            positions.append(len(topology))
+        for child, m in zip(positions, reversed(subtrees), strict=True):
+            build(child, level - 1, m)
+
+    build(0, depth, total)
+    return tuple(topology)
+
+
+def log(share: float) -> float:
+    """Natural logarithm; -inf for zero."""
+    return math.log(share) if share > 0 else -math.inf

@@ -5,94 +5,232 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...models.errors import ConfigError
-from .baseline import BestFirst, Grower, SampledTree
-from .verifier import Verifier, block_verification, recursive_rejection, sample_and_match
+from .baseline import BestFirst, Grower, StaticTree, chain, k_ary
+from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
+from .gsd import GraphMerger, NoMerger, UnexpandedMerger
+from .lookup import PromptLookup
+from .specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
+from .verifier import Verifier, block_verification, recursive_rejection, sample_and_match, traversal_verification
 
 VERIFIERS: dict[str, Verifier] = {
     "match": sample_and_match,
     "rejection": recursive_rejection,
     "block": block_verification,
+    "traversal": traversal_verification,
 }
 # Which verifier is exact for which proposal, best first (papers.md section 10 measures the bias of the other pairs).
 LOSSLESS: dict[str, tuple[str, ...]] = {
-    "chain": ("block", "rejection", "match"),  # drawn, one child per node
-    "k-ary": ("rejection", "match"),  # drawn without replacement, shape fixed beforehand
-    "topk": ("match",),  # chosen by score
+    "drawn chain": ("block", "traversal", "rejection", "match"),
+    "drawn tree": ("traversal", "rejection", "match"),
+    "drawn graph": ("rejection", "match"),  # merged branches share their draws
+    "chosen graph": ("match",),  # picked by score: p/q rules do not hold
 }
 AUTO = "auto"
+GROWERS = ("chain", "k-ary", "static", "topk", "dyspec", "dyspec-heap", "dyspec-threshold")
+MERGERS = ("none", "gsd")
+STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """How to speculate. Raises ConfigError for settings that contradict each other or are not lossless.
 
-    grow: "chain" (drawn from the draft), "k-ary" (drawn, `branching` children per depth), "topk" (best-first tree of
-    the draft's most probable tokens), or "auto": the tree at temperature 0, where ranking by score costs nothing, the
-    drawn chain above. verify: "match", "rejection", "block", or "auto": the best that is exact for the proposal.
+    grow: "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth, or any
+    `topology`, see `baseline.sequoia`); "dyspec" draws where acceptance is expected, in a static shape, "dyspec-heap"
+    and "dyspec-threshold" are the paper's own forms; "topk" chooses the draft's most probable tokens. "auto": "topk"
+    at temperature 0, "chain" above. At temperature 0, where every choice is free, drawn trees are replaced by chosen
+    ones of the same size. merge: "gsd" links sequences of `merge_ngram` tokens that recur. stop_rule: when a branch
+    ends before the limits. verify: "match", "rejection", "block", "traversal", or "auto", the best one exact for the
+    proposal. lookup_ngram: length of the n-gram whose last occurrence in the text is proposed too, 0 for none.
+
     max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes of a
-    tree the draft scores in one pass, and children each may offer.
+    tree the draft scores in one pass, and children each may offer. draft_threshold: smallest value worth a draw
+    ("dyspec-threshold"). stop_threshold: probability of a rejection (specdec++), or least confidence or acceptance
+    bound. min_draft_len: tokens specdec++ proposes in any case. sibling_share, leaf_share: GSD's pruning of chosen
+    tokens, see BestFirst.
     """
 
     grow: str = AUTO
+    merge: str = "none"
+    stop_rule: str = "fixed"
     verify: str = AUTO
     max_draft_len: int = 5
     max_total_draft_tokens: int = 15
     frontier_width: int = 4
     branching: tuple[int, ...] = (2, 2, 1, 1)
+    topology: tuple[int, ...] = ()
+    draft_threshold: float = 0.05
+    merge_ngram: int = 2
+    sibling_share: float = 0.0
+    leaf_share: float = 0.0
+    stop_threshold: float = 0.7
+    min_draft_len: int = 1
+    lookup_ngram: int = 0
+    lookup_len: int = 4
 
     def __post_init__(self) -> None:
-        if self.grow not in (AUTO, *LOSSLESS):
-            raise ConfigError(f"grow must be one of {AUTO}, {', '.join(LOSSLESS)}, not {self.grow!r}")
-        if self.verify not in (AUTO, *VERIFIERS):
-            raise ConfigError(f"verify must be one of {AUTO}, {', '.join(VERIFIERS)}, not {self.verify!r}")
-        for name in ("max_draft_len", "max_total_draft_tokens", "frontier_width"):
+        choices = {"grow": (AUTO, *GROWERS), "merge": MERGERS, "stop_rule": STOPPERS, "verify": (AUTO, *VERIFIERS)}
+        for name, names in choices.items():
+            if getattr(self, name) not in names:
+                raise ConfigError(f"{name} must be one of {', '.join(names)}, not {getattr(self, name)!r}")
+        for name in ("max_draft_len", "max_total_draft_tokens", "frontier_width", "merge_ngram", "lookup_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("min_draft_len", "lookup_ngram"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, but is {getattr(self, name)}")
+        for name in ("sibling_share", "leaf_share", "stop_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}")
+        if not 0 < self.draft_threshold <= 1:
+            raise ConfigError(f"draft_threshold must be in (0, 1], not {self.draft_threshold}")
+        if self.grow == "dyspec-heap" and self.stop_rule != "fixed":
+            raise ConfigError(
+                f"stop_rule={self.stop_rule!r} needs growth by layers: use grow='dyspec' instead of 'dyspec-heap'"
+            )
+        self._check_shape()
+        exact = LOSSLESS[self.proposal]
+        if self.verify not in (AUTO, *exact):
+            raise ConfigError(
+                f"verify={self.verify!r} is not lossless for a {self.proposal} (grow={self.grow!r}, "
+                f"merge={self.merge!r}): it was proved for other draws; use verify={exact[0]!r}"
+            )
+
+    def _check_shape(self) -> None:
         if not self.branching or min(self.branching) < 1:
             raise ConfigError(f"branching must name at least one child per depth, not {self.branching}")
-        exact = LOSSLESS.get(self.grow, ("match",))
-        if self.verify != AUTO and self.verify not in exact:
+        if any(not 0 <= parent <= index for index, parent in enumerate(self.topology)):
+            raise ConfigError("topology must name each position's parent, an earlier position; 0 is the root")
+        if self.grow == "static" and not self.topology:
+            raise ConfigError("grow='static' needs a topology: baseline.sequoia and baseline.k_ary make them")
+        if self.grow in ("k-ary", "static") and len(self._static()) > self.max_total_draft_tokens:
             raise ConfigError(
-                f"verify={self.verify!r} is not lossless for grow={self.grow!r}: its tokens are not drawn the way that "
-                f"rule was proved for; use verify={exact[0]!r}"
-            )
-        if self.grow == "k-ary" and self.max_tokens > self.max_total_draft_tokens:
-            raise ConfigError(
-                f"branching {self.branching} draws {self.max_tokens} tokens, more than max_total_draft_tokens "
+                f"this shape draws {len(self._static())} tokens, more than max_total_draft_tokens "
                 f"({self.max_total_draft_tokens}): drawn tokens must not be dropped; raise the one or lower the other"
             )
+        if self.merge == "gsd" and self.grow not in (AUTO, "topk", "dyspec-threshold"):
+            raise ConfigError(
+                f"merge='gsd' is not lossless for grow={self.grow!r}: drawn tokens would be dropped when the merged "
+                "graph outgrows its budget; use grow='dyspec-threshold', or grow='topk' with verify='match'"
+            )
+        if self.merge == "gsd" and self.lookup_ngram and self.grow == "dyspec-threshold":
+            raise ConfigError(
+                "lookup_ngram with merge='gsd' is not lossless for drawn tokens: a draw must not merge with a given "
+                "token; use grow='topk', or one of the two"
+            )
+
+    @property
+    def proposal(self) -> str:
+        """The kind of proposal that is made above temperature 0, a key of LOSSLESS."""
+        if self._grow(greedy=False) == "topk":
+            return "chosen graph"
+        if self.merge == "gsd":
+            return "drawn graph"
+        return "drawn chain" if self._grow(greedy=False) == "chain" and not self.lookup_ngram else "drawn tree"
+
+    @property
+    def needs_acceptance(self) -> bool:
+        """Whether the draft's engine must hold an acceptance head."""
+        return self.stop_rule.startswith("specdec++")
 
     @property
     def max_tokens(self) -> int:
         """The most tokens one proposal may have, below its root."""
+        lookup = self.lookup_len if self.lookup_ngram else 0
         if self.grow == "chain":
-            return self.max_draft_len
-        if self.grow == "k-ary":
-            layer, total = 1, 0
-            for children in self.branching:
-                layer *= children
-                total += layer
-            return total
-        return (
-            max(self.max_total_draft_tokens, self.max_draft_len) if self.grow == AUTO else self.max_total_draft_tokens
-        )
+            return self.max_draft_len + lookup
+        if self.grow == AUTO:
+            return max(self.max_total_draft_tokens, self.max_draft_len) + lookup
+        return self.max_total_draft_tokens + lookup
+
+    @property
+    def max_frontier(self) -> int:
+        """The most nodes one draft pass scores."""
+        return max(self._layers(), default=1)
+
+    @property
+    def max_draft_rows(self) -> int:
+        """The most nodes the draft scores in one round."""
+        return sum(self._layers())
 
     def grower(self, greedy: bool, max_depth: int) -> Grower:
         """The grower of one round, no deeper than `max_depth`."""
-        kind = self.kind(greedy)
-        if kind == "chain":
-            return SampledTree((1,) * min(self.max_draft_len, max_depth))
-        if kind == "k-ary":
-            return SampledTree(self.branching[:max_depth])
-        depth = min(self.max_draft_len, max_depth)
-        return BestFirst(self.max_total_draft_tokens, depth, self.frontier_width)
+        kind = self._grow(greedy)
+        size, width, depth = self.max_total_draft_tokens, self.frontier_width, min(self.max_draft_len, max_depth)
+        if kind == "chain" and greedy:
+            return BestFirst(size=depth, depth=depth, width=1, merger=NoMerger())  # without drawing from distributions
+        if kind == "topk" or greedy:
+            merger = GraphMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
+            return BestFirst(size, depth, width, merger, self.sibling_share, self.leaf_share)
+        if kind == "dyspec":
+            return DySpecLayers(size, depth, width)
+        if kind == "dyspec-heap":
+            return DySpecHeap(size)
+        if kind == "dyspec-threshold":
+            drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
+            return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger)
+        return StaticTree(chain(depth) if kind == "chain" else shallow(self._static(), max_depth))
+
+    def stopper(self) -> Stopper:
+        """What ends a branch early."""
+        if self.stop_rule == "specdec++":
+            return SpecDecPP(self.stop_threshold, self.min_draft_len)
+        if self.stop_rule == "specdec++-lagged":
+            return SpecDecPPLagged(self.stop_threshold, self.min_draft_len)
+        if self.stop_rule == "confidence":
+            return Confidence(self.stop_threshold)
+        return Entropy(self.stop_threshold) if self.stop_rule == "entropy" else Fixed()
+
+    def lookup(self) -> PromptLookup | None:
+        """The n-gram index of one request, where the configuration asks for one."""
+        return PromptLookup(self.lookup_ngram, self.lookup_len) if self.lookup_ngram else None
 
     def verifier(self, greedy: bool) -> Verifier:
-        """The verifier for this configuration's proposals."""
-        return VERIFIERS[LOSSLESS[self.kind(greedy)][0] if self.verify == AUTO else self.verify]
+        """The verifier for this configuration's proposals. Greedily all of them agree and matching costs least."""
+        if greedy:
+            return sample_and_match
+        return VERIFIERS[LOSSLESS[self.proposal][0] if self.verify == AUTO else self.verify]
 
-    def kind(self, greedy: bool) -> str:
-        """The proposal, "auto" resolved."""
+    def chooses(self, greedy: bool) -> bool:
+        """Whether proposals are picked by score, not drawn."""
+        return greedy or self._grow(greedy) == "topk"
+
+    def _grow(self, greedy: bool) -> str:
+        """The grower's name, "auto" resolved."""
         if self.grow != AUTO:
             return self.grow
-        return "topk" if greedy or self.verify == "match" else "chain"
+        return "topk" if greedy or self.verify == "match" or self.merge == "gsd" else "chain"
+
+    def _static(self) -> tuple[int, ...]:
+        return k_ary(self.branching) if self.grow == "k-ary" else self.topology
+
+    def _layers(self) -> list[int]:
+        """The most nodes the draft scores in each of its passes."""
+        if self.grow == "chain":
+            return [1] * (self.max_draft_len - 1)
+        if self.grow == "dyspec-heap":
+            return [1] * self.max_total_draft_tokens
+        chosen = [self.frontier_width] * (self.max_draft_len - 1)
+        if self.grow not in ("k-ary", "static"):
+            return chosen
+        depths = depths_of(self._static())
+        drawn = [depths.count(depth) for depth in range(1, max(depths))]
+        longest = max(len(drawn), len(chosen))  # the shape at temperature 0, and above
+        drawn, chosen = (layers + [0] * (longest - len(layers)) for layers in (drawn, chosen))
+        return [max(pair) for pair in zip(drawn, chosen, strict=True)]
+
+
+def depths_of(topology: tuple[int, ...]) -> list[int]:
+    """Depth of every position, the root first."""
+    depths = [0]
+    for parent in topology:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def shallow(topology: tuple[int, ...], max_depth: int) -> tuple[int, ...]:
+    """The part of a shape that is at most `max_depth` deep; positions are renumbered."""
+    depths = depths_of(topology)
+    kept = [position for position, depth in enumerate(depths) if depth <= max_depth]
+    number = {position: index for index, position in enumerate(kept)}
+    return tuple(number[topology[position - 1]] for position in kept[1:])

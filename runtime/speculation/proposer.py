@@ -13,6 +13,7 @@ from ..engines.base import Engine, ForwardOutput, TokenBatch, prefill
 from ..random import RandomStream
 from ..sampling import Sampler
 from .baseline import Grower
+from .specdecpp import Stopper
 from .token_graph import ROOT, TokenGraph
 from .token_tree import TokenTree
 
@@ -28,7 +29,7 @@ class DraftProposer:
         self._engine = engine
         self._cache: Any = engine.new_cache()
         self._pending: list[int] = []
-        self._slots: list[int] = []  # graph node -> speculative cache slot, -1 while not scored
+        self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
         self._visible: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # slot -> slots of its path, itself included
         self.passes = 0
         self.rows = 0
@@ -40,9 +41,10 @@ class DraftProposer:
         prefill(self._engine, self._cache, prompt[:-1])
         self._pending = list(prompt[-1:])
 
-    def propose(self, grower: Grower, sampler: Sampler, stream: RandomStream) -> TokenGraph:
-        """Grow a graph below the last committed token."""
-        graph = TokenGraph(self._pending[-1])
+    def propose(
+        self, graph: TokenGraph, grower: Grower, stopper: Stopper, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        """Grow `graph` below its root, the last committed token."""
         self.passes += 1
         self.rows += len(self._pending)
         start = perf_counter()
@@ -51,21 +53,28 @@ class DraftProposer:
         if output is None:
             raise AssertionError("propose before start: there is no root")
         self._pending = []
-        self._slots = [-1]
+        self._slots = {}
         nodes = [ROOT]
         while True:
+            note_acceptance(graph, nodes, output)
+            rows = [row for row, node in enumerate(nodes) if not stopper.before_draw(graph, node, output.logits[row])]
+            if not rows:
+                return
+            if len(rows) < len(nodes):
+                nodes, output = [nodes[row] for row in rows], output.rows(rows)
             grower.expand(graph, nodes, output, sampler, stream)
-            self._slots.extend([-1] * (len(graph) - len(self._slots)))
-            nodes = grower.frontier(graph)
+            nodes = [node for node in grower.frontier(graph) if not stopper.before_score(graph, node)]
             if not nodes:
-                return graph
+                return
             output = self._score(graph, nodes)
 
     def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:
-        """Keep the accepted rows' cache where the draft has it; the rest, and the target's token, become pending."""
-        slots = [self._slots[tree.nodes[row]] for row in rows]
-        scored = slots.index(-1) if -1 in slots else len(slots)
-        self._cache.commit(slots[:scored])
+        """Keep the cache of accepted rows up to the first the draft has not scored in this very context; the rest, and
+        the target's own token, become pending."""
+        scored = 0
+        while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
+            scored += 1
+        self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
         self._pending = [tree.token_ids[row] for row in rows[scored:]] + [next_token]
 
     def skip(self, token: int) -> None:
@@ -78,9 +87,9 @@ class DraftProposer:
         visible = np.zeros((first + count, first + count), np.bool_)
         visible[:first, :first] = self._visible[:first, :first]
         for slot, node in enumerate(nodes, start=first):
-            parent = self._slots[graph.parents[node]]
-            if parent >= 0:
-                visible[slot] = visible[parent]
+            father = graph.parents[node]
+            if father != ROOT:
+                visible[slot] = visible[self._slots[father]]
             visible[slot, slot] = True
             self._slots[node] = slot
         self._visible = visible
@@ -95,3 +104,9 @@ class DraftProposer:
         output = self._engine.forward(batch, self._cache)
         self.seconds += perf_counter() - start
         return output
+
+
+def note_acceptance(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput) -> None:
+    """Enter the head's estimates for nodes that were just scored; the root is accepted already."""
+    if output.acceptance is not None:
+        graph.acceptance.update((node, float(output.acceptance[row])) for row, node in enumerate(nodes) if node != ROOT)

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 ROOT = 0  # the last committed token
 
 
-class TokenGraph:
-    """Nodes in creation order, parents first; node 0 is the root. Children keep the order in which they were drawn.
+class Edge(NamedTuple):
+    """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. certain: the child was not
+    drawn from the parent's q but given, with probability one."""
 
-    `values[n]` ranks nodes: the log-probability of the path from the root under the draft. `draft_probs[n]` is the
-    distribution q [V] that the children of n were drawn from, for the nodes whose children were drawn at all.
+    child: int
+    gain: float
+    certain: bool
+
+
+class TokenGraph:
+    """A directed acyclic graph; nodes in creation order, node 0 is the root. Edges keep the order they were drawn in.
+
+    The first edge that reached a node is its father: `parents`, `depths`, and the one draft cache entry, belong to that
+    context. Further edges are merges (GSD); each path from the root is a hypothesis of its own when it is unrolled.
+
+    A node's log-value is the sum of the gains on its path. Of chosen tokens it is the path's log-probability; of drawn
+    ones it may hold only what was known *before* the node's own token was drawn, or pruning by it would be biased.
+    `draft_probs[n]` is the distribution q [V] that n's children were drawn from. `acceptance[n]`: the probability that
+    the target accepts n, given its parent, where a head has estimated it.
     """
 
     def __init__(self, root_token: int) -> None:
@@ -20,23 +37,61 @@ class TokenGraph:
         self.parents = [-1]
         self.depths = [0]
         self.values = [0.0]
+        self.edges: list[list[Edge]] = [[]]
         self.draft_probs: dict[int, NDArray[np.float64]] = {}
+        self.acceptance: dict[int, float] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, log_prob: float) -> int:
-        """A new child of `parent`, with the draft's log-probability of `token` there. Returns the node."""
+    def add(self, parent: int, token: int, gain: float, certain: bool = False) -> int:
+        """A new child of `parent`. Returns the node."""
+        node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
-        self.values.append(self.values[parent] + log_prob)
-        return len(self.tokens) - 1
+        self.values.append(self.values[parent] + gain)
+        self.edges[parent].append(Edge(node, gain, certain))
+        self.edges.append([])
+        return node
+
+    def link(self, parent: int, node: int, gain: float) -> None:
+        """A merge edge to a node that exists. Raises ValueError when it would close a cycle."""
+        if self.reaches(node, parent):
+            raise ValueError(f"an edge from node {parent} to its ancestor {node} would close a cycle")
+        self.edges[parent].append(Edge(node, gain, certain=False))
+
+    def reaches(self, start: int, goal: int) -> bool:
+        """Whether a path leads from `start` to `goal`."""
+        stack, seen = [start], {start}
+        while stack:
+            node = stack.pop()
+            if node == goal:
+                return True
+            following = {edge.child for edge in self.edges[node]} - seen
+            seen |= following
+            stack.extend(following)
+        return False
+
+    def probability(self, node: int) -> float:
+        """The draft's probability of a node's token after its father."""
+        father = self.parents[node]
+        if father in self.draft_probs:
+            return float(self.draft_probs[father][self.tokens[node]])
+        return math.exp(self.values[node] - self.values[father])
 
     def path(self, node: int) -> list[int]:
-        """Tokens from the root (exclusive) to `node` (inclusive)."""
+        """Tokens from the root (exclusive) to `node` (inclusive), along fathers."""
         tokens = []
         while node != ROOT:
             tokens.append(self.tokens[node])
             node = self.parents[node]
         return tokens[::-1]
+
+    def ancestors(self, node: int) -> list[int]:
+        """`node`, its father, and so on up to the root."""
+        nodes = [node]
+        while node != ROOT:
+            node = self.parents[node]
+            nodes.append(node)
+        return nodes

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engines.base import EngineSpec, TokenBatch
-from .token_graph import TokenGraph
+from .token_graph import ROOT, TokenGraph
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Rows of one verification pass, parents first; row 0 is the root.
+    """Rows of one verification pass, parents first and siblings in draw order; row 0 is the root.
 
-    token_ids, parents, depths: one entry per row (the root's parent is -1). nodes: the graph node of each row.
-    draft_probs: q [V] that a row's children were drawn from, by row; empty when they were not drawn.
+    token_ids, parents, depths: one entry per row (the root's parent is -1). nodes: the graph node of each row. merged:
+    whether the row's path differs from the context its node was drafted in. certain: rows whose token was given, not
+    drawn. draft_probs: q [V] that a row's other children were drawn from, by row; empty when nothing was drawn.
     """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
     nodes: tuple[int, ...]
+    merged: tuple[bool, ...]
+    certain: frozenset[int]
     draft_probs: dict[int, NDArray[np.float64]]
 
     def __len__(self) -> int:
@@ -46,23 +50,35 @@ class TokenTree:
 
 
 def unroll(graph: TokenGraph, max_tokens: int) -> TokenTree:
-    """The tree to verify: everything drawn, or, of hypotheses that were not drawn at random, the best `max_tokens`.
+    """Every path of the graph, or the best `max_tokens` of all tokens by log-value: best-first from the root.
 
-    A node's value never exceeds its parent's, so the best nodes are closed under ancestors; equal values keep
-    creation order. Drawn nodes are never dropped: a choice by a drawn token's own score would be biased.
+    A token's value never exceeds its parent's, nor a later sibling's an earlier one's, so what is kept is closed under
+    ancestors and holds each node's first draws. Equal values keep creation order: an order by token would look at what
+    was drawn. A merged node is copied once per path that reaches it, with its whole continuation.
     """
-    if len(graph) > max_tokens + 1:
-        if graph.draft_probs:
-            raise AssertionError(f"{len(graph) - 1} tokens were drawn for a budget of {max_tokens}")
-        best = np.argsort(-np.asarray(graph.values), kind="stable")[: max_tokens + 1]
-        nodes = tuple(np.sort(best).tolist())
-    else:
-        nodes = tuple(range(len(graph)))
-    row_of = {node: row for row, node in enumerate(nodes)}
+    rows: list[tuple[int, int, bool, bool]] = []  # node, parent row, merged, certain
+    draft_probs = {}
+    heap: list[tuple[float, int, int, int, bool, bool]] = [(0.0, ROOT, 0, -1, False, False)]
+    pushed = 0
+    while heap and len(rows) <= max_tokens:
+        negative, node, _, parent, merged, certain = heapq.heappop(heap)
+        row = len(rows)
+        rows.append((node, parent, merged, certain))
+        if node in graph.draft_probs:
+            draft_probs[row] = graph.draft_probs[node]
+        for edge in graph.edges[node]:
+            pushed += 1
+            copied = merged or graph.parents[edge.child] != node
+            heapq.heappush(heap, (negative - edge.gain, edge.child, pushed, row, copied, edge.certain))
+    depths = [0]
+    for _, parent, _, _ in rows[1:]:
+        depths.append(depths[parent] + 1)
     return TokenTree(
-        token_ids=tuple(graph.tokens[node] for node in nodes),
-        parents=tuple(row_of.get(graph.parents[node], -1) for node in nodes),
-        depths=tuple(graph.depths[node] for node in nodes),
-        nodes=nodes,
-        draft_probs={row_of[node]: probs for node, probs in graph.draft_probs.items() if node in row_of},
+        token_ids=tuple(graph.tokens[node] for node, _, _, _ in rows),
+        parents=tuple(parent for _, parent, _, _ in rows),
+        depths=tuple(depths),
+        nodes=tuple(node for node, _, _, _ in rows),
+        merged=tuple(merged for _, _, merged, _ in rows),
+        certain=frozenset(row for row, (_, _, _, certain) in enumerate(rows) if certain),
+        draft_probs=draft_probs,
     )

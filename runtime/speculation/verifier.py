@@ -67,24 +67,72 @@ def recursive_rejection(
     path: list[int] = []
     while True:
         R = sampler.distribution(logits[row], path)
+        D = tree.draft_probs.get(row)
         accepted = None
-        if children[row]:
-            D = tree.draft_probs[row].copy()
-            for child in children[row]:
-                y = tree.token_ids[child]
-                if streams.accept.bernoulli(min(1.0, R[y] / D[y])):
-                    accepted = child
-                    break
-                R = normalised(np.maximum(R - D, 0.0), R)
-                D[y] = 0.0
-                if not D.any():
-                    break
-                D /= D.sum()
+        for child in children[row]:
+            y = tree.token_ids[child]
+            offered, D = split(tree, child, D, len(R))
+            if streams.accept.bernoulli(min(1.0, R[y] / offered[y])):
+                accepted = child
+                break
+            R = normalised(np.maximum(R - offered, 0.0), R)
         if accepted is None:
             return Acceptance(rows, streams.target.categorical(R))
         row = accepted
         rows.append(row)
         path.append(tree.token_ids[row])
+
+
+def traversal_verification(
+    tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
+) -> Acceptance:
+    """Traversal verification (2505.12398): as above, but from the leaves up, so that a token rejected on its own may
+    still be accepted with what follows it. Not for merged graphs, whose branches share their draws.
+
+    π: probability that the path to a row is accepted. Child y is reached with min(1, π R[y] / D[y]); once its subtree
+    is rejected, R' = norm(max(πR - D, 0)) and π' = S / (S + 1 - π), where S is the sum before normalising. On a chain
+    this is block verification. (No code was released; the rule was reconstructed and checked by enumeration.)
+    """
+    children = tree.children()
+
+    def visit(row: int, pi: float, path: list[int]) -> Acceptance | None:
+        R = sampler.distribution(logits[row], path)
+        D = tree.draft_probs.get(row)
+        for child in children[row]:
+            y = tree.token_ids[child]
+            offered, D = split(tree, child, D, len(R))
+            found = visit(child, min(1.0, pi * R[y] / offered[y]), [*path, y])
+            if found is not None:
+                return Acceptance([child, *found.rows], found.next_token)
+            excess = np.maximum(pi * R - offered, 0.0)
+            S = float(excess.sum())
+            R = normalised(excess, R)
+            pi = S / (S + (1.0 - pi)) if S + (1.0 - pi) > 0 else 1.0
+        if row and not streams.accept.bernoulli(pi):
+            return None
+        return Acceptance([], streams.target.categorical(R))
+
+    found = visit(0, 1.0, [])
+    assert found is not None, "the root is always accepted"
+    return found
+
+
+def split(
+    tree: TokenTree, child: int, D: NDArray[np.float64] | None, vocab_size: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """The distribution a child was offered from, and the one its next sibling is drawn from.
+
+    A child that was given and not drawn is a draw from a point mass of its own.
+    """
+    y = tree.token_ids[child]
+    if child in tree.certain:
+        point = np.zeros(vocab_size)
+        point[y] = 1.0
+        return point, D
+    assert D is not None, "a drawn row without its distribution"
+    following = D.copy()
+    following[y] = 0.0
+    return D, normalised(following, following)
 
 
 def block_verification(
@@ -112,7 +160,7 @@ def block_verification(
             Q = tree.draft_probs[i]
             excess = np.maximum(p * P - Q, 0.0)
             S = float(excess.sum())
-            h = S / (S + 1.0 - p) if S + 1.0 - p > 0 else 1.0
+            h = S / (S + (1.0 - p)) if S + (1.0 - p) > 0 else 1.0
             candidate = normalised(excess, P)
         if i == 0:
             residual = candidate

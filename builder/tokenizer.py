@@ -1,0 +1,108 @@
+"""A checkpoint's tokenizer -> `tokenizer.json` in the bundle: copied, or converted from SentencePiece's own format."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as TokenizerJson
+
+from ..models.errors import BundleError, CheckpointError
+from ..runtime.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
+
+SENTENCEPIECE = "tokenizer.model"
+SPACE = "▁"  # SentencePiece writes a space as this letter
+UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
+CONTROL, BYTE = 3, 6  # SentencePiece.Type
+
+
+def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
+    """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
+    try:
+        if (source / TOKENIZER).is_file():
+            shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)
+        elif (source / SENTENCEPIECE).is_file():
+            from_sentencepiece(source).save(str(destination / TOKENIZER))
+        else:
+            raise CheckpointError(
+                f"{source} has neither {TOKENIZER} nor {SENTENCEPIECE}: copy the model's tokenizer beside its weights"
+            )
+        for name in (SETTINGS, TEMPLATE):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, destination / name)
+        return Tokenizer.load(destination)
+    except BundleError as error:  # the tokenizer's own reader; here the fault is the checkpoint's
+        raise CheckpointError(f"the tokenizer of {source} cannot be used: {error}") from error
+
+
+def same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises CheckpointError unless every token has the same id on both sides."""
+    ours, theirs = target.vocabulary(), draft.vocabulary()
+    different = {token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)}
+    if different:
+        example = min(different)
+        raise CheckpointError(
+            f"the vocabularies differ in {len(different)} tokens, for instance {example!r} is {ours.get(example)} for "
+            f"the target and {theirs.get(example)} for the draft: choose a draft that shares the target's tokenizer"
+        )
+
+
+def from_sentencepiece(folder: Path) -> TokenizerJson:
+    """LLaMA-1/2's tokenizer: BPE or unigram over raw text with byte fallback, a space in front, BOS before the rest."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString((folder / SENTENCEPIECE).read_bytes())
+    except Exception as error:  # protobuf's DecodeError moves between its releases
+        raise CheckpointError(f"{folder / SENTENCEPIECE} is no SentencePiece model: copy it again") from error
+    if not proto.pieces:
+        raise CheckpointError(f"{folder / SENTENCEPIECE} holds no tokens: copy it again")
+    tokenizer = TokenizerJson(model_of(proto, folder))
+    prefix = proto.normalizer_spec.add_dummy_prefix
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefix else []
+    if proto.normalizer_spec.remove_extra_whitespaces:
+        steps = [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " "), *steps]
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    if proto.trainer_spec.model_type == UNIGRAM:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", left=1)] if prefix else back)
+    unknown = proto.pieces[proto.trainer_spec.unk_id].piece
+    controls = [piece.piece for piece in proto.pieces if piece.type == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in [unknown, *controls]])
+    settings = read_settings(folder / SETTINGS)
+    bos = special_tokens(settings).get("bos_token", "<s>")
+    if settings.get("add_bos_token", True) and tokenizer.token_to_id(bos) is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    return tokenizer
+
+
+def model_of(proto: Any, folder: Path) -> models.Model:
+    """The pieces and their scores as a model of the tokenizers library."""
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    unknown, fallback = proto.trainer_spec.unk_id, any(piece.type == BYTE for piece in proto.pieces)
+    if proto.trainer_spec.model_type == UNIGRAM:
+        return models.Unigram(pieces, unk_id=unknown, byte_fallback=fallback)
+    if proto.trainer_spec.model_type != BPE:
+        raise CheckpointError(f"{folder / SENTENCEPIECE} is neither a BPE nor a unigram model; no LLaMA uses another")
+    vocabulary = {piece: index for index, (piece, _) in enumerate(pieces)}
+    # A piece is the merge of any two pieces it consists of; better scores merge first.
+    merges = []
+    for piece, score in pieces:
+        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        known = [split for split in splits if split[0] in vocabulary and split[1] in vocabulary]
+        known.sort(key=lambda split: (vocabulary[split[0]], vocabulary[split[1]]))
+        merges += [(score, split) for split in known]
+    merges.sort(key=lambda merge: -merge[0])
+    return models.BPE(
+        vocabulary,
+        [split for _, split in merges],
+        unk_token=pieces[unknown][0],
+        fuse_unk=True,
+        byte_fallback=fallback,
+    )

@@ -1,0 +1,176 @@
+"""draftwood bench: configurations against plain decoding, on the user's own prompts and machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ..models.bindings import DRAFT, TARGET
+from ..models.errors import ConfigError, RequestError
+from ..runtime.bundle import EngineBundle
+from ..runtime.decoder import SpeculativeDecoder
+from ..runtime.llm import check_fits
+from ..runtime.metrics import SpecDecodeStats
+from ..runtime.random import seeded_streams
+from ..runtime.sampling import Sampler, SamplingParams
+from ..runtime.speculation.config import SpeculativeConfig
+from ..runtime.tokenizer import Tokenizer
+from .options import add_engines, add_sampling, given, integers
+
+PLAIN = "plain"
+CONFIGS = "plain,chain:4,topk:12,auto"
+
+
+class Row(NamedTuple):
+    """One configuration's figures. speed: seconds per token of plain decoding divided by this configuration's, the
+    median over prompts and repeats, measured alternately. same_text: share of outputs equal to plain decoding's."""
+
+    config: str
+    mean_acceptance_length: float
+    acceptance_rate: float
+    target_passes_per_token: float
+    draft_passes_per_token: float
+    tokens_per_second: float
+    speed: float
+    same_text: float
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="compare configurations with plain decoding")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines, each with a "prompt" (or "turns")')
+    parser.add_argument("--configs", default=CONFIGS, help=f"separated by commas (default {CONFIGS})")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every prompt and configuration (default 3)")
+    parser.add_argument("--limit", type=int, help="use only the first so many prompts")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_sampling(parser)
+    add_engines(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    params = given(args, SamplingParams)
+    bundle = EngineBundle.open(args.bundle)
+    tokenizer = Tokenizer.load(bundle.folder)
+    prompts = [tokenizer.encode(text) for text in read_prompts(args.prompts)[: args.limit]]
+    configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *args.configs.split(",")])}
+    engines = (
+        bundle.open_engine(TARGET, args.threads, args.provider),
+        bundle.open_engine(DRAFT, args.draft_threads, args.provider),
+    )
+    decoders = {}
+    for name, config in configs.items():
+        if config is not None:
+            check_fits(config, bundle)
+        decoders[name] = SpeculativeDecoder(*engines, config, bundle.manifest.max_length, bundle.manifest.eos_token_ids)
+    eos, vocab_size = bundle.manifest.eos_token_ids, engines[0].spec.model.vocab_size
+    runs: dict[str, list[Run]] = {name: [] for name in configs}
+    console = Console(stderr=args.json)
+    for repeat in track(range(args.repeats + 1), "Measuring", console=console, transient=True):
+        for index, prompt in enumerate(prompts):
+            for name, decoder in decoders.items():
+                sampler, stats = Sampler(params, prompt, eos, vocab_size), SpecDecodeStats()
+                seed = params.seed if params.seed is not None else index
+                for _ in decoder.generate(prompt, sampler, seeded_streams(seed), stats):
+                    pass
+                if repeat:  # the first round warms caches and binds buffers
+                    runs[name].append(Run(sampler.output, stats))
+    rows = [summarise(name, runs[name], runs[PLAIN]) for name in configs]
+    report = {"prompts": len(prompts), "repeats": args.repeats, "rows": [row._asdict() for row in rows]}
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(report))
+    else:
+        console.print(table(rows, greedy=params.greedy))
+    return 0
+
+
+class Run(NamedTuple):
+    token_ids: list[int]
+    stats: SpecDecodeStats
+
+
+def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
+    """One configuration's row; runs[i] and plain[i] are the same prompt, one after the other."""
+    tokens = sum(run.stats.num_tokens for run in runs)
+    seconds = [run.stats.decode_seconds / run.stats.num_tokens for run in runs]
+    plain_seconds = [run.stats.decode_seconds / run.stats.num_tokens for run in plain]
+    drafts = sum(run.stats.num_drafts for run in runs)
+    accepted = sum(run.stats.num_accepted_tokens for run in runs)
+    proposed = sum(run.stats.num_draft_tokens for run in runs)
+    return Row(
+        config=name,
+        mean_acceptance_length=1 + accepted / drafts if drafts else 1.0,
+        acceptance_rate=accepted / proposed if proposed else 0.0,
+        target_passes_per_token=sum(run.stats.target_passes for run in runs) / tokens,
+        draft_passes_per_token=sum(run.stats.draft_passes for run in runs) / tokens,
+        tokens_per_second=1 / median(seconds),
+        speed=median(base / own for base, own in zip(plain_seconds, seconds, strict=True)),
+        same_text=mean(run.token_ids == base.token_ids for run, base in zip(runs, plain, strict=True)),
+    )
+
+
+def table(rows: Sequence[Row], greedy: bool) -> Table:
+    """The rows for a person. Sampled texts differ from plain decoding's by chance, so only greedy ones are compared."""
+    columns = ["configuration", "mean acceptance\nlength", "accepted", "target passes\nper token"]
+    columns += ["draft passes\nper token", "tokens/s", "× plain"]
+    result = Table(*columns, *(["same text\nas plain"] if greedy else []))
+    for row in rows:
+        cells = [row.config, f"{row.mean_acceptance_length:.2f}", f"{row.acceptance_rate:.0%}"]
+        cells += [f"{row.target_passes_per_token:.2f}", f"{row.draft_passes_per_token:.2f}"]
+        cells += [f"{row.tokens_per_second:.0f}", f"{row.speed:.2f}"]
+        result.add_row(*cells, *([f"{row.same_text:.0%}"] if greedy else []))
+    return result
+
+
+def parse_config(text: str) -> SpeculativeConfig | None:
+    """ "plain" (None), or a grower and perhaps its tokens ("chain:4", "topk:12"), then settings: "dyspec:16+merge=gsd".
+
+    A number is the depth of a chain, or the tokens of a tree. Settings are SpeculativeConfig's fields.
+    """
+    shape, *settings = text.split("+")
+    grow, _, size = shape.partition(":")
+    if grow == PLAIN:
+        return None
+    values: dict[str, Any] = {"grow": grow}
+    types: dict[str, Any] = {field.name: type(field.default) for field in fields(SpeculativeConfig)}
+    try:
+        if size:
+            values["max_draft_len" if grow == "chain" else "max_total_draft_tokens"] = int(size)
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            values[name] = integers(value.replace("-", ",")) if types[name] is tuple else types[name](value)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16+max_draft_len=6"
+        ) from error
+    return SpeculativeConfig(**values)
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a JSON lines file. Raises RequestError that names the line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--prompts {file} cannot be read: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            prompts.append(str(row["prompt"] if "prompt" in row else row["turns"][0]))
+        except (ValueError, TypeError, LookupError) as error:
+            raise RequestError(f'{file}, line {number}: expected an object with a "prompt"') from error
+    if not prompts:
+        raise RequestError(f"{file} holds no prompts")
+    return prompts

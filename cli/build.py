@@ -1,0 +1,61 @@
+"""draftwood build (and build_engines.py): two checkpoint folders -> an engine bundle."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..models.errors import EngineError
+from .inspect import describe
+from .options import given, integers
+
+if TYPE_CHECKING:
+    from ..builder.pipeline import Step
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("build", help="compile a draft and a target into an engine bundle")
+    add_arguments(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the build, for both names it goes by."""
+    hidden = argparse.SUPPRESS  # the defaults are BuildOptions' own
+    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the target")
+    parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the draft")
+    parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    parser.add_argument("--backend", default=hidden, help="what runs the engines: onnxruntime (default)")
+    parser.add_argument("--precision", default=hidden, help="of the weights: fp32 (default)")
+    parser.add_argument(
+        "--max-length", type=int, default=hidden, metavar="N", help="tokens of prompt and output (default: the models')"
+    )
+    parser.add_argument(
+        "--widths", type=integers, default=hidden, metavar="1,2,4,...", help="rows a pass may have, separated by commas"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Here, so that the other commands need neither torch nor onnx.
+    try:
+        from ..builder.pipeline import BuildOptions, build
+    except ModuleNotFoundError as error:
+        raise EngineError(f"building needs {error.name}: pip install 'draftwood[build,cpu]'") from error
+
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def begin(step: Step) -> Callable[[], None]:
+            task = progress.add_task(step.title, total=step.units)
+            return lambda: progress.advance(task)
+
+        bundle = build(given(args, BuildOptions), begin)
+    console.print(describe(bundle))
+    console.print(f"Next: draftwood generate {bundle.folder} --prompt 'Once upon a time'", markup=False)
+    return 0

@@ -1,0 +1,81 @@
+"""Views of a text while it is generated: coloured by who wrote each token, or plain."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ..runtime.llm import StreamChunk
+from ..runtime.metrics import SpecDecodeStats
+
+DRAFTED, OWN, PROMPT = "green", "bold", "dim"
+# Generated text is data: no escape sequence in it may reach the terminal.
+CONTROLS = {code: 0xFFFD for code in (*range(9), *range(11, 32), 127, *range(128, 160))}
+
+
+class PlainView:
+    """Text as it comes, for pipes and files."""
+
+    def show(self, chunk: StreamChunk) -> None:
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.stdout.write("\n")
+
+
+class LiveView:
+    """Finished lines scroll by; the line being written and the running figures stay below them.
+
+    Accepted draft tokens are green, the target's own bold.
+    """
+
+    def __init__(self, console: Console, prompt: str) -> None:
+        self._line = Text(prompt.translate(CONTROLS), style=PROMPT)
+        self._live = Live(console=console, refresh_per_second=12, transient=True)
+        self._console = console
+
+    def show(self, chunk: StreamChunk) -> None:
+        for piece in chunk.pieces:
+            self._line.append(piece.text.translate(CONTROLS), style=DRAFTED if piece.drafted else OWN)
+        *finished, self._line = self._line.split("\n", allow_blank=True)
+        for line in finished:
+            self._console.print(line, soft_wrap=True)
+        self._live.update(Group(self._line, Text(f"── {running(chunk.stats)}", style=PROMPT)))
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+        self._console.print(self._line, soft_wrap=True)
+
+
+def running(stats: SpecDecodeStats) -> str:
+    """The figures that change while a text is written."""
+    per_pass = stats.num_tokens / max(1, stats.target_passes)
+    figures = f"{stats.num_tokens} tokens, {per_pass:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s"
+    return f"{figures}, acceptance {stats.acceptance_rate:.0%}" if stats.num_drafts else figures
+
+
+def summary(stats: SpecDecodeStats) -> str:
+    """One line for the end of a text."""
+    line = f"── {running(stats)}"
+    if not stats.num_drafts:
+        return line
+    return line + (
+        f"; {stats.num_accepted_tokens} of {stats.num_draft_tokens} proposed tokens accepted in {stats.num_drafts} "
+        f"rounds (mean acceptance length {stats.mean_acceptance_length:.2f})"
+    )

@@ -1,0 +1,230 @@
+"""EngineBundle: a folder of compiled engines, tokenizer and manifest; checked when opened, written all or nothing.
+
+Layout: `manifest.json` (written last, and carrying its own checksum), `target.onnx`, `draft.onnx`, with `<name>.data`
+beside them when large, `tokenizer.json` and its companions.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from ..models.bindings import ROLES
+from ..models.config import LlamaConfig
+from ..models.errors import BundleError
+from .engines.base import Engine, EngineSpec
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # raised when an older release could misread a newer bundle
+READ_BYTES = 1 << 20
+
+
+class FileRecord(NamedTuple):
+    """What a file of the bundle must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a bundle holds.
+
+    max_length: tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
+    parity: largest difference, in logits, between each engine and the torch reference when the bundle was built.
+    files: every file but the manifest, by name.
+    """
+
+    builder: str
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+    engines: Mapping[str, EngineSpec]
+    parity: Mapping[str, float]
+    files: Mapping[str, FileRecord]
+
+    def engine_bytes(self, role: str) -> int:
+        """Size of an engine with its external data."""
+        file = self.engines[role].file
+        return sum(record.bytes for name, record in self.files.items() if name.startswith(file))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready content, checksum included."""
+        content = {
+            "format": FORMAT,
+            "builder": self.builder,
+            "max_length": self.max_length,
+            "eos_token_ids": list(self.eos_token_ids),
+            "engines": {role: asdict(spec) for role, spec in self.engines.items()},
+            "parity": dict(self.parity),
+            "files": {name: record._asdict() for name, record in self.files.items()},
+        }
+        # Through JSON and back, so that what is hashed is what a reader will see (tuples are lists there).
+        content = dict(json.loads(json.dumps(content)))
+        return content | {"checksum": checksum(content)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Manifest:
+        """The inverse of `to_json`. Raises BundleError for another format and for content that was edited."""
+        version = content.get("format")
+        if version != FORMAT:
+            age = "newer" if isinstance(version, int) and version > FORMAT else "unknown"
+            raise BundleError(
+                f"bundle format {version!r} is {age}; this release reads format {FORMAT}: "
+                "update draftwood, or rebuild the bundle with build_engines.py"
+            )
+        unsigned = {name: value for name, value in content.items() if name != "checksum"}
+        if content.get("checksum") != checksum(unsigned):
+            raise BundleError(f"{MANIFEST} was changed after the build: rebuild the bundle instead of editing it")
+        try:
+            manifest = cls(
+                builder=content["builder"],
+                max_length=int(content["max_length"]),
+                eos_token_ids=tuple(content["eos_token_ids"]),
+                engines={role: read_spec(content["engines"][role]) for role in ROLES},
+                parity=content["parity"],
+                files={plain_name(name): FileRecord(**record) for name, record in content["files"].items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BundleError(f"{MANIFEST} lacks what this release needs ({error!r}): rebuild the bundle") from error
+        for spec in manifest.engines.values():
+            if spec.file not in manifest.files:
+                raise BundleError(f"{MANIFEST} lists no file {spec.file!r}: rebuild the bundle")
+        return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBundle:
+    """A bundle whose every file was found to be what its manifest says."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: Path) -> EngineBundle:
+        """Check a bundle: format, checksum, and size and digest of every file. Raises BundleError naming the fix."""
+        if not folder.is_dir():
+            raise BundleError(f"{folder} is not a folder: build a bundle there with build_engines.py --output {folder}")
+        try:
+            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise BundleError(
+                f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "
+                f"run build_engines.py --output {folder}"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error
+        if not isinstance(content, dict):
+            raise BundleError(f"{folder / MANIFEST} holds no JSON object: rebuild the bundle")
+        manifest = Manifest.from_json(content)
+        for name, record in manifest.files.items():
+            check_file(folder / name, record)
+        return cls(folder, manifest)
+
+    def open_engine(self, role: str, threads: int = 0, provider: str = "cpu") -> Engine:
+        """Open the engine of "target" or "draft". threads: 0 lets the backend choose. Raises EngineError."""
+        spec = self.manifest.engines[role]
+        if spec.backend == "onnxruntime":
+            from .engines.onnxruntime import OnnxRuntimeEngine
+
+            return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider)
+        raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
+
+
+@contextmanager
+def staging_folder(output: Path) -> Iterator[Path]:
+    """A temporary folder beside `output` that takes its place when the block ends well, and vanishes otherwise.
+
+    Raises BundleError when `output` is something else than a bundle or an empty folder, or when the disk is full.
+    """
+    if output.exists() and not replaceable(output):
+        raise BundleError(f"{output} exists and is no bundle; choose another --output, or remove it yourself")
+    try:
+        staging = sibling(output, "partial")
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise BundleError(f"cannot write beside {output}: {error.strerror}; choose another --output") from error
+    try:
+        yield staging
+        move_into_place(staging, output)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise BundleError(
+                f"no room to write the bundle ({error.strerror}): free some space or choose an --output on another disk"
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The last step of a build."""
+    text = json.dumps(manifest.to_json(), indent=2)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def file_record(file: Path) -> FileRecord:
+    """Size and digest of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(READ_BYTES):
+            digest.update(block)
+    return FileRecord(file.stat().st_size, digest.hexdigest())
+
+
+def check_file(file: Path, record: FileRecord) -> None:
+    if not file.is_file():
+        raise BundleError(f"{file} is missing: copy the bundle again, or rebuild it")
+    size = file.stat().st_size
+    if size != record.bytes:
+        raise BundleError(f"{file} has {size} bytes instead of {record.bytes}: copy the bundle again, or rebuild it")
+    if file_record(file).sha256 != record.sha256:
+        raise BundleError(f"{file} is damaged (its SHA-256 differs): copy the bundle again, or rebuild it")
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON text."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_spec(fields: Mapping[str, Any]) -> EngineSpec:
+    tuples = {name: tuple(fields[name]) for name in ("widths", "outputs")}
+    return EngineSpec(**{**fields, **tuples, "model": LlamaConfig.from_dict(fields["model"])})
+
+
+def plain_name(name: str) -> str:
+    """A file's name inside the bundle. Raises BundleError when it would lead anywhere else."""
+    if PurePosixPath(name).parts != (name,) or name in ("..", MANIFEST) or "\\" in name:
+        raise BundleError(f"{MANIFEST} names the file {name!r}, which leaves the bundle: do not use this bundle")
+    return name
+
+
+def replaceable(output: Path) -> bool:
+    return output.is_dir() and ((output / MANIFEST).is_file() or not any(output.iterdir()))
+
+
+def move_into_place(staging: Path, output: Path) -> None:
+    """Rename; an older bundle steps aside first and comes back should the rename fail."""
+    if not output.exists():
+        staging.rename(output)
+        return
+    old = sibling(output, "old")
+    output.rename(old)
+    try:
+        staging.rename(output)
+    except OSError:
+        old.rename(output)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sibling(output: Path, kind: str) -> Path:
+    """An unused name beside `output`, so that a rename never crosses a file system."""
+    return output.with_name(f".{output.name}.{kind}-{secrets.token_hex(4)}")

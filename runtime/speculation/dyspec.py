@@ -1,0 +1,192 @@
+"""DySpec (arXiv 2410.11744): a token tree grown greedily where the draft expects acceptance.
+
+A *slot* is a place where a token may be drawn: below a node, after the siblings drawn there before. Its value v is the
+expected probability that verification reaches it. Drawing y from a slot with remaining distribution R opens two more:
+
+    child slot    v · a(y)          sibling slot    v · (1 − a(y))          a(y) = R[y] in the paper (Hypothesis 1)
+
+Only the decision *whether* to draw may depend on values, and a value holds nothing about the token its own slot will
+yield; that is the condition under which recursive rejection and traversal verification stay exact (section 5.1).
+Where a head has estimated the acceptance of a node (SpecDec++), the child slot of that node uses the estimate instead
+of R[y]: it is known as soon as the draft has scored the node, which is when the slot can first be drawn from.
+
+All values are natural logarithms. Errata of the printed Algorithm 2: `while v < t` is inverted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from ..engines.base import ForwardOutput
+from ..random import RandomStream
+from ..sampling import Sampler
+from .drawing import Drawing
+from .gsd import Merger
+from .token_graph import ROOT, TokenGraph
+
+NEVER = -math.inf
+
+
+class DySpecHeap:
+    """Algorithm 1: m tokens, always from the most valuable slot of the whole tree. One draft pass per node whose child
+    slot reaches the top: the reference for the static forms below, and the fewest draft rows."""
+
+    def __init__(self, m: int) -> None:
+        self.m = m
+        self._slots: list[tuple[float, int, int]] = [(0.0, 0, ROOT)]  # -log v, creation order, node
+        self._created = 0
+        self._drawings: dict[int, Drawing] = {}
+
+    def frontier(self, graph: TokenGraph) -> list[int]:
+        return [self._slots[0][2]] if self._slots and len(graph) <= self.m else []
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        for row, node in enumerate(nodes):
+            q = sampler.distribution(output.logits[row], graph.path(node))
+            graph.draft_probs[node] = q
+            self._drawings[node] = Drawing(q)
+            if node in graph.acceptance:  # the slot on top is this node's: value it anew
+                heapq.heapreplace(self._slots, self._slot(estimated(graph, node), node))
+        while self._slots and len(graph) <= self.m:
+            log_v, node = -self._slots[0][0], self._slots[0][2]
+            if node not in self._drawings:
+                return  # the draft has to score this node before anything can be drawn below it
+            heapq.heappop(self._slots)
+            y, share = self._drawings[node].draw(stream)
+            child = graph.add(node, y, log_v - graph.values[node])
+            heapq.heappush(self._slots, self._slot(log_v + math.log(share), child))
+            if not self._drawings[node].exhausted:
+                heapq.heappush(self._slots, self._slot(log_v + log1m(share), node))
+
+    def _slot(self, log_v: float, node: int) -> tuple[float, int, int]:
+        self._created += 1
+        return -log_v, self._created, node
+
+
+class DySpecLayers:
+    """The tree of Algorithm 1 in a static shape: `depth` draft passes of at most `width` nodes, then the `size` best.
+
+    Layer by layer, each layer's slots are drawn from in order of value, as long as a slot can still be among the best
+    `size` of the whole tree; `unroll` keeps those, ranked by pre-sample value. With enough width and depth this is the
+    tree of Algorithm 1 for the same random numbers, in `depth` passes instead of one per node.
+    """
+
+    def __init__(self, size: int, depth: int, width: int) -> None:
+        self.size, self.depth, self.width = size, depth, width
+        self._layer: list[int] = []
+        self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child slot
+        self._best: list[float] = []  # the `size` largest log-values drawn from so far
+
+    def frontier(self, graph: TokenGraph) -> list[int]:
+        if not self._layer or graph.depths[self._layer[0]] >= self.depth:
+            return []
+        useful = [node for node in self._layer if self._pays(self._reach[node])]
+        return sorted(useful, key=lambda node: -self._reach[node])[: self.width]
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        self._layer = []
+        drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
+        while slots and self._pays(-slots[0][0]):
+            log_v, node = -slots[0][0], slots[0][1]
+            y, share = drawings[node].draw(stream)
+            child = graph.add(node, y, log_v - graph.values[node])
+            self._layer.append(child)
+            self._reach[child] = log_v + math.log(share)
+            heapq.heappush(self._best, log_v)
+            if len(self._best) > self.size:
+                heapq.heappop(self._best)
+            next_slot(slots, drawings[node], log_v + log1m(share))
+
+    def _pays(self, log_v: float) -> bool:
+        """Whether a slot of this value can still be among the best `size`."""
+        return log_v > NEVER and (len(self._best) < self.size or log_v > self._best[0])
+
+
+class DySpecThreshold:
+    """Algorithm 2: every slot worth at least t, layer by layer; at most `size` tokens when unrolled.
+
+    The budget is checked before each draw, so nothing drawn is ever dropped, and recurring sequences may be merged as
+    they are drawn (GSD): a draw below a node costs one token per path that reaches the node.
+    """
+
+    def __init__(self, t: float, size: int, depth: int, width: int, merger: Merger) -> None:
+        self.log_t, self.size, self.depth, self.width = math.log(t), size, depth, width
+        self._merger = merger
+        self._layer: list[int] = []
+        self._reach: dict[int, float] = {ROOT: 0.0}
+        self._paths: dict[int, int] = {ROOT: 1}  # node -> paths from the root: its copies when unrolled
+        self._spent = 0
+
+    def frontier(self, graph: TokenGraph) -> list[int]:
+        if not self._layer or graph.depths[self._layer[0]] >= self.depth:
+            return []
+        useful = [node for node in self._layer if self._reach[node] >= self.log_t and self._affords(node)]
+        return sorted(useful, key=lambda node: -self._reach[node])[: self.width]
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        self._layer = []
+        drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
+        while slots and -slots[0][0] >= self.log_t:
+            log_v, node = -slots[0][0], slots[0][1]
+            if not self._affords(node):
+                heapq.heappop(slots)
+                continue
+            y, share = drawings[node].draw(stream)
+            gain = log_v - graph.values[node]
+            twin = self._merger.match(graph, node, y)
+            if twin is None:
+                child = graph.add(node, y, gain)
+                self._layer.append(child)
+                self._reach[child] = log_v + math.log(share)
+                self._paths[child] = self._paths[node]
+            else:
+                graph.link(node, twin, gain)
+                self._paths[twin] += self._paths[node]
+            self._spent += self._paths[node]
+            next_slot(slots, drawings[node], log_v + log1m(share))
+
+    def _affords(self, node: int) -> bool:
+        return self._spent + self._paths[node] <= self.size
+
+
+def open_slots(
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, reach: dict[int, float]
+) -> tuple[dict[int, Drawing], list[tuple[float, int]]]:
+    """The first slot below each node of a layer, as a heap of (-log v, node): equal values keep creation order."""
+    drawings, slots = {}, []
+    for row, node in enumerate(nodes):
+        q = sampler.distribution(output.logits[row], graph.path(node))
+        graph.draft_probs[node] = q
+        drawings[node] = Drawing(q)
+        if node in graph.acceptance:
+            reach[node] = estimated(graph, node)
+        slots.append((-reach[node], node))
+    heapq.heapify(slots)
+    return drawings, slots
+
+
+def next_slot(slots: list[tuple[float, int]], drawing: Drawing, log_v: float) -> None:
+    """Replace the slot on top, which was just drawn from, by its sibling slot."""
+    if drawing.exhausted or log_v == NEVER:
+        heapq.heappop(slots)
+    else:
+        heapq.heapreplace(slots, (-log_v, slots[0][1]))
+
+
+def estimated(graph: TokenGraph, node: int) -> float:
+    """Log-value of a scored node's child slot by the head's estimate, in place of R[y]."""
+    acceptance = graph.acceptance[node]
+    return graph.values[node] + math.log(acceptance) if acceptance > 0 else NEVER
+
+
+def log1m(share: float) -> float:
+    """log(1 - share); -inf for a share of one."""
+    return math.log1p(-share) if share < 1 else NEVER

@@ -1,0 +1,126 @@
+"""Tokenizer: a `tokenizer.json` with the special tokens and the chat template that stand beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as TokenizerJson
+
+from ..models.errors import BundleError, RequestError
+
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+
+class Tokenizer:
+    """Text to token ids and back; stateless, usable from several threads."""
+
+    def __init__(
+        self, backend: TokenizerJson, special_tokens: Mapping[str, str] | None = None, chat_template: str | None = None
+    ) -> None:
+        """special_tokens: text of "bos_token", "eos_token" and their like. chat_template: Jinja source."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        empty: list[int] = backend.encode("").ids
+        bos = self._special_tokens.get("bos_token")
+        self.bos_token_id: int | None = backend.token_to_id(bos) if bos is not None else next(iter(empty), None)
+        self.adds_bos = bool(empty)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a folder's tokenizer. Raises BundleError when it is missing or damaged."""
+        settings = read_settings(folder / SETTINGS)
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several named ones; "default" is the conversation's
+            template = next((item.get("template") for item in template if item.get("name") == "default"), None)
+        if (folder / TEMPLATE).is_file():
+            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        return cls(read_backend(folder / TOKENIZER), special_tokens(settings), template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the begin-of-text token where the model wants one."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added ones included."""
+        tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return tokens
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """A conversation of {"role", "content"} messages as the model was taught to read it.
+
+        The template comes with the model and runs in a sandbox. Raises RequestError when there is none, when it refuses
+        the conversation, or when it tries to leave the sandbox.
+        """
+        if self._chat_template is None:
+            raise RequestError("this model has no chat template: pass plain text instead of a conversation")
+        try:
+            template = environment().from_string(self._chat_template)
+            return template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(f"the chat template cannot write this conversation: {error}") from error
+
+
+def read_backend(file: Path) -> TokenizerJson:
+    """Open a tokenizer.json. Raises BundleError."""
+    if not file.is_file():
+        raise BundleError(f"{file} is missing: rebuild the bundle")
+    try:
+        return TokenizerJson.from_file(str(file))
+    except Exception as error:  # the library raises nothing more specific
+        raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """tokenizer_config.json, empty where there is none. Raises BundleError."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{file} is not readable JSON ({error}): rebuild the bundle") from error
+    if not isinstance(content, dict):
+        raise BundleError(f"{file} holds no JSON object: rebuild the bundle")
+    return content
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens; older files wrap them in an object."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates may use: the helpers transformers gives them, and nothing of Python's."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,17 @@
+"""Where things are, and bundles built for a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftwood.builder.pipeline import BuildOptions, build
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data"  # optional; tests that read it skip without it
+DEMO = ROOT / "models" / "demo"
+
+
+def built(target: Path, draft: Path, output: Path) -> Path:
+    """A bundle of the pair, built without a word."""
+    build(BuildOptions(target, draft, output), lambda step: lambda: None)
+    return output

@@ -1,0 +1,32 @@
+"""One proposal by the real DraftProposer over a fake draft, for tests that look at the graph itself."""
+
+from __future__ import annotations
+
+from fakes import Accept, FakeEngine, Predict
+
+from draftwood.runtime.random import RandomStream
+from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.speculation.baseline import Grower
+from draftwood.runtime.speculation.proposer import DraftProposer
+from draftwood.runtime.speculation.specdecpp import Fixed, Stopper
+from draftwood.runtime.speculation.token_graph import TokenGraph
+
+PROMPT = (0, 1)
+
+
+def grow(
+    grower: Grower,
+    predict: Predict,
+    stream: RandomStream,
+    stopper: Stopper | None = None,
+    accept: Accept | None = None,
+    params: SamplingParams | None = None,
+) -> tuple[TokenGraph, int]:
+    """The graph below PROMPT, and the draft passes it took."""
+    engine = FakeEngine(predict, len(predict(PROMPT)), "draft", accept=accept)
+    proposer = DraftProposer(engine)
+    proposer.start(PROMPT)
+    graph = TokenGraph(PROMPT[-1])
+    sampler = Sampler(params or SamplingParams(), PROMPT, (), len(predict(PROMPT)))
+    proposer.propose(graph, grower, stopper or Fixed(), sampler, stream)
+    return graph, proposer.passes

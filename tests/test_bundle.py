@@ -1,0 +1,243 @@
+"""EngineBundle: whole or not at all; what was changed, cut or is too new is refused with the fix named."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftwood.builder import pipeline
+from draftwood.builder.export import export as original_export
+from draftwood.builder.pipeline import BuildOptions, Step, build
+from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
+from draftwood.runtime.bundle import MANIFEST, EngineBundle, checksum
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+def rewrite(bundle: Path, change: Callable[[dict[str, Any]], object], sign: bool = True) -> None:
+    """Edit the manifest; `sign` renews its checksum, as somebody who means harm would."""
+    content = json.loads((bundle / MANIFEST).read_text())
+    change(content)
+    if sign:
+        del content["checksum"]
+        content["checksum"] = checksum(content)
+    (bundle / MANIFEST).write_text(json.dumps(content))
+
+
+def test_a_bundle_reads_back_what_was_written(tiny_bundle: Path) -> None:
+    bundle = EngineBundle.open(tiny_bundle)
+    assert set(bundle.manifest.engines) == {"target", "draft"}
+    assert bundle.manifest.to_json() == json.loads((tiny_bundle / MANIFEST).read_text())
+    assert set(bundle.manifest.files) == {file.name for file in tiny_bundle.iterdir()} - {MANIFEST}
+    assert all(error < 2e-4 for error in bundle.manifest.parity.values())
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda b: shutil.rmtree(b), "not a folder"),
+        (lambda b: (b / MANIFEST).unlink(), "did not finish"),
+        (lambda b: (b / MANIFEST).write_text("{"), "unreadable"),
+        (lambda b: (b / MANIFEST).write_bytes(b"\xff\xfe"), "unreadable"),
+        (lambda b: (b / MANIFEST).write_text("[]"), "no JSON object"),
+        (lambda b: (b / "draft.onnx").unlink(), "draft.onnx is missing"),
+        (lambda b: (b / "target.onnx").write_bytes((b / "target.onnx").read_bytes()[:-100]), "bytes instead of"),
+        (lambda b: flip_last_byte(b / "target.onnx"), "SHA-256"),
+        (lambda b: flip_last_byte(b / "tokenizer.json"), "SHA-256"),
+        (lambda b: rewrite(b, lambda m: m.update(max_length=9999), sign=False), "changed after the build"),
+        (lambda b: rewrite(b, lambda m: m.pop("checksum"), sign=False), "changed after the build"),
+        (lambda b: rewrite(b, lambda m: m.update(format=2)), "newer.*update draftwood"),
+        (lambda b: rewrite(b, lambda m: m.update(format="x")), "unknown"),
+        (lambda b: rewrite(b, lambda m: m.pop("format")), "unknown"),
+        (lambda b: rewrite(b, lambda m: m["engines"].pop("draft")), "draft.*rebuild"),
+        (lambda b: rewrite(b, lambda m: m["engines"]["draft"].update(extra=1)), "rebuild"),
+        (lambda b: rewrite(b, lambda m: m["engines"]["draft"].update(file="../x")), "lists no file"),
+        (lambda b: rewrite(b, lambda m: m["files"].update({"../x": m["files"]["draft.onnx"]})), "leaves the bundle"),
+        (lambda b: rewrite(b, lambda m: m["files"].update({"/etc/passwd": m["files"]["draft.onnx"]})), "leaves"),
+        (lambda b: rewrite(b, lambda m: m["files"].update({"..\\x": m["files"]["draft.onnx"]})), "leaves"),
+    ],
+)
+def test_damage_is_refused_with_the_fix(bundle: Path, damage: Callable[[Path], object], named: str) -> None:
+    damage(bundle)
+    with pytest.raises(BundleError, match=named):
+        EngineBundle.open(bundle)
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_an_unknown_backend_is_refused_by_name(bundle: Path) -> None:
+    rewrite(bundle, lambda manifest: manifest["engines"]["target"].update(backend="abacus"))
+    with pytest.raises(BundleError, match="abacus"):
+        EngineBundle.open(bundle).open_engine("target")
+
+
+def quiet(step: Step) -> Callable[[], None]:
+    return lambda: None
+
+
+@pytest.fixture
+def options(tiny_pair: Path, tmp_path: Path) -> BuildOptions:
+    return BuildOptions(tiny_pair / "target", tiny_pair / "draft", tmp_path / "out" / "bundle")
+
+
+@pytest.mark.parametrize("title", ["Reading", "Converting", "Exporting the draft", "Comparing", "Sealing"])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_build_leaves_nothing(
+    options: BuildOptions, title: str, interruption: type[BaseException]
+) -> None:
+    def begin(step: Step) -> Callable[[], None]:
+        if step.title.startswith(title):
+            raise interruption
+        return lambda: None
+
+    with pytest.raises(interruption):
+        build(options, begin)
+    assert not options.output.exists() and not list(options.output.parent.glob(".*"))
+
+
+def test_an_interrupted_rebuild_keeps_the_old_bundle(options: BuildOptions) -> None:
+    build(options, quiet)
+    before = (options.output / MANIFEST).read_text()
+
+    def begin(step: Step) -> Callable[[], None]:
+        if step.title.startswith("Sealing"):
+            raise KeyboardInterrupt
+        return lambda: None
+
+    with pytest.raises(KeyboardInterrupt):
+        build(options, begin)
+    assert (options.output / MANIFEST).read_text() == before
+    EngineBundle.open(options.output)
+    build(options, quiet)
+    assert [file.name for file in options.output.parent.iterdir()] == ["bundle"]
+
+
+def test_a_killed_build_is_not_loadable(options: BuildOptions) -> None:
+    """What a power cut leaves: the temporary folder before its manifest was written."""
+    seen = []
+
+    def begin(step: Step) -> Callable[[], None]:
+        if step.title.startswith("Sealing"):
+            (staging,) = options.output.parent.glob(".bundle.partial-*")
+            seen.append(shutil.copytree(staging, options.output.parent / "left"))
+        return lambda: None
+
+    build(options, begin)
+    with pytest.raises(BundleError, match="did not finish"):
+        EngineBundle.open(seen[0])
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The operating system refuses to write files beyond `size` bytes, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(options: BuildOptions) -> None:
+    with largest_file(20_000), pytest.raises(BundleError, match="free some space"):
+        build(options, quiet)
+    assert not options.output.exists() and not list(options.output.parent.glob(".*"))
+
+
+def test_a_folder_that_is_no_bundle_is_never_replaced(options: BuildOptions) -> None:
+    options.output.mkdir(parents=True)
+    precious = options.output / "thesis.txt"
+    precious.write_text("years of work")
+    with pytest.raises(BundleError, match="choose another --output"):
+        build(options, quiet)
+    assert precious.read_text() == "years of work"
+
+
+def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BundleError, match="choose another --output"):
+        build(BuildOptions(options.target, options.draft, tmp_path / "file" / "bundle"), quiet)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"backend": "abacus"}, "onnxruntime"),
+        ({"precision": "fp3"}, "fp32"),
+        ({"widths": (2, 4)}, "widths"),
+        ({"widths": (1, 4, 2)}, "widths"),
+        ({"widths": ()}, "widths"),
+        ({"max_length": 1}, "max_length"),
+    ],
+)
+def test_impossible_options_are_refused(options: BuildOptions, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        BuildOptions(options.target, options.draft, options.output, **change)
+
+
+def test_more_context_than_the_models_were_trained_for(options: BuildOptions) -> None:
+    longer = BuildOptions(options.target, options.draft, options.output, max_length=1 << 20)
+    with pytest.raises(ConfigError, match="ask for at most"):
+        build(longer, quiet)
+
+
+def test_vocabularies_that_differ_in_size(tiny_pair: Path, stories: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="shares the target's tokenizer"):
+        build(BuildOptions(tiny_pair / "target", stories / "draft", tmp_path / "bundle"), quiet)
+
+
+def test_vocabularies_that_differ_in_content(tiny_pair: Path, tmp_path: Path) -> None:
+    draft = Path(shutil.copytree(tiny_pair / "draft", tmp_path / "draft"))
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(DraftwoodError, match="vocabular"):
+        build(BuildOptions(tiny_pair / "target", draft, tmp_path / "bundle"), quiet)
+
+
+def test_an_engine_that_computes_something_else_is_not_bundled(
+    options: BuildOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of parity: an exporter that scales attention wrongly."""
+    export = original_export
+
+    def wrong(checkpoint: Any, role: str, positions: int, path: Path, progress: Callable[[str], None]) -> None:
+        export(checkpoint, role, positions, path, progress)
+        import onnx
+
+        model = onnx.load(path)
+        for node in model.graph.node:
+            if node.op_type == "TreeAttention":
+                node.attribute[0].f *= 1.01
+        onnx.save(model, path)
+
+    monkeypatch.setattr(pipeline, "export", wrong)
+    with pytest.raises(BundleError, match="differs from the torch reference"):
+        build(options, quiet)
+    assert not options.output.exists()
+
+
+def test_end_of_text_ids_come_from_both_files(options: BuildOptions, tiny_pair: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(tiny_pair / "target", tmp_path / "target"))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    bundle = build(BuildOptions(target, options.draft, options.output), quiet)
+    assert bundle.manifest.eos_token_ids == (2, 5, 7)

@@ -1,0 +1,116 @@
+"""Text as it comes equals text decoded at once; stop strings are found wherever the pieces are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.runtime.detokenizer import IncrementalDetokenizer, StopChecker
+from draftwood.runtime.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(stories: Path) -> Tokenizer:
+    return Tokenizer.load(stories / "target")
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    deltas = detokenizer.push(tokens)
+    assert len(deltas) == len(tokens)
+    return "".join(deltas) + detokenizer.finish()
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=40), prompt=st.sampled_from(["", "hello", "a b "]))
+def test_any_text_streams_whole(byte_level: Tokenizer, text: str, prompt: str) -> None:
+    before = byte_level.encode(prompt)
+    tokens = byte_level.encode(text, add_special_tokens=False)
+    assert streamed(byte_level, before, tokens) == continuation(byte_level, before, tokens)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_token_ids_stream_whole(byte_level: Tokenizer, data: st.DataObject) -> None:
+    """Invalid UTF-8 included: a byte that never completes a character is handed out in the end."""
+    tokens = data.draw(st.lists(st.integers(3, byte_level.vocab_size - 1), max_size=30))
+    before = byte_level.encode("x")
+    assert streamed(byte_level, before, tokens) == continuation(byte_level, before, tokens)
+
+
+@settings(deadline=None, max_examples=50)
+@given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30))
+def test_leading_spaces_and_byte_fallback(sentencepiece: Tokenizer, text: str) -> None:
+    before = sentencepiece.encode("Once")
+    tokens = sentencepiece.encode(text, add_special_tokens=False)
+    assert streamed(sentencepiece, before, tokens) == continuation(sentencepiece, before, tokens)
+
+
+def test_nothing_incomplete_is_ever_shown(byte_level: Tokenizer) -> None:
+    tokens = byte_level.encode("é🙂漢", add_special_tokens=False)
+    deltas = IncrementalDetokenizer(byte_level, byte_level.encode("x")).push(tokens)
+    assert "".join(deltas) == "é🙂漢" and all("\ufffd" not in delta for delta in deltas)
+
+
+def test_special_tokens_are_silent(byte_level: Tokenizer) -> None:
+    tokens = byte_level.encode("ab", add_special_tokens=False)
+    special = byte_level.bos_token_id
+    assert special is not None
+    assert streamed(byte_level, tokens, [tokens[0], special, tokens[-1]]) == byte_level.decode([tokens[0], tokens[-1]])
+
+
+def found_at_once(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The text before the stop string that is completed first; of those, the earliest."""
+    for end in range(len(text) + 1):
+        positions = [text[:end].find(item) for item in stop if item in text[:end]]
+        if positions:
+            return text[: min(positions)], True
+    return text, False
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text("abc", max_size=25),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    sizes=st.lists(st.integers(1, 3), min_size=25, max_size=25),
+)
+def test_stop_strings_are_found_across_pieces(text: str, stop: list[str], sizes: list[int]) -> None:
+    """Piece by piece as a search in the text that has arrived; one character at a time as a search at every end."""
+    checker, written, position = StopChecker(stop), "", 0
+    for size in sizes:
+        piece, position = text[position : position + size], position + size
+        delta, stopped = checker.push(piece)
+        written += delta
+        assert text.startswith(written)
+        if stopped:
+            seen = text[:position]
+            assert written == seen[: min(seen.find(item) for item in stop if item in seen)]
+            return
+    assert not any(item in text for item in stop)
+    assert written + checker.finish() == text
+
+
+@given(text=st.text("ab", max_size=20), stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_character_by_character(text: str, stop: list[str]) -> None:
+    checker, written, stopped = StopChecker(stop), "", False
+    for character in text:
+        delta, stopped = checker.push(character)
+        written += delta
+        if stopped:
+            break
+    assert (written if stopped else written + checker.finish(), stopped) == found_at_once(text, stop)

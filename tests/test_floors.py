@@ -1,0 +1,67 @@
+"""The floors of the building: a file imports from lower ones only; heavy packages only where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bundles import ROOT
+
+FLOORS = ("plugins", "models", "runtime", "builder", "cli")
+# Module -> where it may be imported: files, or folders ending with a slash.
+RESERVED = {
+    "onnxruntime": ("runtime/engines/onnxruntime.py",),
+    "tensorrt": ("plugins/tree_attention/plugin.py", "runtime/engines/tensorrt.py", "builder/compile.py"),
+    "torch": ("models/llama.py", "models/acceptance_head.py", "runtime/engines/torch.py", "builder/"),
+    "draftwood.models.llama": ("runtime/engines/torch.py", "builder/"),
+}
+TRAINING = "models/demo"  # scripts that made the demo pair; nothing imports them
+
+
+def product_files() -> list[Path]:
+    files = [file for floor in FLOORS for file in (ROOT / floor).rglob("*.py")]
+    return [file for file in files if TRAINING not in file.as_posix()]
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Absolute names of everything a file imports, "draftwood.…" for its own package."""
+    package = ["draftwood", *file.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *([node.module] if node.module else [])]
+            yield from (".".join([*module, alias.name]) for alias in node.names)
+
+
+@pytest.mark.parametrize("file", product_files(), ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_a_file_imports_from_lower_floors_only(file: Path) -> None:
+    name = file.relative_to(ROOT).as_posix()
+    floor = FLOORS.index(name.split("/")[0])
+    for imported in imports(file):
+        top, _, rest = imported.partition(".")
+        if top == "draftwood":
+            assert FLOORS.index(rest.split(".")[0]) <= floor, f"{name} imports {imported} from a higher floor"
+        for module, places in RESERVED.items():
+            if f"{imported}.".startswith(f"{module}."):
+                assert name.startswith(places), f"{name} imports {imported}"
+
+
+def test_every_file_stays_readable_in_one_go() -> None:
+    lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in product_files()}
+    assert not {str(file): length for file, length in lengths.items() if length > 350}
+
+
+def test_the_runtime_needs_neither_torch_nor_onnx() -> None:
+    code = (
+        "import sys; import draftwood.runtime, draftwood.cli.main\n"
+        "heavy = {'torch', 'onnx', 'onnx_ir', 'onnxruntime', 'safetensors', 'transformers', 'ml_dtypes'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, f"imported: {done.stderr}"

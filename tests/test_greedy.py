@@ -1,0 +1,84 @@
+"""At temperature 0 every configuration gives plain decoding's text, token for token, on real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bundles import DEMO, built
+from checkpoints import SHAPES, write_checkpoint, write_tokenizer
+from transformers import LlamaForCausalLM
+
+from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
+
+CONFIGS = {
+    "auto": SpeculativeConfig(),
+    "chain": SpeculativeConfig("chain", max_draft_len=4),
+    "chain, confidence": SpeculativeConfig("chain", stop_rule="confidence", stop_threshold=0.4, max_draft_len=8),
+    "chain, lookup": SpeculativeConfig("chain", max_draft_len=3, lookup_ngram=2),
+    "k-ary": SpeculativeConfig("k-ary", branching=(3, 2, 1)),
+    "topk 8": SpeculativeConfig("topk", max_total_draft_tokens=8, max_draft_len=3),
+    "topk 32": SpeculativeConfig("topk", max_total_draft_tokens=32, max_draft_len=8, frontier_width=8),
+    "topk, entropy": SpeculativeConfig("topk", stop_rule="entropy", stop_threshold=0.2),
+    "topk, gsd": SpeculativeConfig("topk", merge="gsd", max_total_draft_tokens=24, max_draft_len=6),
+    "topk, gsd, lookup": SpeculativeConfig("topk", merge="gsd", merge_ngram=1, lookup_ngram=2),
+    "dyspec": SpeculativeConfig("dyspec", max_total_draft_tokens=16),
+}
+PENALISED = SamplingParams(
+    max_tokens=60, temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=50
+)
+GREEDY = SamplingParams(max_tokens=120, temperature=0)
+PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    ", "import os\n\n", "The quick brown fox"]
+
+
+@pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["greedy", "penalised"])
+def test_the_demo_pair(demo_bundle: Path, params: SamplingParams) -> None:
+    check(demo_bundle, PROMPTS, params)
+
+
+@pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["greedy", "penalised"])
+def test_a_third_party_checkpoint(stories_bundle: Path, params: SamplingParams) -> None:
+    check(stories_bundle, ["", "Once upon a time", "Lily and Tom"], params)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_checkpoints_of_every_shape(shape: str, tmp_path: Path) -> None:
+    for role, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint(tmp_path / role, shape, seed=seed)
+        write_tokenizer(tmp_path / role)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    check(built(tmp_path / "target", tmp_path / "draft", tmp_path / "bundle"), ["hello", "x"], params)
+    # A draft that is the target itself: whole proposals are accepted, all the time.
+    check(built(tmp_path / "target", tmp_path / "target", tmp_path / "twin"), ["hello", "x"], params)
+
+
+def check(bundle: Path, prompts: list[str], params: SamplingParams) -> None:
+    with LLM(bundle, None) as plain:
+        expected = [result.token_ids for result in plain.generate(list(prompts), params)]
+    for name, config in CONFIGS.items():
+        with LLM(bundle, config) as llm:
+            results = llm.generate(list(prompts), params)
+        assert [result.token_ids for result in results] == expected, name
+        assert all(result.stats.num_drafts > 0 for result in results)
+
+
+def test_the_authors_published_text(stories: Path, stories_bundle: Path) -> None:
+    """200 steps from the begin-of-text token alone, as llama2.c's own test expects them."""
+    expected = (stories / "expected_greedy_200.txt").read_text()
+    for config in (None, SpeculativeConfig()):
+        with LLM(stories_bundle, config) as llm:
+            text = llm.generate("", SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)).text
+        assert text.strip() == expected.strip()
+
+
+def test_plain_decoding_is_transformers_decoding(demo_bundle: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
+    with LLM(demo_bundle, None) as llm:
+        for prompt in PROMPTS[:2]:
+            result = llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))
+            tokens = list(result.prompt_token_ids)
+            for _ in result.token_ids:
+                with torch.no_grad():
+                    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            assert result.token_ids == tokens[len(result.prompt_token_ids) :]

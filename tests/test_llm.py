@@ -1,0 +1,211 @@
+"""LLM: prompts in, text out, over a real bundle of random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draftwood.runtime import LLM, ConfigError, GenerationResult, RequestError, SamplingParams, SpeculativeConfig
+from draftwood.runtime.decoder import TokenChunk
+from draftwood.runtime.llm import Prompt, TextWriter
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.tokenizer import Tokenizer
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path) -> LLM:
+    return LLM(tiny_bundle)
+
+
+def test_a_prompt_gives_a_result(llm: LLM) -> None:
+    result = llm.generate("hello", GREEDY)
+    assert isinstance(result, GenerationResult)
+    assert len(result.token_ids) == 24 and result.finish_reason == "length"
+    assert result.text == llm.tokenizer.decode(result.token_ids)
+    assert result.prompt_token_ids == llm.tokenizer.encode("hello")
+    assert result.stats.num_tokens == 24
+
+
+def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
+    prompts: list[Prompt] = ["one", "two", [1, 5, 9]]
+    results = llm.generate(prompts, GREEDY)
+    assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_the_stream_is_the_result_in_parts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, seed=3, logprobs=2, ignore_eos=True)
+    chunks = list(llm.stream("hello", params))
+    result = llm.generate("hello", params)
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert "".join(piece.text for chunk in chunks for piece in chunk.pieces) == result.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert [chunk.finish_reason for chunk in chunks][-1] == "length"
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+    assert len(result.logprobs) == 40 and all(len(logprob.top) == 2 for logprob in result.logprobs)
+
+
+def test_interleaved_streams_do_not_disturb_each_other(llm: LLM) -> None:
+    first, second = llm.stream("first", GREEDY), llm.stream("second", GREEDY)
+    tokens: tuple[list[int], list[int]] = ([], [])
+    for one, two in zip(first, second, strict=False):
+        tokens[0].extend(one.token_ids)
+        tokens[1].extend(two.token_ids)
+    for got, prompt in zip(tokens, ("first", "second"), strict=True):
+        expected = llm.generate(prompt, GREEDY).token_ids
+        assert len(got) > 4 and got == expected[: len(got)]
+
+
+def test_an_abandoned_stream_leaves_the_llm_usable(llm: LLM) -> None:
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    del stream
+    assert len(llm.generate("hello", GREEDY).token_ids) == 24
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ("x" * 5000, "shorten it"),
+        ([1, 2, 10**6], "1000000"),
+        ([1, -1], "-1"),
+        ([1, "x"], "'x'"),
+        ([True], "True"),
+    ],
+)
+def test_bad_prompts_are_refused(llm: LLM, prompt: str | list[int], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        llm.generate(prompt)
+    with pytest.raises(RequestError, match=named):
+        llm.stream(prompt)  # before the first chunk is asked for
+
+
+def test_one_bad_prompt_of_a_list_stops_all_before_any_ran(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="999999"):
+        llm.generate(["fine", [999999]], GREEDY)
+
+
+def test_an_empty_prompt_is_the_begin_of_text_token(llm: LLM, stories_bundle: Path) -> None:
+    assert llm.generate("", GREEDY).prompt_token_ids == [llm.tokenizer.bos_token_id]
+
+
+def test_an_empty_prompt_without_begin_of_text_is_refused(no_bos_bundle: Path) -> None:
+    with LLM(no_bos_bundle) as llm, pytest.raises(RequestError, match="give it some text"):
+        llm.generate("")
+
+
+def test_numpy_token_ids_are_fine(llm: LLM) -> None:
+    tokens = np.array([1, 5, 9])
+    assert llm.generate(tokens.tolist(), GREEDY).prompt_token_ids == [1, 5, 9]
+
+
+def test_the_context_limit_ends_the_text(llm: LLM) -> None:
+    limit = llm.bundle.manifest.max_length
+    prompt = np.random.default_rng(0).integers(3, 60, limit - 7).tolist()
+    for verify in ("match", "auto"):
+        config = SpeculativeConfig(verify=verify)
+        with LLM(llm.bundle.folder, config) as other:
+            result = other.generate(prompt, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+        assert len(result.token_ids) == 7 and result.finish_reason == "length"
+    result = llm.generate(prompt + [4] * 6, GREEDY)
+    assert len(result.token_ids) == 1 and result.finish_reason == "length"
+
+
+def test_a_fixed_seed_gives_the_same_text(tiny_bundle: Path) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
+    for config in (None, SpeculativeConfig(), SpeculativeConfig("topk"), SpeculativeConfig("k-ary")):
+        texts = []
+        for _ in range(2):
+            with LLM(tiny_bundle, config) as llm:
+                texts.append(llm.generate("hello", params).token_ids)
+                texts.append(llm.generate("hello", params).token_ids)
+        assert all(tokens == texts[0] for tokens in texts)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (SpeculativeConfig("topk", max_total_draft_tokens=64), "target's widest pass"),
+        (SpeculativeConfig("topk", frontier_width=65), "draft's widest pass"),
+        (SpeculativeConfig("topk", max_draft_len=40, frontier_width=16), "max_draft_len"),
+    ],
+)
+def test_a_proposal_larger_than_the_engines_is_refused(
+    tiny_bundle: Path, config: SpeculativeConfig, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LLM(tiny_bundle, config)
+
+
+def test_the_largest_proposals_fit(tiny_bundle: Path) -> None:
+    with LLM(tiny_bundle, None) as llm:
+        expected = llm.generate("hello", GREEDY).token_ids
+    for config in (
+        SpeculativeConfig("topk", max_total_draft_tokens=63, max_draft_len=12, frontier_width=16),
+        SpeculativeConfig("chain", max_draft_len=63),
+    ):
+        with LLM(tiny_bundle, config) as llm:
+            assert llm.generate("hello", GREEDY).token_ids == expected
+
+
+class TestStopStrings:
+    """A TextWriter fed by hand: which text and tokens are kept, and which are held back."""
+
+    @pytest.fixture
+    def tokenizer(self, tiny_bundle: Path) -> Tokenizer:
+        return Tokenizer.load(tiny_bundle)
+
+    def written(
+        self, tokenizer: Tokenizer, text: str, sizes: list[int], params: SamplingParams
+    ) -> tuple[str, list[int], str | None]:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        writer = TextWriter(tokenizer, tokenizer.encode("hello"), params)
+        stats = SpecDecodeStats(num_tokens=len(tokens))
+        out, kept = "", list[int]()
+        while tokens:
+            size = sizes[0] if sizes else len(tokens)
+            chunk, tokens, sizes = tokens[:size], tokens[size:], sizes[1:]
+            written = writer.write(TokenChunk(chunk, len(chunk), [], None if tokens else "length"), stats)
+            out += written.text
+            kept += written.token_ids
+            assert "".join(piece.text for piece in written.pieces) == written.text
+            if written.finish_reason is not None:
+                assert stats.num_tokens >= len(kept)
+                return out, kept, written.finish_reason
+        raise AssertionError("the text never ended")
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 100])
+    def test_the_text_ends_before_the_stop_string(self, tokenizer: Tokenizer, size: int) -> None:
+        params = SamplingParams(stop=("END", "zzz"))
+        text, tokens, reason = self.written(tokenizer, "one E two END three", [size] * 100, params)
+        assert (text, reason) == ("one E two ", "stop")
+        assert tokenizer.decode(tokens).endswith("END")
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 100])
+    def test_a_stop_string_never_met_changes_nothing(self, tokenizer: Tokenizer, size: int) -> None:
+        params = SamplingParams(stop=("three!",))
+        text, _, reason = self.written(tokenizer, "one two three", [size] * 100, params)
+        assert (text, reason) == ("one two three", "length")
+
+    def test_min_tokens_come_before_any_stop_string(self, tokenizer: Tokenizer) -> None:
+        tokens = tokenizer.encode("ab END cd END ef", add_special_tokens=False)
+        params = SamplingParams(stop=("END",), min_tokens=len(tokens) // 2, max_tokens=len(tokens))
+        text, _, reason = self.written(tokenizer, "ab END cd END ef", [1] * 100, params)
+        assert (text, reason) == ("ab END cd ", "stop")
+
+    def test_a_character_across_tokens_is_whole(self, tokenizer: Tokenizer) -> None:
+        text, _, _ = self.written(tokenizer, "a🙂b", [1] * 100, SamplingParams())
+        assert text == "a🙂b"
+
+
+def test_stop_strings_end_a_real_text(llm: LLM) -> None:
+    free = llm.generate("hello", GREEDY)
+    stop = free.text[len(free.text) // 2 :][:3]
+    ended = llm.generate("hello", SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop=stop))
+    assert ended.finish_reason == "stop" and ended.text == free.text[: free.text.index(stop)]
+    assert ended.token_ids == free.token_ids[: len(ended.token_ids)]
+    assert ended.stats.num_tokens == len(ended.token_ids)

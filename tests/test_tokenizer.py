@@ -1,0 +1,122 @@
+"""Tokenizer and chat template: as transformers reads the same folder; damage and mischief refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from bundles import DEMO, SHARED
+from checkpoints import write_tokenizer
+from transformers import AutoTokenizer
+
+from draftwood.models.errors import BundleError, RequestError
+from draftwood.runtime.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
+
+TEXTS = [
+    "",
+    "Once upon a time",
+    "  two  spaces\n\ttab",
+    "naïve café – 🙂👩‍👩‍👧 漢字",
+    "x = 3.14 * 27",
+    "<s>not special?</s>",
+]
+LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def configure(folder: Path, **settings: object) -> Tokenizer:
+    content = json.loads((folder / SETTINGS).read_text()) if (folder / SETTINGS).is_file() else {}
+    (folder / SETTINGS).write_text(json.dumps(content | settings))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("source", ["stories260K/target", "pair/target", "demo"])
+def test_ids_and_text_are_those_of_transformers(source: str) -> None:
+    path = DEMO / "target" if source == "demo" else SHARED / source
+    if not path.is_dir():
+        pytest.skip("the shared data folder is not beside this checkout")
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    assert (ours.vocab_size, ours.bos_token_id) == (len(theirs), theirs.bos_token_id)
+    for text in TEXTS:
+        ids = theirs(text).input_ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda folder: (folder / TOKENIZER).unlink(), "missing"),
+        (lambda folder: (folder / TOKENIZER).write_text("{"), "not a readable tokenizer"),
+        (lambda folder: (folder / SETTINGS).write_text("{"), "not readable JSON"),
+        (lambda folder: (folder / SETTINGS).write_text("[1]"), "no JSON object"),
+    ],
+)
+def test_damaged_folders_are_refused(folder: Path, damage, named: str) -> None:  # type: ignore[no-untyped-def]
+    damage(folder)
+    with pytest.raises(BundleError, match=named):
+        Tokenizer.load(folder)
+
+
+def test_a_conversation_is_written_as_the_model_expects(folder: Path) -> None:
+    tokenizer = configure(folder, bos_token={"content": "<s>"}, chat_template=LLAMA3)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": " hi \u00e9"}])
+    assert text == (
+        "<s><|start_header_id|>user<|end_header_id|>\n\nhi \u00e9<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> None:
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ messages|length }}"}]
+    assert configure(folder, chat_template=named).apply_chat_template([]) == "d0"
+    (folder / TEMPLATE).write_text("file")
+    assert Tokenizer.load(folder).apply_chat_template([]) == "file"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{% set x = messages.append(1) %}",
+        "{{ open('/etc/passwd').read() }}",
+        "{% if %}",
+        "{{ messages[5].content.missing }}",
+    ],
+)
+def test_a_template_that_refuses_or_misbehaves_is_an_error(folder: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="chat template"):
+        configure(folder, chat_template=template).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_without_a_template_there_is_no_conversation(folder: Path) -> None:
+    with pytest.raises(RequestError, match="plain text"):
+        Tokenizer.load(folder).apply_chat_template([])
+
+
+def test_settings_of_truncation_and_padding_do_not_reach_the_prompt(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / TOKENIZER).read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (folder / TOKENIZER).write_text(json.dumps(content))
+    assert len(Tokenizer.load(folder).encode("a long text, longer than four tokens")) > 10
+
+
+def test_a_folder_without_settings_still_knows_its_first_token(folder: Path) -> None:
+    shutil.rmtree(folder / SETTINGS, ignore_errors=True)
+    (folder / SETTINGS).unlink(missing_ok=True)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.adds_bos and tokenizer.bos_token_id == tokenizer.encode("")[0]

@@ -1,0 +1,137 @@
+"""The builder's tokenizer: copied as it is, converted from SentencePiece, or refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from checkpoints import write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.builder.tokenizer import SENTENCEPIECE, convert_tokenizer, same_vocabulary
+from draftwood.models.errors import CheckpointError
+from draftwood.runtime.tokenizer import SETTINGS, TOKENIZER, Tokenizer
+
+CORPUS = [
+    "Once upon a time there was a little girl named Lily.",
+    "She liked to play with her red ball in the park, every day!",
+    "def add(a, b):\n    return a + b  # 12345",
+    "The quick brown fox jumps over the lazy dog; the dog sleeps.",
+] * 20
+
+
+SETTINGS_OF_LLAMA: dict[str, Any] = {
+    "byte_fallback": True,
+    "remove_extra_whitespaces": False,
+    "hard_vocab_limit": False,
+    "split_digits": True,
+    "character_coverage": 1.0,
+    "normalization_rule_name": "identity",
+}
+
+
+def train(folder: Path, model_type: str, **rest: bool) -> sentencepiece.SentencePieceProcessor:
+    """A SentencePiece model as LLaMA's were trained."""
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=buffer,
+        vocab_size=340,
+        model_type=model_type,
+        minloglevel=2,
+        **{**SETTINGS_OF_LLAMA, **rest},
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / SENTENCEPIECE).write_bytes(buffer.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue())
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def converted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
+    source, destination = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
+    return train(source, request.param), convert_tokenizer(source, destination)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "Lily", "  two  spaces ", "tab\tnew\nline", "🙂 naïve 漢字", "x = 12345", "▁literal", "a▁b"]
+)
+def test_conversion_encodes_as_sentencepiece_does(
+    converted: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
+) -> None:
+    theirs, ours = converted
+    expected = theirs.encode(text)
+    assert ours.encode(text, add_special_tokens=False) == expected
+    assert ours.encode(text) == [theirs.bos_id(), *expected]
+    assert ours.decode(expected) == theirs.decode(expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=st.text("abcdefghilnoprstuy .,12\n🙂é", max_size=40))
+def test_conversion_agrees_on_any_text(
+    converted: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
+) -> None:
+    theirs, ours = converted
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
+
+
+def test_a_tokenizer_without_begin_of_text_stays_without(tmp_path: Path) -> None:
+    train(tmp_path / "in", "bpe")
+    (tmp_path / "in" / SETTINGS).write_text(json.dumps({"add_bos_token": False}))
+    (tmp_path / "out").mkdir()
+    assert not convert_tokenizer(tmp_path / "in", tmp_path / "out").adds_bos
+
+
+def test_a_tokenizer_json_is_copied_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    write_tokenizer(tmp_path / "in")
+    convert_tokenizer(tmp_path / "in", tmp_path / "out")
+    for name in (TOKENIZER, SETTINGS):
+        assert (tmp_path / "in" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({}, "copy the model's tokenizer"),
+        ({TOKENIZER: b"{"}, "cannot be used"),
+        ({SENTENCEPIECE: b"not a protobuf \xff\xff"}, "no SentencePiece model|holds no tokens"),
+        ({SENTENCEPIECE: b""}, "holds no tokens"),
+        ({SENTENCEPIECE: b"\x80\x04K\x01."}, "SentencePiece|no tokens"),  # a pickle is just bytes here
+    ],
+)
+def test_what_cannot_be_used_is_refused(tmp_path: Path, files: dict[str, bytes], named: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    for name, content in files.items():
+        (tmp_path / "in" / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=named):
+        convert_tokenizer(tmp_path / "in", tmp_path / "out")
+
+
+def test_word_models_are_refused(tmp_path: Path) -> None:
+    train(tmp_path / "in", "word", byte_fallback=False)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="neither a BPE nor a unigram"):
+        convert_tokenizer(tmp_path / "in", tmp_path / "out")
+
+
+def test_vocabularies_must_be_the_same(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        write_tokenizer(folder)
+    one, two = (Tokenizer.load(folder) for folder in folders)
+    same_vocabulary(one, two)
+    content = json.loads((folders[1] / TOKENIZER).read_text())
+    content["added_tokens"].append({**content["added_tokens"][-1], "id": one.vocab_size, "content": "<extra>"})
+    (folders[1] / TOKENIZER).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="differ in 1 tokens, for instance '<extra>'"):
+        same_vocabulary(one, Tokenizer.load(folders[1]))
