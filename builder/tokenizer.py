@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as TokenizerJson
 from ..models.errors import BundleError, CheckpointError
 from ..runtime.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
 
-SENTENCEPIECE = "tokenizer.model"
+SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
 SPACE = "▁"  # SentencePiece writes a space as this letter
 UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
 CONTROL, BYTE = 3, 6  # SentencePiece.Type
@@ -60,11 +60,16 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
         raise CheckpointError(f"{folder / SENTENCEPIECE} is no SentencePiece model: copy it again") from error
     if not proto.pieces:
         raise CheckpointError(f"{folder / SENTENCEPIECE} holds no tokens: copy it again")
+    if proto.normalizer_spec.precompiled_charsmap or proto.trainer_spec.treat_whitespace_as_suffix:
+        raise CheckpointError(
+            f"{folder / SENTENCEPIECE} rewrites characters or spaces in a way this converter does not know: load the "
+            f"folder with transformers' AutoTokenizer and save it with save_pretrained, which writes {TOKENIZER}"
+        )
     tokenizer = TokenizerJson(model_of(proto, folder))
     prefix = proto.normalizer_spec.add_dummy_prefix
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefix else []
     if proto.normalizer_spec.remove_extra_whitespaces:
-        steps = [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " "), *steps]
+        steps = [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " "), *steps]
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     if proto.trainer_spec.model_type == UNIGRAM:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)
@@ -74,12 +79,37 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
     controls = [piece.piece for piece in proto.pieces if piece.type == CONTROL]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in [unknown, *controls]])
     settings = read_settings(folder / SETTINGS)
+    for index, token in sorted(added_tokens(folder, settings).items()):
+        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
+        add([token])
+        if tokenizer.token_to_id(token.content) != index:
+            raise CheckpointError(
+                f"{folder}: the added token {token.content!r} has id {index}, but {SENTENCEPIECE} has "
+                f"{len(proto.pieces)} pieces: the two files belong to different models, copy both again"
+            )
     bos = special_tokens(settings).get("bos_token", "<s>")
     if settings.get("add_bos_token", True) and tokenizer.token_to_id(bos) is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
     return tokenizer
+
+
+def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken]:
+    """Tokens that were added after the SentencePiece model was trained, by id, as either of two files lists them."""
+    try:
+        found = {
+            int(index): AddedToken(text, normalized=False, special=False)
+            for text, index in read_settings(folder / ADDED).items()
+        }
+        for index, fields in settings.get("added_tokens_decoder", {}).items():
+            special = bool(fields.get("special", False))
+            found[int(index)] = AddedToken(fields["content"], normalized=False, special=special)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, BundleError):
+            raise
+        raise CheckpointError(f"{folder}: the list of added tokens is damaged ({error!r}): copy it again") from error
+    return found
 
 
 def model_of(proto: Any, folder: Path) -> models.Model:

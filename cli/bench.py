@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -123,11 +124,18 @@ def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
 
 def table(rows: Sequence[Row], greedy: bool) -> Table:
     """The rows for a person. Sampled texts differ from plain decoding's by chance, so only greedy ones are compared."""
-    columns = ["configuration", "mean acceptance\nlength", "accepted", "target passes\nper token"]
-    columns += ["draft passes\nper token", "tokens/s", "× plain"]
-    result = Table(*columns, *(["same text\nas plain"] if greedy else []))
+    columns = [
+        "",
+        "mean acceptance\nlength",
+        "target passes\nper token",
+        "draft passes\nper token",
+        "tokens/s",
+        "× plain",
+    ]
+    result = Table(*columns, *(["text as\nplain"] if greedy else []), box=box.SIMPLE, pad_edge=False)
+    result.columns[0].no_wrap = True
     for row in rows:
-        cells = [row.config, f"{row.mean_acceptance_length:.2f}", f"{row.acceptance_rate:.0%}"]
+        cells = [row.config, f"{row.mean_acceptance_length:.2f}"]
         cells += [f"{row.target_passes_per_token:.2f}", f"{row.draft_passes_per_token:.2f}"]
         cells += [f"{row.tokens_per_second:.0f}", f"{row.speed:.2f}"]
         result.add_row(*cells, *([f"{row.same_text:.0%}"] if greedy else []))

@@ -20,9 +20,9 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt[-CONTEXT_TOKENS:])
+        self._window, self._context = context(tokenizer, prompt)
         self._seen = len(self._window)  # tokens of the window whose text is complete and handed out
-        self._written = len(tokenizer.decode(self._window).rstrip(INCOMPLETE))  # of the window's text
+        self._written = len(self._context.rstrip(INCOMPLETE))  # of the window's text
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """One text per token; empty while a character is incomplete."""
@@ -30,22 +30,42 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """What is left when no token follows: bytes that never became a character."""
-        text = self._tokenizer.decode(self._window)
+        text = self._decode()
         delta, self._written = text[self._written :], len(text)
         return delta
 
     def _push(self, token: int) -> str:
+        if token in self._tokenizer.special_token_ids:  # no text, and none of its neighbours' depends on it
+            return ""
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode()
         certain = len(text.rstrip(INCOMPLETE))
         delta = text[self._written : certain]
         if delta and certain == len(text):
             # The next token's text needs no more before it than the tokens that made up this character.
             self._window = self._window[self._seen :]
             self._seen, self._written = len(self._window), len(self._tokenizer.decode(self._window))
+            self._context = ""
         else:
             self._written = max(self._written, certain)
         return delta
+
+    def _decode(self) -> str:
+        text = self._tokenizer.decode(self._window)
+        if text.startswith(self._context):  # what looked incomplete at the prompt's end really stands there
+            self._written = max(self._written, len(self._context))
+        return text
+
+
+def context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str]:
+    """The prompt's last tokens and their text: so many that a text does not begin inside a character, or with none."""
+    length = CONTEXT_TOKENS
+    while True:
+        window = list(prompt[-length:])
+        text = tokenizer.decode(window)
+        if length >= len(prompt) or (text and not text.startswith(INCOMPLETE)):
+            return window, text
+        length *= 2
 
 
 class StopResult(NamedTuple):

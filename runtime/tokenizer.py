@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerJson
 
@@ -35,6 +37,8 @@ class Tokenizer:
         bos = self._special_tokens.get("bos_token")
         self.bos_token_id: int | None = backend.token_to_id(bos) if bos is not None else next(iter(empty), None)
         self.adds_bos = bool(empty)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -42,13 +46,24 @@ class Tokenizer:
         settings = read_settings(folder / SETTINGS)
         template = settings.get("chat_template")
         if isinstance(template, list):  # several named ones; "default" is the conversation's
-            template = next((item.get("template") for item in template if item.get("name") == "default"), None)
+            named = [item for item in template if isinstance(item, dict)]
+            template = next((item.get("template") for item in named if item.get("name") == "default"), None)
         if (folder / TEMPLATE).is_file():
-            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+            try:
+                template = (folder / TEMPLATE).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise BundleError(f"{folder / TEMPLATE} is not readable text ({error}): rebuild the bundle") from error
+        if template is not None and not isinstance(template, str):
+            raise BundleError(f"{folder / SETTINGS}: chat_template is no text: correct it and rebuild the bundle")
         return cls(read_backend(folder / TOKENIZER), special_tokens(settings), template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the begin-of-text token where the model wants one."""
+        """Token ids of `text`, with the begin-of-text token where the model wants one.
+
+        Raises RequestError for half a surrogate pair, which JSON can carry and UTF-8 cannot.
+        """
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError("the text holds half of a surrogate pair, which is no character: send valid Unicode")
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -62,20 +77,22 @@ class Tokenizer:
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return tokens
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
         """A conversation of {"role", "content"} messages as the model was taught to read it.
 
         The template comes with the model and runs in a sandbox. Raises RequestError when there is none, when it refuses
-        the conversation, or when it tries to leave the sandbox.
+        the conversation, or when it tries to leave the sandbox. kwargs: what else the template reads, such as `tools`.
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template: pass plain text instead of a conversation")
         try:
             template = environment().from_string(self._chat_template)
-            return template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # As in transformers: templates tell "no tools" by `tools is none`, not by its being undefined.
+            variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables)
+        except Exception as error:  # a foreign program: any of Python's own errors may come out of it
             raise RequestError(f"the chat template cannot write this conversation: {error}") from error
 
 
@@ -115,11 +132,34 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def environment() -> ImmutableSandboxedEnvironment:
     """What chat templates may use: the helpers transformers gives them, and nothing of Python's."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
+
+
+class Generation(Extension):
+    """`{% generation %}` marks what the assistant says, for training; here it only has to be readable."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """transformers' filter of this name: no HTML escapes, unlike Jinja's own."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bundles import DEMO, SHARED, built
+from bundling import DEMO, SHARED, built
 from checkpoints import write_checkpoint, write_tokenizer
 
 

@@ -114,3 +114,19 @@ def test_stop_strings_character_by_character(text: str, stop: list[str]) -> None
         if stopped:
             break
     assert (written if stopped else written + checker.finish(), stopped) == found_at_once(text, stop)
+
+
+@pytest.mark.parametrize("prompt", ["hi 🙂🙂", "hi 漢字é漢", "hi \ufffd"])
+@pytest.mark.parametrize("text", ["a cat", "🙂🙂 b"])
+def test_the_prompts_last_characters_never_reach_the_output(stories: Path, prompt: str, text: str) -> None:
+    tokenizer = Tokenizer.load(stories / "target")
+    before, tokens = tokenizer.encode(prompt), tokenizer.encode(text, add_special_tokens=False)[1:]
+    detokenizer = IncrementalDetokenizer(tokenizer, before)
+    streamed = "".join(detokenizer.push(tokens)) + detokenizer.finish()
+    assert streamed == tokenizer.decode(before + tokens)[len(tokenizer.decode(before)) :]
+
+
+def test_a_prompt_ending_in_special_tokens_keeps_the_leading_space(stories: Path) -> None:
+    tokenizer = Tokenizer.load(stories / "target")
+    before = [*tokenizer.encode("Once"), *[2] * 6]
+    assert IncrementalDetokenizer(tokenizer, before).push(tokenizer.encode("upon")[1:2])[0].startswith(" ")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bundles import ROOT
+from bundling import ROOT
 
 FLOORS = ("plugins", "models", "runtime", "builder", "cli")
 # Module -> where it may be imported: files, or folders ending with a slash.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundles import DEMO, built
+from bundling import DEMO, built
 from checkpoints import SHAPES, write_checkpoint, write_tokenizer
 from transformers import LlamaForCausalLM
 

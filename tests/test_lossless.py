@@ -2,92 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeEngine, mixture, random_head, random_model
-from numpy.typing import NDArray
+from enumeration import PROMPT, decoded, pair, total_variation
 
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import RandomStreams, seeded_streams
+from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.baseline import StaticTree
 from draftwood.runtime.speculation.config import LOSSLESS, VERIFIERS, SpeculativeConfig
-
-PROMPT = (0, 1)
-Distribution = dict[tuple[int, ...], float]
-
-
-class ReplayedStream:
-    """Follows a script of decisions and then takes the first possible one, noting the alternatives."""
-
-    def __init__(self, script: list[int]) -> None:
-        self.script, self.taken, self.options = script, 0, list[list[int]]()
-        self.probability = 1.0
-
-    def categorical(self, probabilities: NDArray[np.float64]) -> int:
-        assert abs(probabilities.sum() - 1) < 1e-9, "a draw from something that is no distribution"
-        return self._decide([(index, p) for index, p in enumerate(probabilities.tolist()) if p > 0])
-
-    def bernoulli(self, probability: float) -> bool:
-        assert -1e-12 <= probability <= 1 + 1e-12
-        return bool(self._decide([(i, p) for i, p in ((1, probability), (0, 1 - probability)) if p > 0]))
-
-    def _decide(self, choices: list[tuple[int, float]]) -> int:
-        chosen = self.script[self.taken] if self.taken < len(self.script) else 0
-        self.options.append(list(range(len(choices))))
-        self.taken += 1
-        self.probability *= choices[chosen][1]
-        return choices[chosen][0]
-
-
-def outcomes(run: Callable[[RandomStreams], tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every outcome of `run` with its probability: depth-first over all decisions."""
-    scripts: list[list[int]] = [[]]
-    while scripts:
-        script = scripts.pop()
-        stream = ReplayedStream(script)
-        result = run(RandomStreams(stream, stream, stream))
-        yield result, stream.probability
-        for position in range(len(script), stream.taken):
-            for choice in stream.options[position][1:]:
-                scripts.append(script + [0] * (position - len(script)) + [choice])
-
-
-def decoded(
-    target: FakeEngine, draft: FakeEngine | None, config: SpeculativeConfig | None, params: SamplingParams
-) -> Distribution:
-    """The exact distribution of the decoder's output."""
-
-    def run(streams: RandomStreams) -> tuple[int, ...]:
-        sampler = Sampler(params, PROMPT, (), target.spec.model.vocab_size)
-        decoder = SpeculativeDecoder(target, draft, config, 4096, ())
-        chunks = decoder.generate(PROMPT, sampler, streams, SpecDecodeStats())
-        return tuple(token for chunk in chunks for token in chunk.token_ids)
-
-    distribution: Distribution = defaultdict(float)
-    for tokens, probability in outcomes(run):
-        distribution[tokens] += probability
-    assert abs(sum(distribution.values()) - 1) < 1e-9
-    return distribution
-
-
-def total_variation(a: Distribution, b: Distribution) -> float:
-    return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
-
-
-def pair(seed: int, vocab_size: int) -> tuple[FakeEngine, FakeEngine]:
-    truth = random_model(seed, vocab_size)
-    guess = mixture(truth, random_model(seed + 1000, vocab_size), 0.6)
-    draft = FakeEngine(guess, vocab_size, "draft", accept=random_head(seed))
-    return FakeEngine(truth, vocab_size), draft
-
 
 SETTINGS = {
     "plain": SamplingParams(max_tokens=3),
@@ -162,24 +90,6 @@ ILLEGAL = [pair for pair in product(GROWN, VERIFIERS) if pair not in LEGAL]
 def test_the_config_refuses_every_other_pair(name: str, verify: str) -> None:
     with pytest.raises(ConfigError, match="not lossless"):
         speculative(name, verify)
-
-
-def test_negative_control_rejection_of_chosen_tokens_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """p/q verification of tokens that were ranked, not drawn: the enumeration must see the bias."""
-    grow_drawn = StaticTree.expand
-
-    def greedy_expand(self, graph, nodes, output, sampler, stream):  # type: ignore[no-untyped-def]
-        class ArgMax:
-            def categorical(self, probabilities: NDArray[np.float64]) -> int:
-                return int(probabilities.argmax())
-
-        grow_drawn(self, graph, nodes, output, sampler, ArgMax())  # type: ignore[arg-type]
-
-    monkeypatch.setattr(StaticTree, "expand", greedy_expand)
-    target, draft = pair(0, 3)
-    params = SETTINGS["plain"]
-    found = decoded(target, draft, speculative("chain", "rejection"), params)
-    assert total_variation(found, decoded(target, None, None, params)) > 1e-3
 
 
 def sample(prompt: Sequence[int], seed: int, config: SpeculativeConfig) -> list[int]:

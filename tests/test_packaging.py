@@ -8,7 +8,7 @@ import sys
 import zipfile
 
 import pytest
-from bundles import ROOT
+from bundling import ROOT
 
 import draftwood.runtime
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bundles import DEMO, SHARED
+from bundling import DEMO, SHARED
 from checkpoints import write_tokenizer
 from transformers import AutoTokenizer
 
@@ -120,3 +120,27 @@ def test_a_folder_without_settings_still_knows_its_first_token(folder: Path) -> 
     (folder / SETTINGS).unlink(missing_ok=True)
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.adds_bos and tokenizer.bos_token_id == tokenizer.encode("")[0]
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for i in range(10 ** 9) %}{% endfor %}"])
+def test_any_failure_of_a_template_is_a_request_error(folder: Path, template: str) -> None:
+    (folder / TEMPLATE).write_text(template)
+    with pytest.raises(RequestError, match="chat template"):
+        Tokenizer.load(folder).apply_chat_template([])
+
+
+def test_templates_see_what_transformers_gives_them(folder: Path) -> None:
+    (folder / TEMPLATE).write_text("{% if tools is not none %}TOOLS{% endif %}{% generation %}x{% endgeneration %}")
+    assert Tokenizer.load(folder).apply_chat_template([]) == "x"
+
+
+@pytest.mark.parametrize("template", [5, {"a": 1}])
+def test_a_template_that_is_no_text_is_refused(folder: Path, template: object) -> None:
+    (folder / SETTINGS).write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(BundleError, match="no text"):
+        Tokenizer.load(folder)
+
+
+def test_half_a_surrogate_pair_is_a_bad_request(folder: Path) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        Tokenizer.load(folder).encode("\ud83d")

@@ -37,6 +37,7 @@ class DraftProposer:
 
     def start(self, prompt: Sequence[int]) -> None:
         """Forget everything and read a prompt; its last token becomes the first root."""
+        self.passes, self.rows, self.seconds = 0, 0, 0.0
         self._cache.truncate(0)
         prefill(self._engine, self._cache, prompt[:-1])
         self._pending = list(prompt[-1:])

@@ -1,0 +1,127 @@
+"""GSD: what is merged, what a merge may not do, and what it saves (I12)."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import random_model
+from growth import grow
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.speculation.baseline import BestFirst
+from draftwood.runtime.speculation.dyspec import DySpecThreshold
+from draftwood.runtime.speculation.gsd import GraphMerger, NoMerger, UnexpandedMerger
+from draftwood.runtime.speculation.token_graph import ROOT, TokenGraph
+from draftwood.runtime.speculation.token_tree import TokenTree, unroll
+
+
+def chosen(seed: int, tau: int, size: int = 24, vocab_size: int = 5) -> tuple[TokenGraph, int]:
+    """GSD's deterministic draft on a small vocabulary, where sequences recur often."""
+    grower = BestFirst(size, depth=5, width=4, merger=GraphMerger(tau))
+    return grow(grower, random_model(seed, vocab_size), seeded_streams(seed).draft)
+
+
+def drawn(seed: int, tau: int, size: int = 20) -> TokenGraph:
+    """The sampled form."""
+    grower = DySpecThreshold(0.02, size, depth=5, width=4, merger=UnexpandedMerger(tau))
+    return grow(grower, random_model(seed, 4), seeded_streams(seed).draft)[0]
+
+
+def paths(tree: TokenTree) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for row in range(1, len(tree)):
+        found.append((*found[tree.parents[row]], tree.token_ids[row]))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), tau=st.integers(0, 2), sampled=st.booleans())
+def test_the_graph_has_no_cycle(seed: int, tau: int, sampled: bool) -> None:
+    graph = drawn(seed, tau) if sampled else chosen(seed, tau)[0]
+    for node in range(len(graph)):
+        assert not any(graph.reaches(edge.child, node) for edge in graph.edges[node])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), tau=st.integers(0, 2), sampled=st.booleans())
+def test_a_merge_joins_equal_sequences_of_tau_plus_one_tokens(seed: int, tau: int, sampled: bool) -> None:
+    graph = drawn(seed, tau) if sampled else chosen(seed, tau)[0]
+    for node, edges in enumerate(graph.edges):
+        for edge in edges:
+            if graph.parents[edge.child] != node:
+                ours = [graph.tokens[n] for n in graph.ancestors(node)[:tau]]
+                theirs = [graph.tokens[n] for n in graph.ancestors(graph.parents[edge.child])[:tau]]
+                assert ours == theirs and len(ours) == tau
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), tau=st.integers(0, 2))
+def test_the_unroll_is_a_tree_of_distinct_paths_within_its_budget(seed: int, tau: int) -> None:
+    graph, _ = chosen(seed, tau, size=12)
+    tree = unroll(graph, 12)
+    found = paths(tree)
+    assert len(tree) <= 13 and len(set(found)) == len(found)
+    assert all(tree.parents[row] < row for row in range(1, len(tree)))
+    assert all(tree.depths[row] == len(found[row]) for row in range(len(tree)))
+    for row in range(1, len(tree)):
+        assert tree.merged[row] == (graph.path(tree.nodes[row]) != list(found[row]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), tau=st.integers(0, 1), size=st.integers(1, 20))
+def test_a_sampled_graph_never_outgrows_its_budget(seed: int, tau: int, size: int) -> None:
+    """I12: growth stops before a draw, so that nothing drawn is dropped."""
+    graph = drawn(seed, tau, size)
+    tree = unroll(graph, size)
+    assert tree == unroll(graph, 10_000) and len(tree) <= size + 1
+
+
+def test_merging_saves_draft_tokens_for_the_same_hypotheses() -> None:
+    """The point of the paper: fewer nodes are drafted than tokens are proposed."""
+    drafted, proposed = 0, 0
+    for seed in range(20):
+        graph, _ = chosen(seed, tau=1)
+        tree = unroll(graph, 24)
+        drafted += len({node for node in tree.nodes[1:]})
+        proposed += len(tree) - 1
+    assert drafted < 0.85 * proposed
+
+
+def test_every_node_is_drafted_once() -> None:
+    """Draft rows are distinct nodes, however many copies the unroll makes."""
+    for seed in range(10):
+        graph, _ = chosen(seed, tau=0)
+        assert len(unroll(graph, 1000).nodes) >= len(graph)
+
+
+def test_a_node_may_have_several_merge_edges() -> None:
+    """The release keeps one slot per node and overwrites it."""
+    graph = TokenGraph(9)
+    a, b = graph.add(ROOT, 1, -0.1), graph.add(ROOT, 2, -0.2)
+    c = graph.add(a, 3, -0.1)
+    d = graph.add(a, 4, -0.2)
+    graph.link(b, c, -0.3)
+    graph.link(b, d, -0.4)
+    assert paths(unroll(graph, 100))[1:].count((2, 3)) == 1 and (2, 4) in paths(unroll(graph, 100))
+
+
+def test_a_cycle_is_refused() -> None:
+    graph = TokenGraph(9)
+    a = graph.add(ROOT, 1, -0.1)
+    b = graph.add(a, 2, -0.1)
+    with pytest.raises(ValueError, match="cycle"):
+        graph.link(b, a, -0.1)
+
+
+def test_pruned_siblings_and_leaves_are_not_drafted() -> None:
+    predict = random_model(4, 6)
+    whole = BestFirst(30, depth=4, width=4, merger=NoMerger())
+    pruned = BestFirst(30, depth=4, width=4, merger=NoMerger(), sibling_share=0.5, leaf_share=0.4)
+    (all_nodes, _), (few, _) = (grow(grower, predict, seeded_streams(0).draft) for grower in (whole, pruned))
+    assert len(few) < len(all_nodes)
+    for node in range(len(few)):
+        probabilities = [few.probability(edge.child) for edge in few.edges[node]]
+        assert all(p >= 0.5 * max(probabilities) - 1e-9 for p in probabilities)
+        if node != ROOT and few.probability(node) < 0.4:
+            assert not few.edges[node]

@@ -1,0 +1,96 @@
+"""SpecDec++ and its training-free rivals: when a branch ends (I13)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from fakes import random_head, random_model
+from growth import grow
+
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.speculation.baseline import StaticTree, chain
+from draftwood.runtime.speculation.dyspec import DySpecLayers
+from draftwood.runtime.speculation.specdecpp import (
+    Confidence,
+    Entropy,
+    SpecDecPP,
+    SpecDecPPLagged,
+    Stopper,
+    rejection,
+)
+from draftwood.runtime.speculation.token_graph import TokenGraph
+
+LONGEST = 8
+
+
+def drafted(stopper: Stopper, seed: int) -> tuple[TokenGraph, int]:
+    """A chain of at most LONGEST tokens under a random head."""
+    stream = seeded_streams(seed).draft
+    return grow(StaticTree(chain(LONGEST)), random_model(seed, 6), stream, stopper, random_head(seed))
+
+
+@pytest.mark.parametrize("h", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("seed", range(5))
+def test_drafting_stops_at_the_first_likely_rejection(h: float, seed: int) -> None:
+    """k is the first at which 1 - Π a exceeds h; Y_{k+1} is then not drawn."""
+    graph, _ = drafted(SpecDecPP(h, k_min=1), seed)
+    *before, last = range(1, len(graph))
+    assert all(rejection(graph, node) <= h for node in before)
+    assert rejection(graph, last) > h or graph.depths[last] == LONGEST
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_released_rule_submits_one_token_more(seed: int) -> None:
+    """The lag: a(Y_k) is looked at after Y_{k+1} is drawn."""
+    ours, our_passes = drafted(SpecDecPP(0.5, k_min=1), seed)
+    theirs, their_passes = drafted(SpecDecPPLagged(0.5, k_min=1), seed)
+    assert ours.tokens == theirs.tokens[: len(ours)]
+    assert len(theirs) == min(len(ours) + 1, LONGEST + 1) and their_passes == our_passes
+
+
+def test_the_bounds_hold_at_both_ends() -> None:
+    """h = 0 proposes the minimum, h = 1 the maximum."""
+    for seed in range(5):
+        for k_min in (1, 3):
+            assert len(drafted(SpecDecPP(0.0, k_min), seed)[0]) - 1 == k_min
+        assert len(drafted(SpecDecPP(1.0, 1), seed)[0]) - 1 == LONGEST
+
+
+def test_each_branch_of_a_tree_stops_for_itself() -> None:
+    head = random_head(2)
+    stopper = SpecDecPP(0.6, k_min=1)
+    graph, _ = grow(DySpecLayers(24, 5, 6), random_model(2, 6), seeded_streams(2).draft, stopper, head)
+    parents = [node for node in range(1, len(graph)) if graph.edges[node]]
+    assert parents and all(rejection(graph, node) <= 0.6 for node in parents)
+    assert any(rejection(graph, node) > 0.6 for node in graph.acceptance)
+
+
+def test_confidence_keeps_the_doubtful_token_and_ends_behind_it() -> None:
+    for seed in range(10):
+        graph, _ = drafted(Confidence(0.4), seed)
+        *before, last = range(1, len(graph))
+        assert all(graph.probability(node) >= 0.4 for node in before)
+        assert graph.probability(last) < 0.4 or graph.depths[last] == LONGEST
+
+
+def test_entropy_is_the_bound_of_adaedl() -> None:
+    graph = TokenGraph(0)
+    node = graph.add(0, 1, -0.5)
+    q = np.array([0.5, 0.25, 0.25])
+    bound = 1 - math.sqrt(0.5 * -(q * np.log(q)).sum())
+    logits = np.log(q).astype(np.float32)
+    assert Entropy(bound + 1e-4).before_draw(graph, node, logits)
+    assert not Entropy(bound - 1e-4).before_draw(graph, node, logits)
+    certain = np.array([50.0, -50.0, -50.0], np.float32)
+    assert not Entropy(0.99).before_draw(graph, node, certain)
+
+
+def test_stopping_never_changes_what_was_drawn_before() -> None:
+    """The tokens are those of the unstopped chain, cut off."""
+    for seed in range(5):
+        whole, _ = drafted(SpecDecPP(1.0, 1), seed)
+        for stopper in (SpecDecPP(0.5, 1), SpecDecPPLagged(0.5, 1), Confidence(0.4), Entropy(0.3)):
+            cut, _ = drafted(stopper, seed)
+            assert cut.tokens == whole.tokens[: len(cut)]
