@@ -38,8 +38,8 @@ class GraphMerger:
     tau: int
 
     def match(self, graph: TokenGraph, father: int, token: int) -> int | None:
-        for z in range(1, len(graph)):
-            if recurs(graph, z, father, token, self.tau) and not graph.reaches(z, father):
+        for z in graph.nodes_of.get(token, ()):
+            if z != ROOT and recurs(graph, z, father, self.tau) and not graph.reaches(z, father):
                 return z
         return None
 
@@ -52,16 +52,14 @@ class UnexpandedMerger:
     tau: int
 
     def match(self, graph: TokenGraph, father: int, token: int) -> int | None:
-        for z in range(father + 1, len(graph)):
-            if not graph.edges[z] and recurs(graph, z, father, token, self.tau):
+        for z in graph.nodes_of.get(token, ()):
+            if z > father and not graph.edges[z] and recurs(graph, z, father, self.tau):
                 return z
         return None
 
 
-def recurs(graph: TokenGraph, z: int, father: int, token: int, tau: int) -> bool:
-    """Whether the tau + 1 tokens that end in z are those that would end in `token` after `father`."""
-    if graph.tokens[z] != token:
-        return False
+def recurs(graph: TokenGraph, z: int, father: int, tau: int) -> bool:
+    """Whether the tau tokens before z are those that end in `father`."""
     before, behind = graph.parents[z], father
     for _ in range(tau):
         if before < ROOT or behind < ROOT or graph.tokens[before] != graph.tokens[behind]:

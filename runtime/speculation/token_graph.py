@@ -38,6 +38,7 @@ class TokenGraph:
         self.depths = [0]
         self.values = [0.0]
         self.edges: list[list[Edge]] = [[]]
+        self.nodes_of: dict[int, list[int]] = {root_token: [ROOT]}  # token -> nodes that carry it
         self.draft_probs: dict[int, NDArray[np.float64]] = {}
         self.acceptance: dict[int, float] = {}
 
@@ -48,6 +49,7 @@ class TokenGraph:
         """A new child of `parent`. Returns the node."""
         node = len(self.tokens)
         self.tokens.append(token)
+        self.nodes_of.setdefault(token, []).append(node)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.values.append(self.values[parent] + gain)

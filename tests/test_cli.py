@@ -1,0 +1,191 @@
+"""The command line: what people see, what programs read, and exit code 2 with a clear line for every mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bundling import ROOT
+
+from draftwood.cli.main import main
+from draftwood.runtime.bundle import EngineBundle
+
+GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hello"}\n{"turns": ["two turns", "second"]}\n')
+    return file
+
+
+def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "bundle"
+    pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
+    assert main(["build", *pair, "--output", str(bundle), "--max-length", "200", "--widths", "1,4,16"]) == 0
+    assert "Comparing the draft" in capsys.readouterr().out
+    manifest = EngineBundle.open(bundle).manifest
+    assert manifest.max_length == 200 and manifest.engines["target"].widths == (1, 4, 16)
+    assert main(["inspect", str(bundle)]) == 0
+    assert "runs here" in capsys.readouterr().out
+    assert main(["inspect", str(bundle), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}
+    assert main(["generate", str(bundle), "--prompt", "hello", *GREEDY]) == 0
+    text, summary = capsys.readouterr()
+    assert text.endswith("\n") and "acceptance" in summary
+
+
+def test_json_is_one_object_and_speculation_changes_nothing(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = []
+    for extra in (["--no-speculation"], [], ["--grow", "chain", "--max-draft-len", "3"], ["--merge", "gsd"]):
+        assert main(["generate", str(tiny_bundle), "--prompt", "hello", "--json", *GREEDY, *extra]) == 0
+        outputs.append(json.loads(capsys.readouterr().out))
+    assert len({tuple(output["token_ids"]) for output in outputs}) == 1
+    assert outputs[0]["finish_reason"] == "length" and outputs[0]["stats"]["num_drafts"] == 0
+    assert outputs[1]["stats"]["num_drafts"] > 0
+
+
+def test_a_prompt_from_a_file_or_a_pipe(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.txt").write_text("hello")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    texts = []
+    for source in (["--prompt", "hello"], ["--prompt-file", str(tmp_path / "prompt.txt")], ["--prompt-file", "-"]):
+        assert main(["generate", str(tiny_bundle), *source, "--json", *GREEDY]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_bench_compares_and_finds_the_same_text(
+    tiny_bundle: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = "plain,chain:3,topk:8+merge=gsd,dyspec:6+frontier_width=2,k-ary+branching=2-1"
+    arguments = ["bench", str(tiny_bundle), "--prompts", str(prompts), "--configs", configs, "--repeats", "1", *GREEDY]
+    assert main([*arguments, "--json", "--output", str(tmp_path / "figures.json")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "figures.json").read_text()) == report
+    assert [row["config"] for row in report["rows"]] == configs.split(",")
+    assert all(row["same_text"] == 1 for row in report["rows"])
+    assert report["rows"][0]["speed"] == 1 and report["rows"][0]["target_passes_per_token"] == 1
+    assert main(arguments) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_bench_counts_every_request_from_zero(
+    tiny_bundle: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", str(tiny_bundle), "--prompts", str(prompts), "--configs", "chain:3", "--json", *GREEDY]
+    passes = []
+    for repeats in ("1", "3"):
+        assert main([*command, "--repeats", repeats]) == 0
+        passes.append(json.loads(capsys.readouterr().out)["rows"][1]["draft_passes_per_token"])
+    assert passes[0] == pytest.approx(passes[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("generate nowhere --prompt x", "build a bundle there"),
+        ("generate BUNDLE --prompt x --temperature -1", "temperature"),
+        ("generate BUNDLE --prompt x --max-tokens 0", "max_tokens"),
+        ("generate BUNDLE --prompt x --top-p 1.5", "top_p"),
+        ("generate BUNDLE --prompt x --top-p 0", "top_p"),
+        ("generate BUNDLE --prompt x --min-p 2", "min_p"),
+        ("generate BUNDLE --prompt x --stop-token-ids 99999", "stop_token_ids"),
+        ("generate BUNDLE --prompt x --grow topk --verify block", "verify='match'"),
+        ("generate BUNDLE --prompt x --grow dyspec --merge gsd", "dyspec-threshold"),
+        ("generate BUNDLE --prompt x --max-draft-len 0", "max_draft_len"),
+        ("generate BUNDLE --prompt x --max-total-draft-tokens 500", "widest pass"),
+        ("generate BUNDLE --prompt x --provider cuda", "onnxruntime-gpu"),
+        ("generate BUNDLE --prompt-file missing.txt", "missing.txt"),
+        ("generate BUNDLE --chat hello", "no chat template"),
+        ("inspect nowhere", "not a folder"),
+        ("bench BUNDLE --prompts missing.jsonl", "missing.jsonl"),
+        ("bench BUNDLE --prompts PROMPTS --configs chain:x", "chain:4"),
+        ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "grow must be one of"),
+        ("bench BUNDLE --prompts PROMPTS --configs chain:4+colour=red", "colour"),
+        ("build --target nowhere --draft nowhere --output OUT", "checkpoint folder"),
+        ("build --target PAIR/target --draft PAIR/draft --output OUT --backend abacus", "abacus"),
+        ("build --target PAIR/target --draft PAIR/draft --output OUT --max-length 99999", "ask for at most"),
+        ("build --target PAIR/target --draft PAIR/draft --output OUT --widths 2,4", "widths"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(
+    arguments: str,
+    named: str,
+    tiny_bundle: Path,
+    tiny_pair: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {"BUNDLE": tiny_bundle, "PAIR": tiny_pair, "PROMPTS": prompts, "OUT": tmp_path / "out"}
+    for name, path in names.items():
+        arguments = arguments.replace(name, str(path))
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("draftwood: error: ") and named in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("", "no prompts"), ("{", "line 1"), ('{"prompt": "x"}\n[]', "line 2"), ('{"text": "x"}', "line 1")],
+)
+def test_prompt_files_are_checked(
+    tiny_bundle: Path, prompts: Path, content: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts.write_text(content)
+    assert main(["bench", str(tiny_bundle), "--prompts", str(prompts)]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["generate"], ["generate", "x"], ["build", "--widths", "1,x"]])
+def test_arguments_that_cannot_be_parsed_end_with_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_the_script_of_the_readme_builds_a_bundle(tiny_pair: Path, tmp_path: Path) -> None:
+    pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
+    command = [sys.executable, str(ROOT / "build_engines.py"), *pair, "--output", str(tmp_path / "bundle")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    EngineBundle.open(tmp_path / "bundle")
+
+
+def test_a_reader_that_goes_away_is_no_error(tiny_bundle: Path) -> None:
+    command = f"{sys.executable} -m draftwood.cli.main generate {tiny_bundle} --prompt x --ignore-eos | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_shows_who_wrote_what(tiny_bundle: Path) -> None:
+    """A real pseudo-terminal: accepted draft tokens are green, and no escape sequence of the text gets through."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "draftwood.cli.main", "generate", str(tiny_bundle), "--prompt", "hi\x1b[31m there"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen([*command, *GREEDY], stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(terminal)
+        shown = b""
+        try:
+            while block := os.read(controller, 4096):
+                shown += block
+        except OSError:  # Linux reports the end of a pseudo-terminal as an error
+            pass
+        assert process.wait() == 0
+    assert b"tokens/s" in shown
+    assert b"\x1b[31m" not in shown and b"hi" in shown
