@@ -8,6 +8,7 @@ Goals: a chain of 4 under 0.3 ms, a tree of 32 under 1 ms.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -18,12 +19,12 @@ from rich.table import Table
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 
 PROMPT = "def fibonacci(n):\n"
-TREE = {"max_total_draft_tokens": 31, "max_draft_len": 6, "frontier_width": 8}
+TREE = SpeculativeConfig("topk", max_total_draft_tokens=31, max_draft_len=6, frontier_width=8)
 CONFIGS = {
     "chain of 4": SpeculativeConfig("chain", max_draft_len=4),
-    "top-k tree of 32": SpeculativeConfig("topk", **TREE),
-    "top-k tree of 32, merged": SpeculativeConfig("topk", merge="gsd", **TREE),
-    "DySpec tree of 32": SpeculativeConfig("dyspec", **TREE),
+    "top-k tree of 32": TREE,
+    "top-k tree of 32, merged": replace(TREE, merge="gsd"),
+    "DySpec tree of 32": replace(TREE, grow="dyspec"),
 }
 TEMPERATURES = (0.0, 0.6)
 REPEATS = 7

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..runtime.sampling import SamplingParams
-from ..runtime.speculation.config import AUTO, GROWERS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
+from ..runtime.speculation.config import AUTO, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         ("grow", (AUTO, *GROWERS), "shape of a proposal"),
         ("merge", MERGERS, "whether recurring sequences are merged"),
         ("stop_rule", STOPPERS, "when a branch ends before the limits"),
+        ("key", KEYS, "whose estimate of acceptance DySpec grows by"),
         ("verify", (AUTO, *VERIFIERS), "how the target accepts"),
     ):
         add_field(group, SpeculativeConfig, name, help, str, choices=choices)
@@ -79,7 +80,9 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         ("merge_ngram", int, "length of a sequence that is merged when it recurs (gsd)"),
         ("sibling_share", float, "prune tokens less probable than this share of their best sibling (gsd)"),
         ("leaf_share", float, "draft no further below tokens less probable than this (gsd)"),
-        ("stop_threshold", float, "of the stop rule"),
+        ("rejection_threshold", float, "probability of a rejection at which specdec++ stops"),
+        ("confidence_threshold", float, "least draft probability of a token to go on behind (confidence)"),
+        ("entropy_threshold", float, "least bound on acceptance to go on with (entropy)"),
         ("min_draft_len", int, "tokens specdec++ proposes in any case"),
         ("lookup_ngram", int, "propose what followed the last occurrence of so many tokens; 0 does not"),
         ("lookup_len", int, "tokens such a lookup proposes"),

@@ -105,8 +105,8 @@ def test_a_narrow_shape_spends_its_passes_on_the_best_nodes() -> None:
 def test_an_estimate_of_acceptance_replaces_the_drawn_probability() -> None:
     """The fusion with SpecDec++: below a node the head believes in, the tree grows deeper."""
     predict = random_model(3, 8)
-    sure, _ = grow(DySpecLayers(8, depth=8, width=4), predict, SlotStream(3), accept=lambda context: 0.99)
-    doubtful, _ = grow(DySpecLayers(8, depth=8, width=4), predict, SlotStream(3), accept=lambda context: 0.01)
+    sure, _ = grow(DySpecLayers(8, 8, 4, head=True), predict, SlotStream(3), accept=lambda context: 0.99)
+    doubtful, _ = grow(DySpecLayers(8, 8, 4, head=True), predict, SlotStream(3), accept=lambda context: 0.01)
     assert max(unroll(sure, 8).depths) > max(unroll(doubtful, 8).depths)
 
 

@@ -28,7 +28,9 @@ LOSSLESS: dict[str, tuple[str, ...]] = {
 AUTO = "auto"
 GROWERS = ("chain", "k-ary", "static", "topk", "dyspec", "dyspec-heap", "dyspec-threshold")
 MERGERS = ("none", "gsd")
+KEYS = ("draft", "head")
 STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
+SHARES = ("sibling_share", "leaf_share", "rejection_threshold", "confidence_threshold", "entropy_threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,22 @@ class SpeculativeConfig:
     and "dyspec-threshold" are the paper's own forms; "topk" chooses the draft's most probable tokens. "auto": "topk"
     at temperature 0, "chain" above. At temperature 0, where every choice is free, drawn trees are replaced by chosen
     ones of the same size. merge: "gsd" links sequences of `merge_ngram` tokens that recur. stop_rule: when a branch
-    ends before the limits. verify: "match", "rejection", "block", "traversal", or "auto", the best one exact for the
-    proposal. lookup_ngram: length of the n-gram whose last occurrence in the text is proposed too, 0 for none.
+    ends before the limits. key: whose estimate of acceptance values DySpec's slots, the "draft"'s own probability as
+    in the paper, or the trained "head". verify: "match", "rejection", "block", "traversal", or "auto", the best one
+    exact for the proposal. lookup_ngram: length of the n-gram whose last occurrence in the text is proposed too, 0 for
+    none; lookup_len tokens of it.
 
     max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes of a
     tree the draft scores in one pass, and children each may offer. draft_threshold: smallest value worth a draw
-    ("dyspec-threshold"). stop_threshold: probability of a rejection (specdec++), or least confidence or acceptance
-    bound. min_draft_len: tokens specdec++ proposes in any case. sibling_share, leaf_share: GSD's pruning of chosen
-    tokens, see BestFirst.
+    ("dyspec-threshold"). rejection_threshold: probability of a rejection at which specdec++ stops, min_draft_len: tokens
+    it proposes in any case. confidence_threshold: least draft probability; entropy_threshold: least bound on
+    acceptance. sibling_share, leaf_share: GSD's pruning of chosen tokens, see BestFirst.
     """
 
     grow: str = AUTO
     merge: str = "none"
     stop_rule: str = "fixed"
+    key: str = "draft"
     verify: str = AUTO
     max_draft_len: int = 5
     max_total_draft_tokens: int = 15
@@ -63,13 +68,21 @@ class SpeculativeConfig:
     merge_ngram: int = 2
     sibling_share: float = 0.0
     leaf_share: float = 0.0
-    stop_threshold: float = 0.7
+    rejection_threshold: float = 0.7
+    confidence_threshold: float = 0.4
+    entropy_threshold: float = 0.3
     min_draft_len: int = 1
     lookup_ngram: int = 0
     lookup_len: int = 4
 
     def __post_init__(self) -> None:
-        choices = {"grow": (AUTO, *GROWERS), "merge": MERGERS, "stop_rule": STOPPERS, "verify": (AUTO, *VERIFIERS)}
+        choices = {
+            "grow": (AUTO, *GROWERS),
+            "merge": MERGERS,
+            "stop_rule": STOPPERS,
+            "key": KEYS,
+            "verify": (AUTO, *VERIFIERS),
+        }
         for name, names in choices.items():
             if getattr(self, name) not in names:
                 raise ConfigError(f"{name} must be one of {', '.join(names)}, not {getattr(self, name)!r}")
@@ -79,7 +92,7 @@ class SpeculativeConfig:
         for name in ("min_draft_len", "lookup_ngram"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, but is {getattr(self, name)}")
-        for name in ("sibling_share", "leaf_share", "stop_threshold"):
+        for name in SHARES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}")
         if not 0 < self.draft_threshold <= 1:
@@ -131,7 +144,7 @@ class SpeculativeConfig:
     @property
     def needs_acceptance(self) -> bool:
         """Whether the draft's engine must hold an acceptance head."""
-        return self.stop_rule.startswith("specdec++")
+        return self.stop_rule.startswith("specdec++") or self.key == "head"
 
     @property
     def max_tokens(self) -> int:
@@ -163,23 +176,23 @@ class SpeculativeConfig:
             merger = GraphMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
             return BestFirst(size, depth, width, merger, self.sibling_share, self.leaf_share)
         if kind == "dyspec":
-            return DySpecLayers(size, depth, width)
+            return DySpecLayers(size, depth, width, head=self.key == "head")
         if kind == "dyspec-heap":
-            return DySpecHeap(size)
+            return DySpecHeap(size, head=self.key == "head")
         if kind == "dyspec-threshold":
             drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
-            return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger)
+            return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, self.key == "head")
         return StaticTree(chain(depth) if kind == "chain" else shallow(self._static(), max_depth))
 
     def stopper(self) -> Stopper:
         """What ends a branch early."""
         if self.stop_rule == "specdec++":
-            return SpecDecPP(self.stop_threshold, self.min_draft_len)
+            return SpecDecPP(self.rejection_threshold, self.min_draft_len)
         if self.stop_rule == "specdec++-lagged":
-            return SpecDecPPLagged(self.stop_threshold, self.min_draft_len)
+            return SpecDecPPLagged(self.rejection_threshold, self.min_draft_len)
         if self.stop_rule == "confidence":
-            return Confidence(self.stop_threshold)
-        return Entropy(self.stop_threshold) if self.stop_rule == "entropy" else Fixed()
+            return Confidence(self.confidence_threshold)
+        return Entropy(self.entropy_threshold) if self.stop_rule == "entropy" else Fixed()
 
     def lookup(self) -> PromptLookup | None:
         """The n-gram index of one request, where the configuration asks for one."""

@@ -7,8 +7,8 @@ expected probability that verification reaches it. Drawing y from a slot with re
 
 Only the decision *whether* to draw may depend on values, and a value holds nothing about the token its own slot will
 yield; that is the condition under which recursive rejection and traversal verification stay exact (section 5.1).
-Where a head has estimated the acceptance of a node (SpecDec++), the child slot of that node uses the estimate instead
-of R[y]: it is known as soon as the draft has scored the node, which is when the slot can first be drawn from.
+With `head`, where a head has estimated the acceptance of a node (SpecDec++), the child slot of that node uses the
+estimate instead of R[y]: it is known as soon as the draft has scored the node, when the slot can first be drawn from.
 
 All values are natural logarithms. Errata of the printed Algorithm 2: `while v < t` is inverted.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..engines.base import ForwardOutput
 from ..random import RandomStream
@@ -33,8 +33,8 @@ class DySpecHeap:
     """Algorithm 1: m tokens, always from the most valuable slot of the whole tree. One draft pass per node whose child
     slot reaches the top: the reference for the static forms below, and the fewest draft rows."""
 
-    def __init__(self, m: int) -> None:
-        self.m = m
+    def __init__(self, m: int, head: bool = False) -> None:
+        self.m, self.head = m, head
         self._slots: list[tuple[float, int, int]] = [(0.0, 0, ROOT)]  # -log v, creation order, node
         self._created = 0
         self._drawings: dict[int, Drawing] = {}
@@ -49,7 +49,7 @@ class DySpecHeap:
             q = sampler.distribution(output.logits[row], graph.path(node))
             graph.draft_probs[node] = q
             self._drawings[node] = Drawing(q)
-            if node in graph.acceptance:  # the slot on top is this node's: value it anew
+            if self.head and node in graph.acceptance:  # the slot on top is this node's: value it anew
                 heapq.heapreplace(self._slots, self._slot(estimated(graph, node), node))
         while self._slots and len(graph) <= self.m:
             log_v, node = -self._slots[0][0], self._slots[0][2]
@@ -75,8 +75,8 @@ class DySpecLayers:
     tree of Algorithm 1 for the same random numbers, in `depth` passes instead of one per node.
     """
 
-    def __init__(self, size: int, depth: int, width: int) -> None:
-        self.size, self.depth, self.width = size, depth, width
+    def __init__(self, size: int, depth: int, width: int, head: bool = False) -> None:
+        self.size, self.depth, self.width, self.head = size, depth, width, head
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child slot
         self._best: list[float] = []  # the `size` largest log-values drawn from so far
@@ -91,6 +91,8 @@ class DySpecLayers:
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         self._layer = []
+        if self.head:
+            self._reach.update((node, estimated(graph, node)) for node in nodes if node in graph.acceptance)
         drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
         while slots and self._pays(-slots[0][0]):
             log_v, node = -slots[0][0], slots[0][1]
@@ -115,8 +117,8 @@ class DySpecThreshold:
     they are drawn (GSD): a draw below a node costs one token per path that reaches the node.
     """
 
-    def __init__(self, t: float, size: int, depth: int, width: int, merger: Merger) -> None:
-        self.log_t, self.size, self.depth, self.width = math.log(t), size, depth, width
+    def __init__(self, t: float, size: int, depth: int, width: int, merger: Merger, head: bool = False) -> None:
+        self.log_t, self.size, self.depth, self.width, self.head = math.log(t), size, depth, width, head
         self._merger = merger
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}
@@ -133,6 +135,8 @@ class DySpecThreshold:
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         self._layer = []
+        if self.head:
+            self._reach.update((node, estimated(graph, node)) for node in nodes if node in graph.acceptance)
         drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
         while slots and -slots[0][0] >= self.log_t:
             log_v, node = -slots[0][0], slots[0][1]
@@ -158,7 +162,7 @@ class DySpecThreshold:
 
 
 def open_slots(
-    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, reach: dict[int, float]
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, reach: Mapping[int, float]
 ) -> tuple[dict[int, Drawing], list[tuple[float, int]]]:
     """The first slot below each node of a layer, as a heap of (-log v, node): equal values keep creation order."""
     drawings, slots = {}, []
@@ -166,8 +170,6 @@ def open_slots(
         q = sampler.distribution(output.logits[row], graph.path(node))
         graph.draft_probs[node] = q
         drawings[node] = Drawing(q)
-        if node in graph.acceptance:
-            reach[node] = estimated(graph, node)
         slots.append((-reach[node], node))
     heapq.heapify(slots)
     return drawings, slots
