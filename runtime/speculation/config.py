@@ -49,8 +49,8 @@ class SpeculativeConfig:
 
     max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes of a
     tree the draft scores in one pass, and children each may offer. draft_threshold: smallest value worth a draw
-    ("dyspec-threshold"). rejection_threshold: probability of a rejection at which specdec++ stops, min_draft_len: tokens
-    it proposes in any case. confidence_threshold: least draft probability; entropy_threshold: least bound on
+    ("dyspec-threshold"). rejection_threshold: probability of a rejection at which specdec++ stops, min_draft_len:
+    tokens it proposes in any case. confidence_threshold: least draft probability; entropy_threshold: least bound on
     acceptance. sibling_share, leaf_share: GSD's pruning of chosen tokens, see BestFirst.
     """
 
