@@ -57,10 +57,26 @@ class StaticTree:
             for position in self._children[self._positions[node]]:
                 if drawing.exhausted:  # fewer tokens than children have any probability
                     break
-                y, _ = drawing.draw(stream)
-                child = graph.add(node, y, gain=0.0)  # everything is kept: no token is worth more than another
-                self._positions[child] = position
-                self._layer.append(child)
+                self._place(graph, node, drawing.draw(stream)[0], position)
+
+    def _place(self, graph: TokenGraph, parent: int, token: int, position: int) -> None:
+        child = graph.add(parent, token, gain=0.0)  # everything is kept: no token is worth more than another
+        self._positions[child] = position
+        self._layer.append(child)
+
+
+class RankedStaticTree(StaticTree):
+    """The same shape with each node's most probable tokens as its children, best first: for temperature 0."""
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        self._layer = []
+        most = max(len(self._children[self._positions[node]]) for node in nodes)
+        ids, _ = ranked(graph, nodes, output, sampler, most)
+        for row, node in enumerate(nodes):
+            for token, position in zip(ids[row].tolist(), self._children[self._positions[node]], strict=False):
+                self._place(graph, node, token, position)
 
 
 class BestFirst:
@@ -94,7 +110,7 @@ class BestFirst:
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
-        ids, logprobs = self._ranked(graph, nodes, output, sampler)
+        ids, logprobs = ranked(graph, nodes, output, sampler, self.width)
         logprobs = np.where(logprobs >= logprobs[:, :1] + self._log_sibling, logprobs, -np.inf)
         values = np.asarray([graph.values[node] for node in nodes])[:, None] + logprobs
         self._layer = []
@@ -112,20 +128,22 @@ class BestFirst:
             if gain >= self._log_leaf:
                 self._layer.append(child)
 
-    def _ranked(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The best columns [nodes, width] after each node, under the request's processors if they change anything."""
-        if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path:
-            columns = min(self.width, output.top_ids.shape[1])
-            return output.top_ids[: len(nodes), :columns], output.top_logprobs[: len(nodes), :columns].astype(float)
-        ids, logprobs = [], []
-        for row, node in enumerate(nodes):
-            scores = sampler.log_probabilities(output.logits[row], graph.path(node))
-            best = np.argsort(-scores, kind="stable")[: self.width]
-            ids.append(best)
-            logprobs.append(scores[best])
-        return np.stack(ids), np.stack(logprobs)
+
+def ranked(
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, width: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The most probable tokens after each node and their log-probabilities, each [nodes, <= width], best first: the
+    draft's own ranking unless the request's processors change it."""
+    columns = 0 if output.top_ids is None else output.top_ids.shape[1]
+    if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path and width <= columns:
+        return output.top_ids[: len(nodes), :width], output.top_logprobs[: len(nodes), :width].astype(np.float64)
+    ids, logprobs = [], []
+    for row, node in enumerate(nodes):
+        scores = sampler.log_probabilities(output.logits[row], graph.path(node))
+        best = np.argsort(-scores, kind="stable")[:width]
+        ids.append(best)
+        logprobs.append(scores[best])
+    return np.stack(ids), np.stack(logprobs)
 
 
 def chain(length: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...models.errors import ConfigError
-from .baseline import BestFirst, Grower, StaticTree, chain, k_ary
+from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from .gsd import GraphMerger, NoMerger, UnexpandedMerger
 from .lookup import PromptLookup
@@ -40,10 +40,11 @@ class SpeculativeConfig:
     grow: "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth, or any
     `topology`, see `baseline.sequoia`); "dyspec" draws where acceptance is expected, in a static shape, "dyspec-heap"
     and "dyspec-threshold" are the paper's own forms; "topk" chooses the draft's most probable tokens. "auto": "topk"
-    at temperature 0, "chain" above. At temperature 0, where every choice is free, drawn trees are replaced by chosen
-    ones of the same size. merge: "gsd" links sequences of `merge_ngram` tokens that recur. stop_rule: when a branch
-    ends before the limits. key: whose estimate of acceptance values DySpec's slots, the "draft"'s own probability as
-    in the paper, or the trained "head". verify: "match", "rejection", "block", "traversal", or "auto", the best one
+    at temperature 0, "chain" above. At temperature 0, where every choice is free, tokens are chosen instead of drawn:
+    fixed shapes take the most probable ones, "dyspec" is "topk". merge: "gsd" links sequences of `merge_ngram` tokens
+    that recur. stop_rule: when a branch ends before the limits. key: whose estimate of acceptance values DySpec's
+    slots, the "draft"'s own probability as in the paper, or the trained "head". verify: "match", "rejection", "block",
+    "traversal", or "auto", the best one
     exact for the proposal. lookup_ngram: length of the n-gram whose last occurrence in the text is proposed too, 0 for
     none; lookup_len tokens of it.
 
@@ -172,6 +173,9 @@ class SpeculativeConfig:
         size, width, depth = self.max_total_draft_tokens, self.frontier_width, min(self.max_draft_len, max_depth)
         if kind == "chain" and greedy:
             return BestFirst(size=depth, depth=depth, width=1, merger=NoMerger())  # without drawing from distributions
+        if kind in ("k-ary", "static"):
+            topology = shallow(self._static(), max_depth)
+            return RankedStaticTree(topology) if greedy else StaticTree(topology)
         if kind == "topk" or greedy:
             merger = GraphMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
             return BestFirst(size, depth, width, merger, self.sibling_share, self.leaf_share)
@@ -182,7 +186,7 @@ class SpeculativeConfig:
         if kind == "dyspec-threshold":
             drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
             return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, self.key == "head")
-        return StaticTree(chain(depth) if kind == "chain" else shallow(self._static(), max_depth))
+        return StaticTree(chain(depth))
 
     def stopper(self) -> Stopper:
         """What ends a branch early."""
@@ -222,15 +226,11 @@ class SpeculativeConfig:
         if self.grow == "chain":
             return [1] * (self.max_draft_len - 1)
         if self.grow == "dyspec-heap":
-            return [1] * self.max_total_draft_tokens
-        chosen = [self.frontier_width] * (self.max_draft_len - 1)
-        if self.grow not in ("k-ary", "static"):
-            return chosen
-        depths = depths_of(self._static())
-        drawn = [depths.count(depth) for depth in range(1, max(depths))]
-        longest = max(len(drawn), len(chosen))  # the shape at temperature 0, and above
-        drawn, chosen = (layers + [0] * (longest - len(layers)) for layers in (drawn, chosen))
-        return [max(pair) for pair in zip(drawn, chosen, strict=True)]
+            return [self.frontier_width] * max(self.max_total_draft_tokens, self.max_draft_len - 1)
+        if self.grow in ("k-ary", "static"):
+            depths = depths_of(self._static())
+            return [depths.count(depth) for depth in range(1, max(depths))]
+        return [self.frontier_width] * (self.max_draft_len - 1)
 
 
 def depths_of(topology: tuple[int, ...]) -> list[int]:

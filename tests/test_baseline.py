@@ -1,0 +1,133 @@
+"""Static shapes, the best-first tree, Sequoia's dynamic program and prompt lookup."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, random_model
+from growth import PROMPT, grow
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.runtime.engines.base import ForwardOutput
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.speculation.baseline import BestFirst, RankedStaticTree, chain, k_ary, ranked, sequoia
+from draftwood.runtime.speculation.config import SpeculativeConfig, depths_of, shallow
+from draftwood.runtime.speculation.gsd import NoMerger
+from draftwood.runtime.speculation.lookup import PromptLookup
+from draftwood.runtime.speculation.token_graph import TokenGraph
+from draftwood.runtime.speculation.token_tree import unroll
+
+
+def test_shapes() -> None:
+    assert chain(3) == (0, 1, 2)
+    assert k_ary((2, 2)) == (0, 0, 1, 1, 2, 2)
+    assert depths_of(k_ary((3, 1, 1))) == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert shallow(k_ary((2, 2, 2)), 2) == k_ary((2, 2))
+
+
+def expected(topology: tuple[int, ...], acceptance: list[float]) -> float:
+    """Expected accepted nodes of a shape, its root included, by the definition."""
+    reach, ranks = [1.0], dict[int, int]()
+    for parent in topology:
+        rank = ranks.get(parent, 0)
+        ranks[parent] = rank + 1
+        reach.append(reach[parent] * acceptance[rank] if rank < len(acceptance) else 0.0)
+    return sum(reach)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    acceptance=st.lists(st.floats(0.01, 0.6), min_size=1, max_size=3).map(lambda p: sorted(p, reverse=True)),
+    size=st.integers(1, 5),
+    depth=st.integers(1, 4),
+)
+def test_sequoia_finds_the_best_of_all_shapes(acceptance: list[float], size: int, depth: int) -> None:
+    shapes = [shape for shape in product(*(range(i + 1) for i in range(size))) if max(depths_of(shape)) <= depth]
+    best = max((expected(shape, acceptance) for shape in shapes), default=1.0)
+    found = sequoia(acceptance, size, depth)
+    assert len(found) <= size and max(depths_of(found)) <= depth
+    assert expected(found, acceptance) >= best - 1e-9
+
+
+def test_a_ranked_shape_takes_the_most_probable_tokens() -> None:
+    predict = random_model(1, 8)
+    graph, passes = grow(RankedStaticTree(k_ary((2, 2))), predict, seeded_streams(0).draft)
+    assert passes == 2
+    for node in (0, 1, 2):
+        best = np.argsort(-predict((*PROMPT, *graph.path(node))))[:2].tolist()
+        assert [graph.tokens[edge.child] for edge in graph.edges[node]] == best
+
+
+def test_best_first_keeps_the_most_probable_paths() -> None:
+    """Against every path of a small vocabulary."""
+    predict = random_model(2, 4)
+    graph, _ = grow(BestFirst(10, depth=3, width=64, merger=NoMerger()), predict, seeded_streams(0).draft)
+    tree = unroll(graph, 10)
+    paths = [path for length in (1, 2, 3) for path in product(range(4), repeat=length)]
+
+    def probability(path: tuple[int, ...]) -> float:
+        value = 1.0
+        for index, token in enumerate(path):
+            value *= predict((*PROMPT, *path[:index]))[token]
+        return value
+
+    best = sorted(paths, key=probability, reverse=True)[:10]
+    assert {tuple(graph.path(node)) for node in tree.nodes[1:]} == set(best)
+
+
+def test_the_ranking_of_the_graph_is_used_only_when_it_is_the_requests_own() -> None:
+    logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
+    shown = ForwardOutput(logits, np.array([[2, 1]]), np.array([[-1.0, -2.0]], np.float32))
+    graph = TokenGraph(0)
+    free = Sampler(SamplingParams(), [0], (), 3)
+    penalised = Sampler(SamplingParams(presence_penalty=1.0), [0], (), 3)
+    assert ranked(graph, [0], shown, free, 2)[0].tolist() == [[2, 1]]
+    assert ranked(graph, [0], shown, penalised, 2)[0].tolist() == [[0, 1]]
+    assert ranked(graph, [0], shown, free, 3)[0].tolist() == [[0, 1, 2]]  # more than the graph ranks
+
+
+@given(text=st.lists(st.integers(0, 3), max_size=40), ngram=st.integers(1, 3), length=st.integers(1, 4))
+def test_lookup_finds_the_last_earlier_occurrence(text: list[int], ngram: int, length: int) -> None:
+    lookup = PromptLookup(ngram, length)
+    for token in text:
+        lookup.extend([token])
+    ends = [end for end in range(ngram, len(text)) if text[end - ngram : end] == text[len(text) - ngram :]]
+    assert lookup.propose() == (text[ends[-1] : ends[-1] + length] if ends and len(text) >= ngram else [])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SpeculativeConfig("chain", max_draft_len=6),
+        SpeculativeConfig("k-ary", branching=(3, 2, 1)),
+        SpeculativeConfig("topk", max_draft_len=4, frontier_width=5),
+        SpeculativeConfig("dyspec", max_draft_len=4, frontier_width=3),
+        SpeculativeConfig("dyspec-threshold", merge="gsd", max_draft_len=5),
+        SpeculativeConfig("dyspec-heap", max_total_draft_tokens=9),
+    ],
+)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_configuration_keeps_the_limits_it_states(config: SpeculativeConfig, greedy: bool) -> None:
+    """What engines are checked against: rows of a pass, rows of a round, tokens of a proposal."""
+    widest, rows = 0, 0
+
+    class Watched(FakeEngine):
+        def forward(self, batch, cache):  # type: ignore[no-untyped-def]
+            nonlocal widest, rows
+            if cache.length >= len(PROMPT):
+                widest, rows = max(widest, batch.num_tokens), rows + batch.num_tokens
+            return super().forward(batch, cache)
+
+    from draftwood.runtime.speculation.proposer import DraftProposer
+
+    proposer = DraftProposer(Watched(random_model(0, 12), 12, "draft"))
+    proposer.start(PROMPT)
+    graph = TokenGraph(PROMPT[-1])
+    sampler = Sampler(SamplingParams(temperature=0 if greedy else 1), PROMPT, (), 12)
+    proposer.propose(graph, config.grower(greedy, 64), config.stopper(), sampler, seeded_streams(0).draft)
+    assert widest <= config.max_frontier and rows <= config.max_draft_rows
+    assert len(unroll(graph, config.max_tokens)) - 1 <= config.max_tokens
