@@ -133,7 +133,9 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
         "× plain",
     ]
     result = Table(*columns, *(["text as\nplain"] if greedy else []), box=box.SIMPLE, pad_edge=False)
-    result.columns[0].no_wrap = True
+    for column in result.columns[1:]:
+        column.min_width, column.justify = 8, "right"
+    result.columns[0].overflow = "fold"
     for row in rows:
         cells = [row.config, f"{row.mean_acceptance_length:.2f}"]
         cells += [f"{row.target_passes_per_token:.2f}", f"{row.draft_passes_per_token:.2f}"]
