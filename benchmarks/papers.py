@@ -36,8 +36,8 @@ from draftwood.runtime.speculation.verifier import Acceptance
 from draftwood.runtime.tokenizer import Tokenizer
 
 TEMPERATURES = (0.0, 0.6, 1.0)
-BUDGETS = {8: 5, 16: 6, 32: 8, 64: 10}  # tokens of a tree, and its depth
-BRANCHING = {8: (2, 1, 1, 1), 16: (2, 2, 1, 1), 32: (4, 2, 1, 1), 64: (4, 4, 1, 1)}
+BUDGETS = {8: 5, 16: 6, 32: 8, 63: 10}  # tokens of a tree, and its depth
+BRANCHING = {8: (2, 1, 1, 1), 16: (2, 2, 1, 1), 32: (4, 2, 1, 1), 63: (4, 4, 1, 1)}
 RATIOS = (0.2, 0.02, 0.005)
 WIDTH = 8
 RANKS = 8  # children whose acceptance Sequoia's shape is computed from

@@ -14,7 +14,7 @@ from ..random import RandomStream
 from ..sampling import Sampler
 from .drawing import Drawing
 from .gsd import Merger
-from .token_graph import ROOT, TokenGraph
+from .token_graph import ROOT, Best, TokenGraph
 
 
 class Grower(Protocol):
@@ -97,7 +97,8 @@ class BestFirst:
         sibling_share: float = 0.0,
         leaf_share: float = 0.0,
     ) -> None:
-        self.size, self.depth, self.width = size, depth, width
+        self.depth, self.width = depth, width
+        self._best = Best(size)
         self._merger = merger
         self._log_sibling, self._log_leaf = log(sibling_share), log(leaf_share)
         self._layer: list[int] = []
@@ -105,7 +106,8 @@ class BestFirst:
     def frontier(self, graph: TokenGraph) -> list[int]:
         if not self._layer or graph.depths[self._layer[0]] >= self.depth:
             return []
-        return sorted(self._layer, key=lambda node: -graph.values[node])[: self.width]
+        useful = [node for node in self._layer if self._best.admits(graph.values[node])]
+        return sorted(useful, key=lambda node: -graph.values[node])[: self.width]
 
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
@@ -114,12 +116,12 @@ class BestFirst:
         logprobs = np.where(logprobs >= logprobs[:, :1] + self._log_sibling, logprobs, -np.inf)
         values = np.asarray([graph.values[node] for node in nodes])[:, None] + logprobs
         self._layer = []
-        # A candidate outside the layer's best `size` cannot be among the best `size` of the whole tree.
-        for index in np.argsort(-values, axis=None, kind="stable")[: self.size].tolist():
+        for index in np.argsort(-values, axis=None, kind="stable").tolist():
             row, column = divmod(index, values.shape[1])
             token, gain = int(ids[row, column]), float(logprobs[row, column])
-            if gain == -math.inf:
-                break
+            if not self._best.admits(float(values[row, column])):
+                break  # and the ones behind it are no better
+            self._best.offer(float(values[row, column]))
             twin = self._merger.match(graph, nodes[row], token)
             if twin is not None:
                 graph.link(nodes[row], twin, gain)

@@ -24,7 +24,7 @@ from ..random import RandomStream
 from ..sampling import Sampler
 from .drawing import Drawing
 from .gsd import Merger
-from .token_graph import ROOT, TokenGraph
+from .token_graph import ROOT, Best, TokenGraph
 
 NEVER = -math.inf
 
@@ -76,15 +76,15 @@ class DySpecLayers:
     """
 
     def __init__(self, size: int, depth: int, width: int, head: bool = False) -> None:
-        self.size, self.depth, self.width, self.head = size, depth, width, head
+        self.depth, self.width, self.head = depth, width, head
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child slot
-        self._best: list[float] = []  # the `size` largest log-values drawn from so far
+        self._best = Best(size)
 
     def frontier(self, graph: TokenGraph) -> list[int]:
         if not self._layer or graph.depths[self._layer[0]] >= self.depth:
             return []
-        useful = [node for node in self._layer if self._pays(self._reach[node])]
+        useful = [node for node in self._layer if self._best.admits(self._reach[node])]
         return sorted(useful, key=lambda node: -self._reach[node])[: self.width]
 
     def expand(
@@ -94,20 +94,14 @@ class DySpecLayers:
         if self.head:
             self._reach.update((node, estimated(graph, node)) for node in nodes if node in graph.acceptance)
         drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
-        while slots and self._pays(-slots[0][0]):
+        while slots and self._best.admits(-slots[0][0]):
             log_v, node = -slots[0][0], slots[0][1]
             y, share = drawings[node].draw(stream)
             child = graph.add(node, y, log_v - graph.values[node])
             self._layer.append(child)
             self._reach[child] = log_v + math.log(share)
-            heapq.heappush(self._best, log_v)
-            if len(self._best) > self.size:
-                heapq.heappop(self._best)
+            self._best.offer(log_v)
             next_slot(slots, drawings[node], log_v + log1m(share))
-
-    def _pays(self, log_v: float) -> bool:
-        """Whether a slot of this value can still be among the best `size`."""
-        return log_v > NEVER and (len(self._best) < self.size or log_v > self._best[0])
 
 
 class DySpecThreshold:

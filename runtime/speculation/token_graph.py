@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,23 @@ class Edge(NamedTuple):
     child: int
     gain: float
     certain: bool
+
+
+class Best:
+    """The `size` largest log-values offered so far: what is not above the least of them cannot be kept."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._heap: list[float] = []
+
+    def offer(self, value: float) -> None:
+        heapq.heappush(self._heap, value)
+        if len(self._heap) > self._size:
+            heapq.heappop(self._heap)
+
+    def admits(self, value: float) -> bool:
+        """Whether a token of this value, offered now, would be among them. Ties go to the earlier token."""
+        return value > -math.inf and (len(self._heap) < self._size or value > self._heap[0])
 
 
 class TokenGraph:
