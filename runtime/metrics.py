@@ -12,14 +12,16 @@ class SpecDecodeStats:
 
     num_drafts: verified proposals. num_draft_tokens: tokens proposed in them. num_accepted_tokens: proposed tokens the
     target accepted, before an end of text or length limit cuts the path. accepted_per_round[j]: rounds that accepted
-    j tokens. num_tokens: tokens emitted. target_passes and draft_passes exclude the prompt; draft_rows are rows the
-    draft scored. Seconds: time inside each engine, and the whole of decoding, prompt excluded.
+    j tokens. num_merged_tokens: proposed tokens that a merge (GSD) saved the draft. num_tokens: tokens emitted.
+    target_passes and draft_passes exclude the prompt; draft_rows are rows the draft scored. Seconds: time inside each
+    engine, and the whole of decoding, prompt excluded.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_round: list[int] = field(default_factory=list)
+    num_merged_tokens: int = 0
     num_tokens: int = 0
     target_passes: int = 0
     draft_passes: int = 0

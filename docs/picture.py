@@ -1,0 +1,35 @@
+"""Draw the README's picture: one real generation of the demo bundle, coloured as the live view colours it.
+
+    python docs/picture.py bundles/demo docs/generate.svg
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from draftwood.cli.live import DRAFTED, OWN, PROMPT, running
+from draftwood.runtime import LLM, SamplingParams
+
+COMMAND = "draftwood generate bundles/demo --prompt 'class Stack:' --temperature 0.6 --seed 1"
+
+
+def main(bundle: Path, picture: Path) -> None:
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console.print(Text(f"$ {COMMAND}\n", style="bold"))
+    text = Text("class Stack:", style=PROMPT)
+    with LLM(bundle) as llm:
+        for chunk in llm.stream("class Stack:", SamplingParams(temperature=0.6, seed=1)):
+            for piece in chunk.pieces:
+                text.append(piece.text, style=DRAFTED if piece.drafted else OWN)
+    console.print(text, soft_wrap=True)
+    console.print(Text(f"── {running(chunk.stats)}", style=PROMPT))
+    picture.write_text(console.export_svg(title="draftwood"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
