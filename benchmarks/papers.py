@@ -122,14 +122,18 @@ def configurations(budget: int, acceptance: Sequence[float], head: bool) -> dict
         "Sequoia": replace(tree, grow="static", topology=shape),
         "top-k": tree,
         "top-k + GSD": replace(tree, merge="gsd"),
-        "DySpec": replace(tree, grow="dyspec"),
-        "DySpec threshold": replace(tree, grow="dyspec-threshold", draft_threshold=1 / budget),
-        "DySpec threshold + GSD": replace(tree, grow="dyspec-threshold", merge="gsd", draft_threshold=1 / budget),
+        "DySpec": replace(tree, grow="dyspec", key="draft"),
+        "DySpec calibrated": replace(tree, grow="dyspec", key="calibrated"),
+        "DySpec threshold": replace(tree, grow="dyspec-threshold", key="draft", draft_threshold=1 / budget),
+        "DySpec threshold calibrated": replace(tree, grow="dyspec-threshold", draft_threshold=1 / budget),
+        "DySpec threshold calibrated + GSD": replace(
+            tree, grow="dyspec-threshold", merge="gsd", draft_threshold=1 / budget
+        ),
         "confidence": replace(chain, stop_rule="confidence"),
         "entropy": replace(chain, stop_rule="entropy"),
     }
     if budget <= 16:
-        found["DySpec heap"] = replace(tree, grow="dyspec-heap")
+        found["DySpec heap"] = replace(tree, grow="dyspec-heap", key="draft")
     if head:
         for h in (0.3, 0.5, 0.7):
             found[f"SpecDec++ {h}"] = replace(chain, stop_rule="specdec++", rejection_threshold=h)

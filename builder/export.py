@@ -18,6 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ..models import bindings
+from ..models.acceptance_head import TrainedHead
 from ..models.config import LlamaConfig
 from ..models.errors import CheckpointError
 from ..models.rope import rope_tables
@@ -29,13 +30,21 @@ EXTERNAL_DATA_BYTES = 32_000_000  # a protobuf is held in memory several times w
 Weight = Callable[[], NDArray[Any]]
 
 
-def export(checkpoint: Checkpoint, role: str, positions: int, path: Path, progress: Callable[[str], None]) -> None:
+def export(
+    checkpoint: Checkpoint,
+    role: str,
+    positions: int,
+    path: Path,
+    progress: Callable[[str], None],
+    head: TrainedHead | None = None,
+) -> None:
     """Write `checkpoint` as the ONNX graph of `role` with rotary tables for `positions` positions.
 
+    head: of the draft; its calibrated probability becomes the output `acceptance`.
     Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the name of
     each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
     """
-    model = GraphBuilder(checkpoint, positions).build(role)
+    model = GraphBuilder(checkpoint, positions, head).build(role)
     external = 4 * checkpoint.config.num_parameters > EXTERNAL_DATA_BYTES
     try:
         ir.save(
@@ -58,8 +67,9 @@ def export(checkpoint: Checkpoint, role: str, positions: int, path: Path, progre
 class GraphBuilder:
     """Builds the graph of one checkpoint in fp32."""
 
-    def __init__(self, checkpoint: Checkpoint, positions: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, positions: int, head: TrainedHead | None = None) -> None:
         self.checkpoint = checkpoint
+        self.head = head
         self.config: LlamaConfig = checkpoint.config
         self.positions = positions
         self.nodes: list[ir.Node] = []
@@ -92,6 +102,8 @@ class GraphBuilder:
         outputs = [self.graph_output(logits, bindings.LOGITS)]
         if role == bindings.DRAFT:
             outputs += self.ranking(logits)
+            if self.head is not None:
+                outputs.append(self.acceptance(self.head, hidden))
         graph = ir.Graph(
             [*feeds.values(), *caches],
             [*outputs, *presents],
@@ -168,6 +180,22 @@ class GraphBuilder:
         logprobs = self.node("LogSoftmax", "ranking/log_softmax", [logits], axis=-1)
         values, ids = self.nodes_out("TopK", "ranking/top_k", [logprobs, columns], 2, axis=-1)
         return [self.graph_output(ids, bindings.TOP_IDS), self.graph_output(values, bindings.TOP_LOGPROBS)]
+
+    def acceptance(self, head: TrainedHead, hidden: ir.Value) -> ir.Value:
+        """The SpecDec++ head: L blocks x + SiLU(W x + b), then the calibrated probability of acceptance."""
+        config, weights, scope = head.config, head.weights, "acceptance_head"
+        for layer in range(config.layers):
+            name, block = f"{scope}/block.{layer}", f"blocks.{config.block_of(layer)}.linear"
+            matrix = self.constant(f"{scope}.{block}.weight", np.ascontiguousarray(weights[f"{block}.weight"].T))
+            bias = self.constant(f"{scope}.{block}.bias", weights[f"{block}.bias"])
+            inner = self.node("Add", f"{name}/bias", [self.node("MatMul", f"{name}/linear", [hidden, matrix]), bias])
+            silu = self.node("Mul", f"{name}/silu", [inner, self.node("Sigmoid", f"{name}/sigmoid", [inner])])
+            hidden = self.node("Add", f"{name}/residual", [hidden, silu])
+        odds, shift = config.logit_projection(weights["output.weight"], weights["output.bias"])
+        logit = self.node("MatMul", f"{scope}/odds", [hidden, self.constant(f"{scope}.odds.weight", odds)])
+        logit = self.node("Add", f"{scope}/shift", [logit, self.constant(f"{scope}.odds.bias", shift)])
+        rows = self.node("Squeeze", f"{scope}/rows", [logit, self.constant("last_axis", np.array([-1]))])
+        return self.graph_output(self.node("Sigmoid", f"{scope}/probability", [rows]), bindings.ACCEPTANCE)
 
     def heads(self, name: str, rows: ir.Value, count: int) -> ir.Value:
         """[B, T, count * D] -> [B, count, T, D]."""

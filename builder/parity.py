@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..models.errors import BundleError
 from ..runtime.engines.base import Engine, TokenBatch, causal_batch
 
 TOLERANCE = 2e-4  # fp32, as a share of the largest logit beyond 1
+HEAD_TOLERANCE = 1e-4  # of a probability
 PROMPT_ROWS, TREE_ROWS = 24, 12
 
 
@@ -17,16 +19,18 @@ def largest_difference(engine: Engine, reference: Engine, seed: int = 0) -> floa
     """Run the same prompt and the same token tree through both engines.
 
     Returns the largest difference of two logits, divided by the largest logit where that is beyond 1. Raises
-    BundleError when it exceeds `TOLERANCE`.
+    BundleError when it exceeds `TOLERANCE`, or when an acceptance head's output differs by more than `HEAD_TOLERANCE`.
     """
     worst = 0.0
     cache, reference_cache = engine.new_cache(), reference.new_cache()
     for batch in batches(engine, np.random.default_rng(seed)):
-        found = engine.forward(batch, cache).logits
-        expected = reference.forward(batch, reference_cache).logits
+        output, wanted = engine.forward(batch, cache), reference.forward(batch, reference_cache)
+        found, expected = output.logits, wanted.logits
         rows = slice(None) if len(batch.output_rows) == 1 else slice(batch.num_tokens)
         scale = max(1.0, float(np.abs(expected[rows]).max()))
         worst = max(worst, float(np.abs(found[rows] - expected[rows]).max()) / scale)
+        if output.acceptance is not None and wanted.acceptance is not None:
+            refuse_another_head(output.acceptance[rows], wanted.acceptance[rows])
         for each in (cache, reference_cache):
             each.commit(range(batch.num_tokens))
     if not worst <= TOLERANCE:
@@ -35,6 +39,16 @@ def largest_difference(engine: Engine, reference: Engine, seed: int = 0) -> floa
             f"than {TOLERANCE:.0e}: this is a bug of the exporter or the backend, please report the checkpoint"
         )
     return worst
+
+
+def refuse_another_head(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """Raises BundleError when two engines' probabilities of acceptance differ."""
+    difference = float(np.abs(found - expected).max())
+    if not difference <= HEAD_TOLERANCE:
+        raise BundleError(
+            f"the acceptance head differs from the torch reference by {difference:.1e}, more than "
+            f"{HEAD_TOLERANCE:.0e}: this is a bug of the exporter or the backend, please report the head"
+        )
 
 
 def batches(engine: Engine, rng: np.random.Generator) -> Iterator[TokenBatch]:

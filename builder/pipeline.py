@@ -5,10 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET, output_names
 from ..models.config import token_ids
 from ..models.errors import CheckpointError, ConfigError
@@ -37,7 +39,8 @@ class BuildOptions:
     """What to build. Raises ConfigError for what this release cannot build.
 
     target, draft: Hugging Face checkpoint folders. output: the bundle's folder. max_length: tokens of prompt and output
-    together; None takes what both models were trained for, up to 8192. widths: rows a pass may have.
+    together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. acceptance_head:
+    a folder of draftwood train-head, whose head becomes part of the draft's graph.
     """
 
     target: Path
@@ -47,6 +50,7 @@ class BuildOptions:
     precision: str = "fp32"
     max_length: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+    acceptance_head: Path | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -84,6 +88,9 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         advance()
     refuse_different_sizes(checkpoints)
     max_length = context_length(options, checkpoints)
+    heads: dict[str, TrainedHead | None] = dict.fromkeys(ROLES)
+    if options.acceptance_head is not None:
+        heads[DRAFT] = read_head(options.acceptance_head, checkpoints[DRAFT].config.hidden_size)
     with staging_folder(options.output) as staging:
         advance = begin(Step("Converting the tokenizer", 1))
         tokenizer = convert_tokenizer(options.target, staging)
@@ -93,8 +100,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         engines = {}
         parity = {}
         for role in ROLES:
-            engines[role] = export_engine(checkpoints[role], role, options, max_length, staging, begin)
-            parity[role] = check_parity(checkpoints[role], engines[role], staging, begin)
+            engines[role] = export_engine(checkpoints[role], role, options, max_length, staging, begin, heads[role])
+            parity[role] = check_parity(checkpoints[role], engines[role], staging, begin, heads[role])
         names = sorted(file.name for file in staging.iterdir())
         advance = begin(Step("Sealing the bundle", len(names)))
         files = {}
@@ -108,13 +115,20 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
 
 
 def export_engine(
-    checkpoint: Checkpoint, role: str, options: BuildOptions, max_length: int, staging: Path, begin: Begin
+    checkpoint: Checkpoint,
+    role: str,
+    options: BuildOptions,
+    max_length: int,
+    staging: Path,
+    begin: Begin,
+    head: TrainedHead | None,
 ) -> EngineSpec:
     """Write one role's graph."""
     capacity = max_length + SPECULATIVE_PASSES * options.widths[-1]
     file = f"{role}.onnx"
     advance = begin(Step(f"Exporting the {role} ({checkpoint.config.num_parameters / 1e6:.1f}M parameters)", 1))
-    export(checkpoint, role, capacity, staging / file, lambda name: None)
+    write = export if head is None else partial(export, head=head)
+    write(checkpoint, role, capacity, staging / file, lambda name: None)
     advance()
     return EngineSpec(
         role=role,
@@ -124,15 +138,17 @@ def export_engine(
         widths=options.widths,
         capacity=capacity,
         precision=options.precision,
-        outputs=output_names(role),
+        outputs=output_names(role, head is not None),
     )
 
 
-def check_parity(checkpoint: Checkpoint, spec: EngineSpec, staging: Path, begin: Begin) -> float:
+def check_parity(
+    checkpoint: Checkpoint, spec: EngineSpec, staging: Path, begin: Begin, head: TrainedHead | None
+) -> float:
     """Compare one engine with the torch reference."""
     advance = begin(Step(f"Comparing the {spec.role} with the torch reference", 1))
     engine = OnnxRuntimeEngine(staging / spec.file, spec)
-    reference = TorchEngine(checkpoint.tensor, spec)
+    reference = TorchEngine(checkpoint.tensor, spec, head=head)
     difference = largest_difference(engine, reference)
     engine.close()
     reference.close()

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--widths", type=integers, default=hidden, metavar="1,2,4,...", help="rows a pass may have, separated by commas"
     )
+    parser.add_argument(
+        "--acceptance-head", type=Path, default=hidden, metavar="DIR", help="what draftwood train-head wrote"
+    )
     parser.set_defaults(run=run)
 
 

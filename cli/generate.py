@@ -11,6 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import RequestError
+from ..runtime.audit import AuditReport, audit_output, check_auditable
+from ..runtime.explain import RoundRecorder, token_texts
+from ..runtime.explain_html import to_html
 from ..runtime.llm import LLM
 from ..runtime.sampling import SamplingParams
 from .live import LiveView, PlainView, summary
@@ -25,6 +28,8 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to complete; - reads standard input")
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object: the fields of GenerationResult")
+    parser.add_argument("--explain", metavar="OUT.html", type=Path, help="draw every round's token graph on a page")
+    parser.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
     add_sampling(parser)
     add_speculation(parser)
     add_engines(parser)
@@ -35,18 +40,74 @@ def run(args: argparse.Namespace) -> int:
     params = given(args, SamplingParams)
     config = speculative(args)
     text = prompt_text(args)
+    if args.audit:
+        check_auditable(config is not None, params)
+    if args.explain is not None:
+        check_writable(args.explain)
+    errors = Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
-        prompt = text if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
+        prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
+        recorder = RoundRecorder(token_texts(llm.tokenizer))
+        observe = None if args.explain is None else recorder.observe
+        fields: dict[str, Any] = {}
         if args.json:
-            print(json.dumps(llm.generate(prompt, params).to_dict()))
-            return 0
-        console = Console()
-        with LiveView(console, text) if console.is_terminal else PlainView() as view:
-            for chunk in llm.stream(prompt, params):
-                view.show(chunk)
-        errors = Console(stderr=True)
-        errors.print(summary(chunk.stats), highlight=False)
-    return 0
+            result = llm.generate(prompt, params, observe)
+            token_ids, stats, fields = result.token_ids, result.stats, result.to_dict()
+        else:
+            token_ids = []
+            console = Console()
+            with LiveView(console, text) if console.is_terminal else PlainView() as view:
+                for chunk in llm.stream(prompt, params, observe):
+                    token_ids += chunk.token_ids
+                    view.show(chunk)
+            stats = chunk.stats
+            errors.print(summary(stats), highlight=False, soft_wrap=True)
+        if args.explain is not None:
+            write_page(args.explain, to_html(recorder.explanation(text, config, params, stats)))
+            errors.print(f"── {len(recorder.rounds)} rounds explained in {args.explain}", highlight=False, markup=False)
+        report = audit_output(llm, prompt, params, token_ids) if args.audit else None
+    if report is not None:
+        fields["audit"] = report.to_dict()
+        errors.print(f"── {verdict(report)}", highlight=False)
+    if args.json:
+        print(json.dumps(fields))
+    return 0 if report is None or report.equal else 1
+
+
+def verdict(report: AuditReport) -> str:
+    """An audit in one line."""
+    if report.equal:
+        return f"audit: all {report.num_tokens} tokens are those of plain decoding"
+    tokens = f"{report.speculative_token} instead of {report.plain_token}"
+    where = f"audit: token {report.position + 1 if report.position is not None else 0} differs ({tokens})"
+    if report.logit_gap is None:
+        return f"{where}: one of the two outputs ended there"
+    judged = "numeric noise of passes of different widths" if report.numeric_noise else "a bug: please report it"
+    return f"{where}; their logits are {report.logit_gap:.2g} apart, {judged}"
+
+
+def check_writable(file: Path) -> None:
+    """Raises RequestError when a page could not be written there; leaves nothing behind."""
+    existed = file.exists()
+    try:
+        with file.open("a"):
+            pass
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise unwritable(file, error) from error
+
+
+def write_page(file: Path, page: str) -> None:
+    """Raises RequestError when the disk is full, or the folder gone since it was checked."""
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(file, error) from error
+
+
+def unwritable(file: Path, error: OSError) -> RequestError:
+    return RequestError(f"--explain {file} cannot be written ({error.strerror}): choose a file in an existing folder")
 
 
 def prompt_text(args: argparse.Namespace) -> str:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from ..models.errors import DraftwoodError
-from . import bench, build, generate, inspect
+from . import bench, build, generate, inspect, train_head
 
-COMMANDS = (build, inspect, generate, bench)
+COMMANDS = (build, inspect, generate, bench, train_head)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ INPUTS = (INPUT_IDS, POSITION_IDS, ATTENTION_MASK, WRITE_INDICES, OUTPUT_ROWS)
 LOGITS = Binding("logits", "float32", ("B", "R", "V"))
 TOP_IDS = Binding("top_ids", "int64", ("B", "R", "K"))  # draft only, most probable first
 TOP_LOGPROBS = Binding("top_logprobs", "float32", ("B", "R", "K"))  # draft only, natural logarithm
+ACCEPTANCE = Binding("acceptance", "float32", ("B", "R"))  # draft with a head: the target accepts the row's own token
 
 TOP_COLUMNS = 16  # enough for every tree grower: no published tree has more children per node
 MASKED = -1e9  # additive mask of an invisible slot; finite, so that a fully masked padding row stays free of NaN
@@ -47,9 +48,12 @@ CACHE_SHAPE = ("B", "H_kv", "C", "D")
 KINDS = ("key", "value")
 
 
-def output_names(role: str) -> tuple[str, ...]:
-    """Outputs of a role's graph besides the cache. Only the draft ranks its columns in the graph."""
-    return (LOGITS.name,) if role == TARGET else (LOGITS.name, TOP_IDS.name, TOP_LOGPROBS.name)
+def output_names(role: str, acceptance_head: bool = False) -> tuple[str, ...]:
+    """Outputs of a role's graph besides the cache. Only the draft ranks its columns in the graph and has a head."""
+    if role == TARGET:
+        return (LOGITS.name,)
+    ranked = (LOGITS.name, TOP_IDS.name, TOP_LOGPROBS.name)
+    return (*ranked, ACCEPTANCE.name) if acceptance_head else ranked
 
 
 def top_columns(vocab_size: int) -> int:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from .engines.base import Engine, prefill
 from .metrics import SpecDecodeStats
 from .random import RandomStreams
+from .rounds import END_OF_ROOM, NO_SPECULATION, Observer, Proposal, Round, growth_end, target_probabilities
 from .sampling import Sampler
+from .speculation.calibration import Calibration, uncorrected
 from .speculation.config import SpeculativeConfig
 from .speculation.lookup import PromptLookup, graft_chosen, graft_given
 from .speculation.proposer import DraftProposer
@@ -58,19 +60,29 @@ class SpeculativeDecoder:
         self._cache: Any = target.new_cache()
         self._proposer = DraftProposer(draft) if draft is not None and config is not None else None
         self._lookup: PromptLookup | None = None
+        self._calibration: Calibration | None = None
         self._max_length = max_length
         self._eos = frozenset(eos)
 
     def generate(
-        self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, stats: SpecDecodeStats
+        self,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        streams: RandomStreams,
+        stats: SpecDecodeStats,
+        observe: Observer | None = None,
     ) -> Iterator[TokenChunk]:
-        """Yield one chunk per round until the text ends. `stats` is updated before each chunk is handed out."""
+        """Yield one chunk per round until the text ends. `stats` is updated before each chunk is handed out.
+
+        observe: is shown every round before its tokens are committed; draws nothing, and its time is not counted.
+        """
         start = perf_counter()
         self._cache.truncate(0)
         prefill(self._target, self._cache, prompt[:-1])
         if self._proposer is not None:
             self._proposer.start(prompt)
         self._lookup = None if self._config is None else self._config.lookup()
+        self._calibration = None if self._config is None else self._config.calibration()
         if self._lookup is not None:
             self._lookup.extend(prompt)
         begun = perf_counter()
@@ -79,40 +91,54 @@ class SpeculativeDecoder:
         while True:
             # The longest path that still fits: one token is always the target's own.
             room = min(sampler.params.max_tokens - len(sampler.output), self._max_length - length)
-            tree = self._propose(root, room - 1, sampler, streams)
+            round_start, draft_before = perf_counter(), stats.draft_seconds
+            proposal = self._propose(root, room - 1, sampler, streams, observe is not None)
+            tree = proposal.tree
             logits, seconds = self._score(tree)
             stats.target_passes += 1
             stats.target_seconds += seconds
             acceptance = self._verify(tree, logits, sampler, streams)
             self._commit(tree, acceptance)
+            if self._calibration is not None:
+                self._calibration.update(tree, acceptance.rows)
             if len(tree) > 1:
                 stats.record_round(len(tree) - 1, len(acceptance.rows))
+                stats.num_merged_tokens += sum(tree.merged)
             tokens = [tree.token_ids[row] for row in acceptance.rows] + [acceptance.next_token]
             kept, reason = self._cut(tokens, sampler, room)
             sources = [0, *acceptance.rows]
             logprobs = top_logprobs(logits, sources[:kept], tokens[:kept], sampler.params.logprobs)
+            self._record_draft(stats)
+            if observe is not None:
+                shown = perf_counter()
+                draft_seconds = stats.draft_seconds - draft_before
+                host_seconds = shown - round_start - seconds - draft_seconds
+                probs = target_probabilities(tree, logits, acceptance, sampler)
+                observe(Round(proposal, probs, acceptance, tokens[:kept], reason, draft_seconds, seconds, host_seconds))
+                begun += perf_counter() - shown
             sampler.commit(tokens[:kept])
             root, length = acceptance.next_token, length + len(tokens)
             stats.num_tokens += kept
-            self._record_draft(stats)
             stats.decode_seconds = perf_counter() - begun
             yield TokenChunk(tokens[:kept], min(kept, len(acceptance.rows)), logprobs, reason)
             if reason is not None:
                 return
 
-    def _propose(self, root: int, max_depth: int, sampler: Sampler, streams: RandomStreams) -> TokenTree:
-        """This round's proposal, or the bare root when none is wanted or none fits."""
+    def _propose(self, root: int, max_depth: int, sampler: Sampler, streams: RandomStreams, explain: bool) -> Proposal:
+        """This round's proposal, or the bare root when none is wanted or none fits. explain: say why growth ended."""
         graph = TokenGraph(root)
         if self._proposer is None or self._config is None or max_depth < 1:
-            return unroll(graph, 0)
+            return Proposal(graph, unroll(graph, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
         config, greedy = self._config, sampler.params.greedy
         found = [] if self._lookup is None else self._lookup.propose()[:max_depth]
         if not config.chooses(greedy):
             graft_given(graph, found)
-        self._proposer.propose(graph, config.grower(greedy, max_depth), config.stopper(), sampler, streams.draft)
+        grower = config.grower(greedy, max_depth, self._calibration or uncorrected)
+        by_rule = self._proposer.propose(graph, grower, config.stopper(), sampler, streams.draft)
         if config.chooses(greedy):
             graft_chosen(graph, found)
-        return unroll(graph, config.max_tokens)
+        tree = unroll(graph, config.max_tokens)
+        return Proposal(graph, tree, growth_end(graph, tree, config, greedy, max_depth, by_rule) if explain else "")
 
     def _score(self, tree: TokenTree) -> tuple[NDArray[np.float32], float]:
         """The target's logits [rows, V] and the seconds they took."""

@@ -9,13 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeGuard, cast, overload
 
-from ..models.bindings import DRAFT, TARGET
+from ..models.bindings import ACCEPTANCE, DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
 from .bundle import EngineBundle
 from .decoder import SpeculativeDecoder, TokenChunk, TokenLogprob
 from .detokenizer import IncrementalDetokenizer, StopChecker
 from .metrics import SpecDecodeStats
 from .random import seeded_streams
+from .rounds import Observer
 from .sampling import Sampler, SamplingParams
 from .speculation.config import SpeculativeConfig
 from .tokenizer import Tokenizer
@@ -93,26 +94,37 @@ class LLM:
         self._idle: deque[SpeculativeDecoder] = deque()
 
     @overload
-    def generate(self, prompts: list[Prompt], params: SamplingParams = ...) -> list[GenerationResult]: ...
+    def generate(
+        self, prompts: list[Prompt], params: SamplingParams = ..., observe: Observer | None = ...
+    ) -> list[GenerationResult]: ...
     @overload
-    def generate(self, prompts: Prompt, params: SamplingParams = ...) -> GenerationResult: ...
+    def generate(
+        self, prompts: Prompt, params: SamplingParams = ..., observe: Observer | None = ...
+    ) -> GenerationResult: ...
     def generate(
         self,
         prompts: Prompt | list[Prompt],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        observe: Observer | None = None,
     ) -> GenerationResult | list[GenerationResult]:
         """Complete a prompt, or each prompt of a list, in order. Every prompt is checked before the first one runs.
 
-        Raises RequestError when a prompt is empty, too long, or holds a token the model does not have.
+        observe: is shown every round of every prompt, see `rounds.Round`; it changes no token. Raises RequestError when
+        a prompt is empty, too long, or holds a token the model does not have.
         """
         if is_batch(prompts):
-            requests = [self._encode(prompt) for prompt in prompts]
-            return [self._complete(request, params) for request in requests]
-        return self._complete(self._encode(cast(Prompt, prompts)), params)
+            requests = [self.encode(prompt) for prompt in prompts]
+            return [self._complete(request, params, observe) for request in requests]
+        return self._complete(self.encode(cast(Prompt, prompts)), params, observe)
 
-    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Iterator[StreamChunk]:  # noqa: B008
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        observe: Observer | None = None,
+    ) -> Iterator[StreamChunk]:
         """Complete a prompt; one chunk per round. The prompt is checked before the first chunk is asked for."""
-        return self._stream(self._encode(prompt), params)
+        return self._stream(self.encode(prompt), params, observe)
 
     def chat(
         self,
@@ -126,6 +138,11 @@ class LLM:
         """A conversation as a prompt, written with the model's own chat template."""
         text = self.tokenizer.apply_chat_template(messages)
         return self._checked(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def plain_decoder(self) -> SpeculativeDecoder:
+        """Plain decoding over the target that is already open: what every other way must agree with."""
+        manifest = self.bundle.manifest
+        return SpeculativeDecoder(self._target, None, None, manifest.max_length, manifest.eos_token_ids)
 
     def close(self) -> None:
         """Release both engines."""
@@ -142,7 +159,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as the tokens that are decoded behind. Raises RequestError like `generate`."""
         if isinstance(prompt, str):
             return self._checked(self.tokenizer.encode(prompt))
         return self._checked(list(prompt))
@@ -162,8 +180,8 @@ class LLM:
             )
         return tokens
 
-    def _complete(self, prompt: list[int], params: SamplingParams) -> GenerationResult:
-        chunks = list(self._stream(prompt, params))
+    def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
+        chunks = list(self._stream(prompt, params, observe))
         return GenerationResult(
             text="".join(chunk.text for chunk in chunks),
             token_ids=[token for chunk in chunks for token in chunk.token_ids],
@@ -173,14 +191,16 @@ class LLM:
             prompt_token_ids=prompt,
         )
 
-    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[StreamChunk]:
+    def _stream(
+        self, prompt: list[int], params: SamplingParams, observe: Observer | None = None
+    ) -> Iterator[StreamChunk]:
         eos = self.bundle.manifest.eos_token_ids
         sampler = Sampler(params, prompt, eos, self._target.spec.model.vocab_size)
         stats = SpecDecodeStats()
         writer = TextWriter(self.tokenizer, prompt, params)
         decoder = self._idle.pop() if self._idle else self._new_decoder()
         try:
-            for chunk in decoder.generate(prompt, sampler, seeded_streams(params.seed), stats):
+            for chunk in decoder.generate(prompt, sampler, seeded_streams(params.seed), stats, observe):
                 written = writer.write(chunk, stats)
                 yield written
                 if written.finish_reason is not None:
@@ -244,8 +264,13 @@ class TextWriter:
 
 
 def check_fits(speculative: SpeculativeConfig, bundle: EngineBundle) -> None:
-    """Raises ConfigError when a proposal could be larger than what the bundle's engines were built for."""
+    """Raises ConfigError when a proposal needs more than the bundle's engines were built for."""
     target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
+    if speculative.needs_acceptance and ACCEPTANCE.name not in draft.outputs:
+        raise ConfigError(
+            "this bundle's draft has no acceptance head, which stop_rule='specdec++' and key='head' read: build the "
+            "bundle with --acceptance-head (draftwood train-head makes one), or use stop_rule='confidence'"
+        )
     if speculative.max_tokens + 1 > target.max_width:
         raise ConfigError(
             f"a proposal of {speculative.max_tokens} tokens and its root do not fit the target's widest pass of "

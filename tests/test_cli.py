@@ -167,7 +167,7 @@ def test_the_script_of_the_readme_builds_a_bundle(tiny_pair: Path, tmp_path: Pat
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny_bundle: Path) -> None:
-    command = f"{sys.executable} -m draftwood.cli.main generate {tiny_bundle} --prompt x --ignore-eos | head -c 1"
+    command = f"{sys.executable} -m draftwood.cli.main generate {tiny_bundle} --prompt x --temperature 0 --ignore-eos | head -c 1 >/dev/null"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
 

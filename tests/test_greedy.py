@@ -1,4 +1,4 @@
-"""At temperature 0 every configuration gives plain decoding's text, token for token, on real engines."""
+"""I1: at temperature 0 every configuration gives plain decoding's text, token for token, on real engines."""
 
 from __future__ import annotations
 

@@ -98,9 +98,9 @@ def test_every_node_is_drafted_once() -> None:
 def test_a_node_may_have_several_merge_edges() -> None:
     """The release keeps one slot per node and overwrites it."""
     graph = TokenGraph(9)
-    a, b = graph.add(ROOT, 1, -0.1), graph.add(ROOT, 2, -0.2)
-    c = graph.add(a, 3, -0.1)
-    d = graph.add(a, 4, -0.2)
+    a, b = graph.add(ROOT, 1, -0.1, 0.9), graph.add(ROOT, 2, -0.2, 0.9)
+    c = graph.add(a, 3, -0.1, 0.9)
+    d = graph.add(a, 4, -0.2, 0.9)
     graph.link(b, c, -0.3)
     graph.link(b, d, -0.4)
     assert paths(unroll(graph, 100))[1:].count((2, 3)) == 1 and (2, 4) in paths(unroll(graph, 100))
@@ -108,8 +108,8 @@ def test_a_node_may_have_several_merge_edges() -> None:
 
 def test_a_cycle_is_refused() -> None:
     graph = TokenGraph(9)
-    a = graph.add(ROOT, 1, -0.1)
-    b = graph.add(a, 2, -0.1)
+    a = graph.add(ROOT, 1, -0.1, 0.9)
+    b = graph.add(a, 2, -0.1, 0.9)
     with pytest.raises(ValueError, match="cycle"):
         graph.link(b, a, -0.1)
 

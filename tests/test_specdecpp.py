@@ -77,7 +77,7 @@ def test_confidence_keeps_the_doubtful_token_and_ends_behind_it() -> None:
 
 def test_entropy_is_the_bound_of_adaedl() -> None:
     graph = TokenGraph(0)
-    node = graph.add(0, 1, -0.5)
+    node = graph.add(0, 1, -0.5, 0.6)
     q = np.array([0.5, 0.25, 0.25])
     bound = 1 - math.sqrt(0.5 * -(q * np.log(q)).sum())
     logits = np.log(q).astype(np.float32)

@@ -15,6 +15,7 @@ from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.random import RandomStream, RandomStreams
 from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.speculation.baseline import Grower, StaticTree, chain, k_ary
+from draftwood.runtime.speculation.calibration import Estimate, uncorrected
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.dyspec import DySpecThreshold
 from draftwood.runtime.speculation.gsd import UnexpandedMerger
@@ -122,7 +123,7 @@ class Biased(SpeculativeConfig):
     def max_tokens(self) -> int:
         return self.budget
 
-    def grower(self, greedy: bool, max_depth: int) -> Grower:
+    def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
         grower: Grower = self.grown()
         return grower
 

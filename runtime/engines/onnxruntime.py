@@ -145,5 +145,8 @@ class OnnxRuntimeEngine:
             top_logprobs = array(bindings.TOP_LOGPROBS.name, (1, outputs, columns), bindings.TOP_LOGPROBS.dtype, False)[
                 0
             ]
-        output = ForwardOutput(logits[0], top_ids, top_logprobs)
+        acceptance = None
+        if bindings.ACCEPTANCE.name in self.spec.outputs:
+            acceptance = array(bindings.ACCEPTANCE.name, (1, outputs), bindings.ACCEPTANCE.dtype, False)[0]
+        output = ForwardOutput(logits[0], top_ids, top_logprobs, acceptance)
         return BoundPass(binding, token_ids, position_ids, mask[0, 0], write_indices, output_rows, output, keep_alive)

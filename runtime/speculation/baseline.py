@@ -57,10 +57,10 @@ class StaticTree:
             for position in self._children[self._positions[node]]:
                 if drawing.exhausted:  # fewer tokens than children have any probability
                     break
-                self._place(graph, node, drawing.draw(stream)[0], position)
+                self._place(graph, node, *drawing.draw(stream), position)
 
-    def _place(self, graph: TokenGraph, parent: int, token: int, position: int) -> None:
-        child = graph.add(parent, token, gain=0.0)  # everything is kept: no token is worth more than another
+    def _place(self, graph: TokenGraph, parent: int, token: int, share: float, position: int) -> None:
+        child = graph.add(parent, token, 0.0, share)  # everything is kept: no token is worth more than another
         self._positions[child] = position
         self._layer.append(child)
 
@@ -73,10 +73,10 @@ class RankedStaticTree(StaticTree):
     ) -> None:
         self._layer = []
         most = max(len(self._children[self._positions[node]]) for node in nodes)
-        ids, _ = ranked(graph, nodes, output, sampler, most)
+        ids, logprobs = ranked(graph, nodes, output, sampler, most)
         for row, node in enumerate(nodes):
-            for token, position in zip(ids[row].tolist(), self._children[self._positions[node]], strict=False):
-                self._place(graph, node, token, position)
+            for column, position in enumerate(self._children[self._positions[node]][: ids.shape[1]]):
+                self._place(graph, node, int(ids[row, column]), math.exp(logprobs[row, column]), position)
 
 
 class BestFirst:
@@ -126,7 +126,7 @@ class BestFirst:
             if twin is not None:
                 graph.link(nodes[row], twin, gain)
                 continue
-            child = graph.add(nodes[row], token, gain)
+            child = graph.add(nodes[row], token, gain, math.exp(gain))
             if gain >= self._log_leaf:
                 self._layer.append(child)
 

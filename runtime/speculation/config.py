@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...models.errors import ConfigError
 from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
+from .calibration import Calibration, Estimate, uncorrected
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from .gsd import GraphMerger, NoMerger, UnexpandedMerger
 from .lookup import PromptLookup
@@ -28,7 +29,7 @@ LOSSLESS: dict[str, tuple[str, ...]] = {
 AUTO = "auto"
 GROWERS = ("chain", "k-ary", "static", "topk", "dyspec", "dyspec-heap", "dyspec-threshold")
 MERGERS = ("none", "gsd")
-KEYS = ("draft", "head")
+KEYS = ("draft", "calibrated", "head")
 STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
 SHARES = ("sibling_share", "leaf_share", "rejection_threshold", "confidence_threshold", "entropy_threshold")
 
@@ -43,9 +44,9 @@ class SpeculativeConfig:
     at temperature 0, "chain" above. At temperature 0, where every choice is free, tokens are chosen instead of drawn:
     fixed shapes take the most probable ones, "dyspec" is "topk". merge: "gsd" links sequences of `merge_ngram` tokens
     that recur. stop_rule: when a branch ends before the limits. key: whose estimate of acceptance values DySpec's
-    slots, the "draft"'s own probability as in the paper, or the trained "head". verify: "match", "rejection", "block",
-    "traversal", or "auto", the best one
-    exact for the proposal. lookup_ngram: length of the n-gram whose last occurrence in the text is proposed too, 0 for
+    slots: the "draft"'s own probability as in the paper, that probability "calibrated" by the rounds before, or the
+    trained "head" where the draft has read a token. verify: "match", "rejection", "block", "traversal", or "auto", the
+    best one exact for the proposal. lookup_ngram: length of the n-gram whose last occurrence is proposed too, 0 for
     none; lookup_len tokens of it.
 
     max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes of a
@@ -58,7 +59,7 @@ class SpeculativeConfig:
     grow: str = AUTO
     merge: str = "none"
     stop_rule: str = "fixed"
-    key: str = "draft"
+    key: str = "calibrated"
     verify: str = AUTO
     max_draft_len: int = 5
     max_total_draft_tokens: int = 15
@@ -167,8 +168,8 @@ class SpeculativeConfig:
         """The most nodes the draft scores in one round."""
         return sum(self._layers())
 
-    def grower(self, greedy: bool, max_depth: int) -> Grower:
-        """The grower of one round, no deeper than `max_depth`."""
+    def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
+        """The grower of one round, no deeper than `max_depth`, valuing tokens by `estimate`."""
         kind = self._grow(greedy)
         size, width, depth = self.max_total_draft_tokens, self.frontier_width, min(self.max_draft_len, max_depth)
         if kind == "chain" and greedy:
@@ -180,13 +181,17 @@ class SpeculativeConfig:
             merger = GraphMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
             return BestFirst(size, depth, width, merger, self.sibling_share, self.leaf_share)
         if kind == "dyspec":
-            return DySpecLayers(size, depth, width, head=self.key == "head")
+            return DySpecLayers(size, depth, width, estimate, self.key == "head")
         if kind == "dyspec-heap":
-            return DySpecHeap(size, head=self.key == "head")
+            return DySpecHeap(size, estimate, self.key == "head")
         if kind == "dyspec-threshold":
             drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
-            return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, self.key == "head")
+            return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, estimate, self.key == "head")
         return StaticTree(chain(depth))
+
+    def calibration(self) -> Calibration | None:
+        """The table of one request, where the configuration corrects the draft's probabilities."""
+        return Calibration() if self.grow.startswith("dyspec") and self.key != "draft" else None
 
     def stopper(self) -> Stopper:
         """What ends a branch early."""

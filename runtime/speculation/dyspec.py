@@ -5,6 +5,8 @@ expected probability that verification reaches it. Drawing y from a slot with re
 
     child slot    v · a(y)          sibling slot    v · (1 − a(y))          a(y) = R[y] in the paper (Hypothesis 1)
 
+`estimate` gives a(y); the default is the paper's, `Calibration` corrects it by what was accepted in earlier rounds.
+
 Only the decision *whether* to draw may depend on values, and a value holds nothing about the token its own slot will
 yield; that is the condition under which recursive rejection and traversal verification stay exact (section 5.1).
 With `head`, where a head has estimated the acceptance of a node (SpecDec++), the child slot of that node uses the
@@ -22,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from ..engines.base import ForwardOutput
 from ..random import RandomStream
 from ..sampling import Sampler
+from .calibration import Estimate, uncorrected
 from .drawing import Drawing
 from .gsd import Merger
 from .token_graph import ROOT, Best, TokenGraph
@@ -33,8 +36,8 @@ class DySpecHeap:
     """Algorithm 1: m tokens, always from the most valuable slot of the whole tree. One draft pass per node whose child
     slot reaches the top: the reference for the static forms below, and the fewest draft rows."""
 
-    def __init__(self, m: int, head: bool = False) -> None:
-        self.m, self.head = m, head
+    def __init__(self, m: int, estimate: Estimate = uncorrected, head: bool = False) -> None:
+        self.m, self.estimate, self.head = m, estimate, head
         self._slots: list[tuple[float, int, int]] = [(0.0, 0, ROOT)]  # -log v, creation order, node
         self._created = 0
         self._drawings: dict[int, Drawing] = {}
@@ -57,10 +60,11 @@ class DySpecHeap:
                 return  # the draft has to score this node before anything can be drawn below it
             heapq.heappop(self._slots)
             y, share = self._drawings[node].draw(stream)
-            child = graph.add(node, y, log_v - graph.values[node])
-            heapq.heappush(self._slots, self._slot(log_v + math.log(share), child))
-            if not self._drawings[node].exhausted:
-                heapq.heappush(self._slots, self._slot(log_v + log1m(share), node))
+            a = self.estimate(len(graph.edges[node]), share)
+            child = graph.add(node, y, log_v - graph.values[node], share)
+            heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
+            if not self._drawings[node].exhausted and a < 1:
+                heapq.heappush(self._slots, self._slot(log_v + log1m(a), node))
 
     def _slot(self, log_v: float, node: int) -> tuple[float, int, int]:
         self._created += 1
@@ -75,8 +79,8 @@ class DySpecLayers:
     tree of Algorithm 1 for the same random numbers, in `depth` passes instead of one per node.
     """
 
-    def __init__(self, size: int, depth: int, width: int, head: bool = False) -> None:
-        self.depth, self.width, self.head = depth, width, head
+    def __init__(self, size: int, depth: int, width: int, estimate: Estimate = uncorrected, head: bool = False) -> None:
+        self.depth, self.width, self.estimate, self.head = depth, width, estimate, head
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child slot
         self._best = Best(size)
@@ -97,11 +101,12 @@ class DySpecLayers:
         while slots and self._best.admits(-slots[0][0]):
             log_v, node = -slots[0][0], slots[0][1]
             y, share = drawings[node].draw(stream)
-            child = graph.add(node, y, log_v - graph.values[node])
+            a = self.estimate(len(graph.edges[node]), share)
+            child = graph.add(node, y, log_v - graph.values[node], share)
             self._layer.append(child)
-            self._reach[child] = log_v + math.log(share)
+            self._reach[child] = log_v + math.log(a)
             self._best.offer(log_v)
-            next_slot(slots, drawings[node], log_v + log1m(share))
+            next_slot(slots, drawings[node], log_v + log1m(a))
 
 
 class DySpecThreshold:
@@ -111,8 +116,18 @@ class DySpecThreshold:
     they are drawn (GSD): a draw below a node costs one token per path that reaches the node.
     """
 
-    def __init__(self, t: float, size: int, depth: int, width: int, merger: Merger, head: bool = False) -> None:
-        self.log_t, self.size, self.depth, self.width, self.head = math.log(t), size, depth, width, head
+    def __init__(
+        self,
+        t: float,
+        size: int,
+        depth: int,
+        width: int,
+        merger: Merger,
+        estimate: Estimate = uncorrected,
+        head: bool = False,
+    ) -> None:
+        self.log_t, self.size, self.depth, self.width = math.log(t), size, depth, width
+        self.estimate, self.head = estimate, head
         self._merger = merger
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}
@@ -138,18 +153,19 @@ class DySpecThreshold:
                 heapq.heappop(slots)
                 continue
             y, share = drawings[node].draw(stream)
+            a = self.estimate(len(graph.edges[node]), share)
             gain = log_v - graph.values[node]
             twin = self._merger.match(graph, node, y)
             if twin is None:
-                child = graph.add(node, y, gain)
+                child = graph.add(node, y, gain, share)
                 self._layer.append(child)
-                self._reach[child] = log_v + math.log(share)
+                self._reach[child] = log_v + math.log(a)
                 self._paths[child] = self._paths[node]
             else:
                 graph.link(node, twin, gain)
                 self._paths[twin] += self._paths[node]
             self._spent += self._paths[node]
-            next_slot(slots, drawings[node], log_v + log1m(share))
+            next_slot(slots, drawings[node], log_v + log1m(a))
 
     def _affords(self, node: int) -> bool:
         return self._spent + self._paths[node] <= self.size
@@ -183,6 +199,6 @@ def estimated(graph: TokenGraph, node: int) -> float:
     return graph.values[node] + math.log(acceptance) if acceptance > 0 else NEVER
 
 
-def log1m(share: float) -> float:
-    """log(1 - share); -inf for a share of one."""
-    return math.log1p(-share) if share < 1 else NEVER
+def log1m(a: float) -> float:
+    """log(1 - a); -inf for one."""
+    return math.log1p(-a) if a < 1 else NEVER

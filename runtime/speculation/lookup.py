@@ -33,7 +33,7 @@ def graft_given(graph: TokenGraph, tokens: Sequence[int]) -> None:
     of the same token stays a child too; merging them away would be biased."""
     node = ROOT
     for token in tokens:
-        node = graph.add(node, token, gain=0.0, certain=True)
+        node = graph.add(node, token, gain=0.0, share=1.0, certain=True)
 
 
 def graft_chosen(graph: TokenGraph, tokens: Sequence[int]) -> None:
@@ -41,4 +41,4 @@ def graft_chosen(graph: TokenGraph, tokens: Sequence[int]) -> None:
     node = ROOT
     for token in tokens:
         known = next((edge.child for edge in graph.edges[node] if graph.tokens[edge.child] == token), None)
-        node = graph.add(node, token, gain=0.0, certain=True) if known is None else known
+        node = graph.add(node, token, gain=0.0, share=1.0, certain=True) if known is None else known

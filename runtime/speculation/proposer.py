@@ -44,8 +44,9 @@ class DraftProposer:
 
     def propose(
         self, graph: TokenGraph, grower: Grower, stopper: Stopper, sampler: Sampler, stream: RandomStream
-    ) -> None:
-        """Grow `graph` below its root, the last committed token."""
+    ) -> bool:
+        """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth: whether
+        it left none of the nodes that the grower would have gone on with."""
         self.passes += 1
         self.rows += len(self._pending)
         start = perf_counter()
@@ -60,13 +61,14 @@ class DraftProposer:
             note_acceptance(graph, nodes, output)
             rows = [row for row, node in enumerate(nodes) if not stopper.before_draw(graph, node, output.logits[row])]
             if not rows:
-                return
+                return True
             if len(rows) < len(nodes):
                 nodes, output = [nodes[row] for row in rows], output.rows(rows)
             grower.expand(graph, nodes, output, sampler, stream)
-            nodes = [node for node in grower.frontier(graph) if not stopper.before_score(graph, node)]
+            frontier = grower.frontier(graph)
+            nodes = [node for node in frontier if not stopper.before_score(graph, node)]
             if not nodes:
-                return
+                return bool(frontier)
             output = self._score(graph, nodes)
 
     def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:

@@ -46,6 +46,7 @@ class TokenGraph:
 
     A node's log-value is the sum of the gains on its path. Of chosen tokens it is the path's log-probability; of drawn
     ones it may hold only what was known *before* the node's own token was drawn, or pruning by it would be biased.
+    `shares[n]`: the draft's probability of n's token among what remained when it was drawn or chosen.
     `draft_probs[n]` is the distribution q [V] that n's children were drawn from. `acceptance[n]`: the probability that
     the target accepts n, given its parent, where a head has estimated it.
     """
@@ -55,6 +56,7 @@ class TokenGraph:
         self.parents = [-1]
         self.depths = [0]
         self.values = [0.0]
+        self.shares = [1.0]
         self.edges: list[list[Edge]] = [[]]
         self.nodes_of: dict[int, list[int]] = {root_token: [ROOT]}  # token -> nodes that carry it
         self.draft_probs: dict[int, NDArray[np.float64]] = {}
@@ -63,7 +65,7 @@ class TokenGraph:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, gain: float, certain: bool = False) -> int:
+    def add(self, parent: int, token: int, gain: float, share: float, certain: bool = False) -> int:
         """A new child of `parent`. Returns the node."""
         node = len(self.tokens)
         self.tokens.append(token)
@@ -71,6 +73,7 @@ class TokenGraph:
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.values.append(self.values[parent] + gain)
+        self.shares.append(share)
         self.edges[parent].append(Edge(node, gain, certain))
         self.edges.append([])
         return node
@@ -98,7 +101,7 @@ class TokenGraph:
         father = self.parents[node]
         if father in self.draft_probs:
             return float(self.draft_probs[father][self.tokens[node]])
-        return math.exp(self.values[node] - self.values[father])
+        return self.shares[node]
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root (exclusive) to `node` (inclusive), along fathers."""

@@ -18,7 +18,8 @@ class TokenTree:
 
     token_ids, parents, depths: one entry per row (the root's parent is -1). nodes: the graph node of each row. merged:
     whether the row's path differs from the context its node was drafted in. certain: rows whose token was given, not
-    drawn. draft_probs: q [V] that a row's other children were drawn from, by row; empty when nothing was drawn.
+    drawn. shares: the draft's probability of each row's token, see TokenGraph. draft_probs: q [V] that a row's other
+    children were drawn from, by row; empty when nothing was drawn.
     """
 
     token_ids: tuple[int, ...]
@@ -27,6 +28,7 @@ class TokenTree:
     nodes: tuple[int, ...]
     merged: tuple[bool, ...]
     certain: frozenset[int]
+    shares: tuple[float, ...]
     draft_probs: dict[int, NDArray[np.float64]]
 
     def __len__(self) -> int:
@@ -80,5 +82,6 @@ def unroll(graph: TokenGraph, max_tokens: int) -> TokenTree:
         nodes=tuple(node for node, _, _, _ in rows),
         merged=tuple(merged for _, _, merged, _ in rows),
         certain=frozenset(row for row, (_, _, _, certain) in enumerate(rows) if certain),
+        shares=tuple(graph.shares[node] for node, _, _, _ in rows),
         draft_probs=draft_probs,
     )

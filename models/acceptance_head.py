@@ -1,0 +1,233 @@
+"""The acceptance head of SpecDec++ (arXiv 2405.19715, section 4): will the target accept the token the draft just read?
+
+    ResBlock(x) = x + SiLU(W x + b)        head(x) = Linear_2(ResBlock^L(x))        class 1: accept, class 0: reject
+
+x is the draft's last hidden state after the final norm. The authors build `[ResBlock] * L`, one object L times: as
+published the blocks share W and b. Trained with rejections weighted by w_rej, the head's best odds are the true odds
+divided by w_rej, so adding log(w_rej) to the accept logit removes the bias exactly; a temperature does the rest.
+
+A trained head is a folder of `head.safetensors` and `head.json`; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .errors import CheckpointError, ConfigError
+
+WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
+FORMAT = 1
+REJECT, ACCEPT = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """Shape and calibration of a head. Raises ConfigError.
+
+    hidden_size: the draft's. layers: ResBlocks, 0 for a linear head. tied: whether they share their weights.
+    reject_weight: w_rej of the training loss. temperature: divides the de-biased logit.
+    """
+
+    hidden_size: int
+    layers: int = 3
+    tied: bool = True
+    reject_weight: float = 6.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("hidden_size", 1), ("layers", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if not isinstance(self.tied, bool):
+            raise ConfigError(f"tied must be true or false, not {self.tied!r}")
+        for name in ("reject_weight", "temperature"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a positive number, not {value!r}")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks with weights of their own."""
+        return min(self.layers, 1) if self.tied else self.layers
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the head, matrices as [out, in]."""
+        size = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for block in range(self.blocks):
+            shapes |= {f"blocks.{block}.linear.weight": (size, size), f"blocks.{block}.linear.bias": (size,)}
+        return shapes | {"output.weight": (2, size), "output.bias": (2,)}
+
+    def block_of(self, layer: int) -> int:
+        """The block whose weights a layer uses."""
+        return 0 if self.tied else layer
+
+    def logit(self, logits: Tensor) -> Tensor:
+        """Log-odds of acceptance from the head's two logits [..., 2]: de-biased, then calibrated."""
+        return (logits[..., ACCEPT] - logits[..., REJECT] + math.log(self.reject_weight)) / self.temperature
+
+    def logit_projection(
+        self, weight: NDArray[np.float32], bias: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The same, folded into the last layer: its [2, d] and [2] become [d, 1] and [1], for an exported graph."""
+        odds = (weight[ACCEPT] - weight[REJECT]) / self.temperature
+        shift = (bias[ACCEPT] - bias[REJECT] + math.log(self.reject_weight)) / self.temperature
+        return odds[:, None].astype(np.float32), np.array([shift], np.float32)
+
+
+class TrainedHead(NamedTuple):
+    """A head as it is stored: fp32 weights by the names of `HeadConfig.shapes`."""
+
+    config: HeadConfig
+    weights: Mapping[str, NDArray[np.float32]]
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b). Starts as the identity."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        output: Tensor = rows + functional.silu(self.linear(rows))
+        return output
+
+
+class AcceptanceHead(nn.Module):
+    """The trainable head; fresh, it says one half everywhere."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(ResBlock(config.hidden_size) for _ in range(config.blocks))
+        self.output = nn.Linear(config.hidden_size, 2)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits [..., 2] of reject and accept for fp32 hidden states [..., hidden_size], as trained."""
+        rows = hidden
+        for layer in range(self.config.layers):
+            rows = self.blocks[self.config.block_of(layer)](rows)
+        logits: Tensor = self.output(rows)
+        return logits
+
+    def acceptance(self, hidden: Tensor) -> Tensor:
+        """Calibrated probability [...] that the target accepts the token each hidden state belongs to."""
+        return torch.sigmoid(self.config.logit(self(hidden)))
+
+    @classmethod
+    def from_trained(cls, head: TrainedHead) -> AcceptanceHead:
+        with torch.device("meta"):
+            module = cls(head.config)
+        state = {name: torch.from_numpy(np.array(weight, np.float32)) for name, weight in head.weights.items()}
+        module.load_state_dict(state, assign=True)
+        return module
+
+    def trained(self, config: HeadConfig) -> TrainedHead:
+        """The weights as they are now, copied, under the calibration of `config`."""
+        weights = {name: tensor.detach().cpu().numpy().copy() for name, tensor in self.state_dict().items()}
+        return TrainedHead(config, weights)
+
+
+def from_reference(state: Mapping[str, Tensor], reject_weight: float, temperature: float = 1.0) -> TrainedHead:
+    """A state dict of the authors' `Sequential(*[ResBlock(d)] * L, Linear(d, 2))`, perhaps prefixed with "model.".
+
+    Shared blocks may be there once or L times. Raises CheckpointError when it is anything else.
+    """
+    tensors = {name.removeprefix("model."): tensor.detach().float().numpy() for name, tensor in state.items()}
+    try:
+        layers = max(int(name.split(".")[0]) for name in tensors)
+        output, size = f"{layers}.", tensors[f"{layers}.weight"].shape[1]
+        present = [layer for layer in range(layers) if f"{layer}.linear.weight" in tensors]
+        blocks = [[tensors[f"{layer}.linear.{kind}"] for kind in ("weight", "bias")] for layer in present]
+        weights = {f"output.{kind}": tensors[output + kind] for kind in ("weight", "bias")}
+    except (KeyError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"this state dict is no SpecDec++ head ({error!r}): expected 0.linear.weight, ..., L.weight, L.bias"
+        ) from error
+    same = all(np.array_equal(ours, first) for block in blocks for ours, first in zip(block, blocks[0], strict=True))
+    if not same and len(present) < layers:
+        raise CheckpointError(f"this state dict holds blocks {present} of {layers}: the checkpoint is incomplete")
+    config = HeadConfig(size, layers, layers > 0 and same, reject_weight, temperature)
+    for block in range(config.blocks):
+        weights |= {f"blocks.{block}.linear.{kind}": blocks[block][i] for i, kind in enumerate(("weight", "bias"))}
+    check_weights(config, weights, "this state dict")
+    return TrainedHead(config, weights)
+
+
+def write_head(folder: Path, head: TrainedHead) -> None:
+    """Write both files into an existing folder. Raises OSError."""
+    save_file({name: np.ascontiguousarray(weight) for name, weight in head.weights.items()}, folder / WEIGHTS)
+    content = {"format": FORMAT, **asdict(head.config)}
+    (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_head(folder: Path, hidden_size: int) -> TrainedHead:
+    """Read and check a head for a draft of `hidden_size`. Raises CheckpointError naming the fix."""
+    config = read_description(folder)
+    if config.hidden_size != hidden_size:
+        raise CheckpointError(
+            f"{folder}: this head reads {config.hidden_size} hidden values and the draft has {hidden_size}: "
+            "train one for this draft with draftwood train-head"
+        )
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{folder / WEIGHTS} is missing or unreadable ({error}): copy it again, or run draftwood train-head"
+        ) from error
+    check_weights(config, weights, str(folder))
+    return TrainedHead(config, weights)
+
+
+def read_description(folder: Path) -> HeadConfig:
+    """head.json. Raises CheckpointError."""
+    file = folder / DESCRIPTION
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file} is missing: give a folder that draftwood train-head wrote, or train one there"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON ({error}): run draftwood train-head again") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else None
+        raise CheckpointError(f"{file} has format {found!r}, this release reads {FORMAT}: update draftwood or retrain")
+    try:
+        return HeadConfig(**{field.name: content[field.name] for field in fields(HeadConfig)})
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}): run draftwood train-head again") from error
+
+
+def check_weights(config: HeadConfig, weights: Mapping[str, NDArray[Any]], place: str) -> None:
+    """Raises CheckpointError unless every tensor is there, fp32, finite and of its shape."""
+    shapes = config.shapes()
+    if missing := shapes.keys() ^ weights.keys():
+        raise CheckpointError(f"{place}: tensors missing or not expected: {', '.join(sorted(missing))}; train it again")
+    for name, shape in shapes.items():
+        if weights[name].shape != shape or weights[name].dtype != np.float32:
+            raise CheckpointError(
+                f"{place}: tensor {name} is {weights[name].dtype} {weights[name].shape}, "
+                f"expected float32 {shape}; train it again"
+            )
+        if not np.isfinite(weights[name]).all():
+            raise CheckpointError(f"{place}: tensor {name} holds NaN or infinity; the head is damaged, train it again")

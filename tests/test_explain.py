@@ -1,0 +1,311 @@
+"""Explanations: every drafted node is on the page, text on it is data, and looking on changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, mixture, random_head, random_model
+from numpy.typing import NDArray
+
+from draftwood.cli.main import main
+from draftwood.runtime import LLM
+from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.explain import ExplainedRound, Explanation, RoundRecorder, token_texts
+from draftwood.runtime.explain_html import HEIGHT, WIDTH, lay_out, to_html
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.rounds import (
+    DEPTH_LIMIT,
+    END_OF_ROOM,
+    NO_SPECULATION,
+    NOTHING_LEFT,
+    TOKEN_BUDGET,
+    Observer,
+    Round,
+)
+from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.tokenizer import Tokenizer
+
+V, PROMPT = 6, (0, 1, 2)
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+WARM = SamplingParams(max_tokens=24, temperature=0.8)
+EVIL = "<script>alert(\"1\")</script> & 'x'"
+MERGED = SpeculativeConfig("topk", merge="gsd", max_total_draft_tokens=20, max_draft_len=6, frontier_width=4)
+CONFIGS = {
+    "chain": SpeculativeConfig("chain"),
+    "topk": SpeculativeConfig("topk"),
+    "gsd": MERGED,
+    "k-ary": SpeculativeConfig("k-ary"),
+    "dyspec": SpeculativeConfig("dyspec"),
+    "heap": SpeculativeConfig("dyspec-heap"),
+    "drawn gsd": SpeculativeConfig("dyspec-threshold", merge="gsd", draft_threshold=0.02, max_total_draft_tokens=30),
+    "specdec++": SpeculativeConfig("chain", stop_rule="specdec++", rejection_threshold=0.5),
+    "lookup": SpeculativeConfig("chain", lookup_ngram=1),
+    "plain": None,
+}
+
+
+def decode(config: SpeculativeConfig | None, params: SamplingParams, observe: Observer | None = None) -> list[int]:
+    model = random_model(1, V)
+    target = FakeEngine(model, V)
+    draft = FakeEngine(mixture(model, random_model(2, V), 0.7), V, "draft", accept=random_head(3))
+    decoder = SpeculativeDecoder(target, draft, config, 4096, ())
+    sampler = Sampler(params, PROMPT, (), V)
+    chunks = list(decoder.generate(PROMPT, sampler, seeded_streams(7), SpecDecodeStats(), observe))
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def explained(config: SpeculativeConfig | None, params: SamplingParams) -> tuple[Explanation, list[Round]]:
+    recorder, rounds = RoundRecorder(lambda token: EVIL if token == 0 else f"w{token} "), list[Round]()
+
+    def observe(round: Round) -> None:
+        recorder.observe(round)
+        rounds.append(round)
+
+    decode(config, params, observe)
+    return recorder.explanation("a < b", config, params, SpecDecodeStats()), rounds
+
+
+class Page(HTMLParser):
+    """Tags must close in order; notes nodes per round, classes, and the text without markup."""
+
+    VOID = ("meta", "!doctype")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.nodes: list[list[str]] = []
+        self.classes: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.tags.append(tag)
+        self.classes.append(named.get("class") or "")
+        assert not (named.keys() & {"src", "onclick", "onload"})
+        assert (named.get("href") or "#").startswith("#")
+        if tag == "details":
+            self.nodes.append([])
+        if "data-node" in named:
+            self.nodes[-1].append(named["data-node"] or "")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_observing_changes_no_token(config: SpeculativeConfig | None, params: SamplingParams) -> None:
+    rounds: list[Round] = []
+    tokens = decode(config, params, rounds.append)
+    assert tokens == decode(config, params)
+    assert [token for round in rounds for token in round.token_ids] == tokens
+    assert [round.finish_reason for round in rounds][-1] == "length"
+    assert all(min(round.draft_seconds, round.target_seconds, round.host_seconds) >= 0 for round in rounds)
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_drafted_node_of_every_round_is_on_the_page(
+    config: SpeculativeConfig | None, params: SamplingParams
+) -> None:
+    explanation, rounds = explained(config, params)
+    page = Page(to_html(explanation))
+    assert len(page.nodes) == len(rounds)
+    for names, round in zip(page.nodes, rounds, strict=True):
+        assert sorted(names) == sorted(["own", *(f"n{node}" for node in range(len(round.proposal.graph)))])
+    assert json.loads(json.dumps(explanation.to_json()))["rounds"][-1]["finish_reason"] == "length"
+
+
+def test_token_texts_are_data() -> None:
+    explanation, _ = explained(SpeculativeConfig("topk", max_draft_len=6), WARM)
+    html = to_html(explanation)
+    page = Page(html)
+    assert "script" not in page.tags and "<script" not in html.lower()
+    assert EVIL in page.text and "w1·" in page.text  # in tooltips; white space is visible
+    assert "a < b" in page.text
+    assert "http" not in html and "url(" not in html
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_probabilities_are_those_of_the_models(params: SamplingParams) -> None:
+    """Each node's q and p, computed once more from the models and the tokens before it."""
+    explanation, rounds = explained(SpeculativeConfig("topk", verify="match", max_draft_len=3), params)
+    model, other = random_model(1, V), random_model(2, V)
+    committed = list(PROMPT)
+    for shown, round in zip(explanation.rounds, rounds, strict=True):
+        for node in shown.nodes[1:]:
+            before = (*committed, *round.proposal.graph.path(node.node)[:-1])
+            q = mixture(model, other, 0.7)(before)
+            assert node.draft_prob == pytest.approx(q[node.token_id], rel=1e-5)
+            if node.status != "not sent":
+                assert node.target_prob == pytest.approx(warmed(model(before), params, node.token_id))
+        assert shown.own_prob == pytest.approx(
+            warmed(model((*committed, *(shown.nodes[n].token_id for n in shown.path))), params, shown.own_token_id)
+        )
+        committed += round.token_ids
+
+
+def warmed(p: NDArray[np.float64], params: SamplingParams, token: int) -> float:
+    """A token's probability at the request's temperature; at zero, that of the unprocessed model."""
+    powered = p ** (1 / (params.temperature or 1.0))
+    return float(powered[token] / powered.sum())
+
+
+def test_accepted_rejected_and_left_out_are_told_apart() -> None:
+    explanation, rounds = explained(SpeculativeConfig("topk", max_total_draft_tokens=6, max_draft_len=4), GREEDY)
+    for shown, round in zip(explanation.rounds, rounds, strict=True):
+        tree = round.proposal.tree
+        assert [node.node for node in shown.nodes if node.status == "accepted"][1:] == sorted(shown.path)
+        assert {node.node for node in shown.nodes if node.status != "not sent"} == set(tree.nodes)
+        assert all((node.target_prob is None) == (node.status == "not sent") for node in shown.nodes[1:])
+        tokens = [shown.nodes[node].token_id for node in shown.path] + [shown.own_token_id]
+        assert tokens[: shown.num_tokens] == round.token_ids
+    assert {node.status for shown in explanation.rounds for node in shown.nodes} == {"accepted", "rejected", "not sent"}
+
+
+@pytest.mark.parametrize(("name", "params"), [("gsd", GREEDY), ("gsd", WARM), ("drawn gsd", WARM)])
+def test_merge_edges_are_drawn(name: str, params: SamplingParams) -> None:
+    explanation, rounds = explained(CONFIGS[name], params)
+    count = sum(len(round.merge_edges) for round in explanation.rounds)
+    edges = sum(len(edges) for round in rounds for edges in round.proposal.graph.edges)
+    assert count == edges - sum(len(round.proposal.graph) - 1 for round in rounds) > 0
+    drawn = [kind for kind in Page(to_html(explanation)).classes if kind.startswith("merge") or "edge merge" in kind]
+    assert len(drawn) == count
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_nothing_overlaps(config: SpeculativeConfig | None) -> None:
+    for round in explained(config, WARM)[0].rounds:
+        layout = lay_out(round)
+        places = [*layout.nodes.values(), layout.own]
+        for one, two in itertools.combinations(places, 2):
+            assert abs(one.x - two.x) >= WIDTH or abs(one.y - two.y) >= HEIGHT
+        assert all(0 <= x <= layout.width - WIDTH and 0 <= y <= layout.height - HEIGHT for x, y in places)
+
+
+def test_a_tree_of_64_tokens_is_drawn() -> None:
+    config = SpeculativeConfig("topk", max_total_draft_tokens=63, max_draft_len=6, frontier_width=6)
+    explanation, rounds = explained(config, GREEDY)
+    assert max(len(round.proposal.tree) for round in rounds) == 64
+    assert len(to_html(explanation)) < 60_000 * len(rounds)
+
+
+@pytest.mark.parametrize(
+    ("config", "params", "expected"),
+    [
+        (SpeculativeConfig("chain", max_draft_len=3), WARM, DEPTH_LIMIT),
+        (SpeculativeConfig("topk", max_draft_len=3), GREEDY, DEPTH_LIMIT),
+        (SpeculativeConfig("k-ary", branching=(2, 1)), WARM, DEPTH_LIMIT),
+        (SpeculativeConfig("dyspec-heap", max_total_draft_tokens=4), WARM, TOKEN_BUDGET),
+        (SpeculativeConfig("dyspec", max_total_draft_tokens=3, max_draft_len=20), WARM, TOKEN_BUDGET),
+        (SpeculativeConfig("dyspec-threshold", draft_threshold=1.0, max_draft_len=20), WARM, NOTHING_LEFT),
+        (SpeculativeConfig("topk", leaf_share=1.0), GREEDY, NOTHING_LEFT),
+        (SpeculativeConfig("chain", stop_rule="confidence", confidence_threshold=1.0), WARM, "stop rule confidence"),
+        (SpeculativeConfig("topk", stop_rule="specdec++", rejection_threshold=0.0), GREEDY, "stop rule specdec++"),
+        (None, GREEDY, NO_SPECULATION),
+    ],
+)
+def test_the_end_of_growth_is_named(config: SpeculativeConfig | None, params: SamplingParams, expected: str) -> None:
+    explanation, _ = explained(config, params)
+    assert explanation.rounds[0].growth_end == expected
+
+
+def test_a_round_without_room_says_so() -> None:
+    params = SamplingParams(max_tokens=3, temperature=0)
+    explanation, rounds = explained(SpeculativeConfig("topk", max_draft_len=5), params)
+    assert explanation.rounds[0].growth_end == END_OF_ROOM
+    assert max(rounds[0].proposal.graph.depths) == 2
+
+
+def test_one_last_token_needs_no_proposal() -> None:
+    explanation, _ = explained(SpeculativeConfig("topk"), SamplingParams(max_tokens=1, temperature=0))
+    (only,) = explanation.rounds
+    assert (only.growth_end, only.num_drafted, only.num_tokens) == (END_OF_ROOM, 0, 1)
+
+
+def test_observing_is_not_decoding_time() -> None:
+    target, draft = (FakeEngine(random_model(1, V), V, role) for role in ("target", "draft"))
+    decoder = SpeculativeDecoder(target, draft, SpeculativeConfig("chain"), 4096, ())
+    rounds, stats = list[Round](), SpecDecodeStats()
+
+    def observe(round: Round) -> None:
+        time.sleep(0.1)
+        rounds.append(round)
+
+    list(decoder.generate(PROMPT, Sampler(GREEDY, PROMPT, (), V), seeded_streams(7), stats, observe))
+    assert stats.decode_seconds < 0.1 * len(rounds)
+    assert sum(round.draft_seconds for round in rounds) == pytest.approx(stats.draft_seconds)
+    assert sum(round.target_seconds for round in rounds) == pytest.approx(stats.target_seconds)
+
+
+def test_a_list_of_prompts_shows_every_round_of_each(tiny_bundle: Path) -> None:
+    rounds: list[Round] = []
+    with LLM(tiny_bundle) as llm:
+        results = llm.generate(["one", "two"], GREEDY, rounds.append)
+    tokens = [token for round in rounds for token in round.token_ids]
+    assert tokens == [token for result in results for token in result.token_ids]
+
+
+def test_an_output_that_ends_inside_a_path_shows_only_what_was_emitted() -> None:
+    round = explained(SpeculativeConfig("topk"), GREEDY)[0].rounds[0]
+    cut: ExplainedRound = round._replace(num_tokens=1)
+    assert len(cut.texts) == 1
+
+
+def test_token_texts_keep_what_decoding_alone_would_drop(tiny_bundle: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_bundle)
+    text_of = token_texts(tokenizer)
+    tokens = tokenizer.encode("two words", add_special_tokens=False)
+    assert "".join(map(text_of, tokens)) == "two words"
+    assert tokenizer.bos_token_id is not None and text_of(tokenizer.bos_token_id)
+    assert all(isinstance(text_of(token), str) for token in range(tokenizer.vocab_size))
+
+
+OPTIONS = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
+
+
+@pytest.mark.parametrize("extra", [[], ["--grow", "topk", "--merge", "gsd"], ["--no-speculation"]])
+def test_the_command_writes_a_page(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    command = ["generate", str(tiny_bundle), "--prompt", "say <hello>", *OPTIONS, *extra]
+    file = tmp_path / "out.html"
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    assert main([*command, "--explain", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == plain and "out.html" in captured.err.replace("\n", "")
+    page = Page(file.read_text(encoding="utf-8"))
+    assert "say <hello>" in page.text and page.nodes
+
+
+def test_an_unwritable_page_is_refused_before_anything_runs(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in (tmp_path / "missing" / "out.html", tmp_path):
+        assert main(["generate", str(tiny_bundle), "--prompt", "x", "--explain", str(file)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and "choose a file" in captured.err
+    assert main(["generate", str(tmp_path / "nowhere"), "--prompt", "x", "--explain", str(tmp_path / "o.html")]) == 2
+    assert not (tmp_path / "o.html").exists()
