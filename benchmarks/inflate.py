@@ -4,7 +4,8 @@
 
 A small model says nothing about time and a random one nothing about acceptance; this has the acceptance of the one and
 the cost of the other, in files that every peer loads. Where the shape has room that the source does not need, weights
-are random at the scale of the source's, so that all of it is computed, and what is computed is multiplied by zero.
+are random at the scale of the source's, so that all of it is computed, and what is computed is multiplied by zero. It
+is no measure of energy, nor of anything that looks for zeros.
 
 Residual stream. The source's x of width H stands k times, side by side, in the wider X of width W, and the rest of X is
 exactly zero: the embeddings, and the rows of everything that is added to X, are repeated k times and zero behind. Then
@@ -53,16 +54,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"  # whose dtype is the checkpoint's
 SHARD_BYTES = 512_000_000  # what is held in memory at a time, beside one tensor in fp32
-COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-)
+COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 # Axes of each matrix, [out, in]; a bias has the first. READ and WRITE are the residual stream, seen from either side.
 READ, WRITE, QUERY, KV, INNER, VOCABULARY = "read", "write", "query", "kv", "inner", "vocabulary"
 AXES = {
@@ -115,7 +109,7 @@ class Inflation:
     def __init__(self, source: Checkpoint, shape: Shape, dtype: str | None = None, seed: int = 0) -> None:
         self.source, self.seed = source, seed
         refuse_misfit(source.config, shape)
-        self.dtype: np.dtype[Any] = source.tensor("model.norm.weight").dtype if dtype is None else DTYPES[dtype]
+        self.dtype: np.dtype[Any] = DTYPES[dtype] if dtype else source.tensor(K_PROJ).dtype
         copies = residual_copies(source.config.hidden_size, shape.hidden_size)
         share = copies * source.config.hidden_size / shape.hidden_size
         self.norm_gain = math.sqrt(share)
@@ -226,7 +220,7 @@ def placements(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[st
     return {
         READ: whole(source.hidden_size),
         WRITE: Placement(np.arange(copies * source.hidden_size), np.tile(hidden, copies)),
-        # The repeats of key/value head j are repeats * j and those behind; query head h is one of the `shared` of its.
+        # The repeats of key/value head j begin at repeats * j, and the query heads that read those at `shared` times it.
         QUERY: Placement(rows(kv_head * repeats * shared + member), rows(query_heads)),
         KV: Placement(
             rows(np.arange(source.num_kv_heads * repeats)), rows(np.arange(source.num_kv_heads).repeat(repeats))

@@ -11,19 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ..models import bindings
-from ..models.acceptance_head import TrainedHead
 from ..models.config import LlamaConfig
 from ..models.errors import CheckpointError
 from ..models.rope import rope_tables
 from ..plugins.tree_attention import op
 from .checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # its module imports torch, which writing a graph does not need
+    from ..models.acceptance_head import TrainedHead
 
 IR_VERSION = 11
 EXTERNAL_DATA_BYTES = 32_000_000  # a protobuf is held in memory several times while it is written, and ends at 2 GB

@@ -87,8 +87,8 @@ class HeadResult:
     """A trained head's figures. training, validation: weighted loss over steps; validation has one point an epoch, the
     smallest of which, `loss`, is that of the weights that were kept. raw, debiased, calibrated: held-out figures of the
     probability as trained, after adding log w_rej, and after the temperature. constant: of one probability for every
-    token, the training labels' mean, which a head must beat. examples, held_out: tokens. mean_acceptance: of all labels,
-    1 - TV(p, q) on average. seconds: of the whole training."""
+    token, the training labels' mean, which a head must beat. examples, held_out: tokens. mean_acceptance: of all
+    labels, 1 - TV(p, q) on average. seconds: of the whole training."""
 
     config: HeadConfig
     training: tuple[Point, ...]

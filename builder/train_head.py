@@ -147,6 +147,10 @@ def fit(
     """AdamW with warm-up and cosine decay; leaves the weights of the best epoch. Returns both loss curves."""
     advance = begin(Step(f"Training the head on {len(train.p_acc)} tokens", options.epochs))
     w_rej = options.reject_weight
+    # Begin at the best constant, so that a head that learns nothing is an unbiased one.
+    mean = train.p_acc.mean().clamp(1e-4, 1 - 1e-4)
+    with torch.no_grad():
+        head.output.bias[ACCEPT] = mean.logit() - math.log(w_rej)
     optimizer = torch.optim.AdamW(head.parameters(), options.learning_rate, weight_decay=WEIGHT_DECAY)
     steps = options.epochs * math.ceil(len(train.p_acc) / ROWS_PER_STEP)
     training, validation, step = list[Point](), [Point(0, held_out_loss(head, held, w_rej))], 0

@@ -145,11 +145,11 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
 
 
 def parse_config(text: str) -> SpeculativeConfig | None:
-    """ "plain" (None), or a grower and perhaps its tokens ("chain:4", "topk:12"), then settings: "dyspec:16+merge=gsd".
+    """ "plain" (None), or a grower and perhaps its tokens ("chain:4", "topk:12"), then settings: "dyspec:16/key=draft".
 
     A number is the depth of a chain, or the tokens of a tree. Settings are SpeculativeConfig's fields.
     """
-    shape, *settings = text.split("+")
+    shape, *settings = text.split("/")
     grow, _, size = shape.partition(":")
     if grow == PLAIN:
         return None
@@ -163,7 +163,7 @@ def parse_config(text: str) -> SpeculativeConfig | None:
             values[name] = integers(value.replace("-", ",")) if types[name] is tuple else types[name](value)
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16+max_draft_len=6"
+            f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16/max_draft_len=6"
         ) from error
     return SpeculativeConfig(**values)
 

@@ -70,7 +70,7 @@ def test_a_prompt_from_a_file_or_a_pipe(
 def test_bench_compares_and_finds_the_same_text(
     tiny_bundle: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configs = "plain,chain:3,topk:8+merge=gsd,dyspec:6+frontier_width=2,k-ary+branching=2-1"
+    configs = "plain,chain:3,topk:8/merge=gsd,dyspec:6/frontier_width=2,k-ary/branching=2-1"
     arguments = ["bench", str(tiny_bundle), "--prompts", str(prompts), "--configs", configs, "--repeats", "1", *GREEDY]
     assert main([*arguments, "--json", "--output", str(tmp_path / "figures.json")]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -114,7 +114,7 @@ def test_bench_counts_every_request_from_zero(
         ("bench BUNDLE --prompts missing.jsonl", "missing.jsonl"),
         ("bench BUNDLE --prompts PROMPTS --configs chain:x", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "grow must be one of"),
-        ("bench BUNDLE --prompts PROMPTS --configs chain:4+colour=red", "colour"),
+        ("bench BUNDLE --prompts PROMPTS --configs chain:4/colour=red", "colour"),
         ("build --target nowhere --draft nowhere --output OUT", "checkpoint folder"),
         ("build --target PAIR/target --draft PAIR/draft --output OUT --backend abacus", "abacus"),
         ("build --target PAIR/target --draft PAIR/draft --output OUT --max-length 99999", "ask for at most"),
@@ -167,7 +167,8 @@ def test_the_script_of_the_readme_builds_a_bundle(tiny_pair: Path, tmp_path: Pat
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny_bundle: Path) -> None:
-    command = f"{sys.executable} -m draftwood.cli.main generate {tiny_bundle} --prompt x --temperature 0 --ignore-eos | head -c 1 >/dev/null"
+    generate = f"{sys.executable} -m draftwood.cli.main generate {tiny_bundle} --prompt x --temperature 0 --ignore-eos"
+    command = f"{generate} | head -c 1 >/dev/null"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from bundling import ROOT
 from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, write_checkpoint, write_tokenizer
+from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
 from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
@@ -94,6 +95,11 @@ def test_nothing_is_rounded_when_the_hidden_size_allows(
     assert_same(logits_of(result), logits_of(source))
 
 
+def test_as_many_copies_as_leave_norms_a_power_of_two() -> None:
+    assert [residual_copies(32, 32 * ratio) for ratio in (1, 4, 9, 12)] == [1, 1, 9, 3]
+    assert residual_copies(30, 96) == 1
+
+
 @pytest.mark.parametrize("name", ["gqa", "biases"])
 def test_the_residual_stream_is_the_source_s_some_times_and_zeros(name: str, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", name)
@@ -121,6 +127,8 @@ def test_extra_room_is_filled_at_the_scale_of_the_source(tmp_path: Path) -> None
         assert not result.tensor(EXTRA_LAYER + part + ".weight").any()
         assert not result.tensor(EXTRA_LAYER + part + ".bias").any()
     assert result.tensor(EXTRA_LAYER + "input_layernorm.weight").any()
+    gate, up = (result.tensor(EXTRA_LAYER + f"mlp.{part}.weight") for part in ("gate_proj", "up_proj"))
+    assert abs(np.corrcoef(gate.ravel(), up.ravel())[0, 1]) < 0.1
 
 
 def test_shards_dtypes_and_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +142,8 @@ def test_shards_dtypes_and_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     files = sorted(sharded.glob("*.safetensors"))
     assert len(files) > 3 and files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
     assert max(file.stat().st_size for file in files) < 60_000
+    with safe_open(files[0], framework="numpy") as handle:  # transformers before 5 asks for it
+        assert handle.metadata() == {"format": "pt"}
     first, second, third = map(Checkpoint, (whole, sharded, other))
     name = EXTRA_LAYER + "mlp.up_proj.weight"
     dtypes = [checkpoint.tensor(name).dtype.name for checkpoint in (first, second, third)]
