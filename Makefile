@@ -3,6 +3,7 @@ DRAFTWOOD := .venv/bin/draftwood
 FOLDERS := builder cli models plugins runtime
 PAIR := models/demo
 BUNDLE := bundles/demo
+LARGE := bundles/demo-110m
 
 .PHONY: setup demo test lint types bench gpu-check size
 setup: .venv/ready
@@ -15,14 +16,27 @@ setup: .venv/ready
 	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done
 	touch $@
 
-$(BUNDLE)/manifest.json: .venv/ready $(PAIR)/target/model.safetensors $(PAIR)/draft/model.safetensors
-	$(PY) build_engines.py --target $(PAIR)/target --draft $(PAIR)/draft --output $(BUNDLE)
+BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head
 
-demo: $(BUNDLE)/manifest.json
-	$(DRAFTWOOD) generate $(BUNDLE) --prompt 'def fibonacci(n):' --temperature 0
-	$(DRAFTWOOD) generate $(BUNDLE) --prompt 'class Stack:' --temperature 0.6 --seed 1
-	$(DRAFTWOOD) generate $(BUNDLE) --prompt 'import os' --temperature 1 --seed 2
-	$(DRAFTWOOD) bench $(BUNDLE) --prompts $(PAIR)/prompts.jsonl --temperature 0 --configs plain,chain:4,topk:12
+$(BUNDLE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
+	$(BUILD) --target $(PAIR)/target --output $(BUNDLE)
+
+# The same target at the cost of 88 million parameters: what speculation brings shows where a pass costs something.
+$(LARGE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
+	rm -rf $(LARGE)-target
+	$(PY) benchmarks/inflate.py --checkpoint $(PAIR)/target --shape 110m --output $(LARGE)-target
+	$(BUILD) --target $(LARGE)-target --output $(LARGE)
+	rm -rf $(LARGE)-target
+
+GENERATE = $(DRAFTWOOD) generate $(BUNDLE) --prompt-file - --temperature 0.7 --max-tokens 110
+COMPARE = $(DRAFTWOOD) bench $(LARGE) --prompts $(PAIR)/prompts.jsonl --max-tokens 64 --limit 4 --repeats 2
+
+demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
+	printf 'class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n' | $(GENERATE) --seed 4
+	printf 'import os\nimport sys\n\n\ndef main(argv=None):\n' | $(GENERATE) --seed 4
+	printf 'Return a new array with the same shape and type as a given array.\n\n' | $(GENERATE) --seed 2
+	$(COMPARE) --temperature 0 --configs plain,chain:4,topk:11
+	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,dyspec:7
 
 test: setup
 	$(PY) -m pytest
@@ -37,6 +51,8 @@ types: setup
 bench: $(BUNDLE)/manifest.json
 	$(PY) benchmarks/host_time.py $(BUNDLE) --output benchmarks/results
 	$(PY) benchmarks/bandwidth.py --output benchmarks/results
+	$(PY) benchmarks/papers.py $(BUNDLE) --prompts $(PAIR)/prompts.jsonl --output benchmarks/results
+	$(PY) benchmarks/plots.py benchmarks/results/papers.json benchmarks/results/papers.svg
 
 gpu-check: setup
 	$(PY) -m pytest -m gpu

@@ -9,7 +9,7 @@ import argparse
 import tempfile
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -80,11 +80,14 @@ def measure(engine: OnnxRuntimeEngine) -> tuple[float, dict[int, float]]:
         positions = np.arange(CONTEXT, CONTEXT + width)
         tokens = rng.integers(0, 8192, width)
         batches[width] = TokenBatch.padded(tokens, positions, np.tri(width, dtype=np.bool_), width)
-    reads, passes = [], {width: list[float]() for width in WIDTHS}
+    reads = []
     for _ in range(REPEATS):
         start = perf_counter()
         memory.sum()
         reads.append(perf_counter() - start)
+    sleep(1)  # torch's threads go on spinning for a while and would take cores from the first passes
+    passes = {width: list[float]() for width in WIDTHS}
+    for _ in range(REPEATS):
         for width, batch in batches.items():
             start = perf_counter()
             engine.forward(batch, cache)

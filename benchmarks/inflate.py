@@ -220,7 +220,7 @@ def placements(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[st
     return {
         READ: whole(source.hidden_size),
         WRITE: Placement(np.arange(copies * source.hidden_size), np.tile(hidden, copies)),
-        # The repeats of key/value head j begin at repeats * j, and the query heads that read those at `shared` times it.
+        # The repeats of key/value head j begin at repeats * j, the query heads that read them at shared times that.
         QUERY: Placement(rows(kv_head * repeats * shared + member), rows(query_heads)),
         KV: Placement(
             rows(np.arange(source.num_kv_heads * repeats)), rows(np.arange(source.num_kv_heads).repeat(repeats))

@@ -1,6 +1,6 @@
 """Draw the README's picture: one real generation of the demo bundle, coloured as the live view colours it.
 
-    python docs/picture.py bundles/demo docs/generate.svg
+python docs/picture.py bundles/demo docs/generate.svg
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from rich.text import Text
 from draftwood.cli.live import DRAFTED, OWN, PROMPT, running
 from draftwood.runtime import LLM, SamplingParams
 
-COMMAND = "draftwood generate bundles/demo --prompt 'class Stack:' --temperature 0.6 --seed 1"
+TEXT = "class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n"
+COMMAND = "draftwood generate bundles/demo --prompt-file prompt.txt --temperature 0.7 --seed 4 --max-tokens 110"
 
 
 def main(bundle: Path, picture: Path) -> None:
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=104, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {COMMAND}\n", style="bold"))
-    text = Text("class Stack:", style=PROMPT)
+    text = Text(TEXT, style=PROMPT)
     with LLM(bundle) as llm:
-        for chunk in llm.stream("class Stack:", SamplingParams(temperature=0.6, seed=1)):
+        for chunk in llm.stream(TEXT, SamplingParams(temperature=0.7, seed=4, max_tokens=110)):
             for piece in chunk.pieces:
                 text.append(piece.text, style=DRAFTED if piece.drafted else OWN)
     console.print(text, soft_wrap=True)

@@ -11,7 +11,7 @@ SHARED = ROOT.parent / "shared" / "data"  # optional; tests that read it skip wi
 DEMO = ROOT / "models" / "demo"
 
 
-def built(target: Path, draft: Path, output: Path) -> Path:
+def built(target: Path, draft: Path, output: Path, head: Path | None = None) -> Path:
     """A bundle of the pair, built without a word."""
-    build(BuildOptions(target, draft, output), lambda step: lambda: None)
+    build(BuildOptions(target, draft, output, acceptance_head=head), lambda step: lambda: None)
     return output

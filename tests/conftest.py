@@ -44,7 +44,7 @@ def no_bos_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle that `make demo` builds."""
-    return built(DEMO / "target", DEMO / "draft", tmp_path_factory.mktemp("demo") / "bundle")
+    return built(DEMO / "target", DEMO / "draft", tmp_path_factory.mktemp("demo") / "bundle", DEMO / "head")
 
 
 def write_pair(folder: Path, add_bos: bool) -> Path:

@@ -34,7 +34,8 @@ PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    ", "import os\n\n", "The qu
 
 @pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["greedy", "penalised"])
 def test_the_demo_pair(demo_bundle: Path, params: SamplingParams) -> None:
-    check(demo_bundle, PROMPTS, params)
+    by_head = SpeculativeConfig("topk", stop_rule="specdec++", max_draft_len=8)
+    check(demo_bundle, PROMPTS, params, CONFIGS | {"topk, specdec++": by_head})
 
 
 @pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["greedy", "penalised"])
@@ -53,10 +54,12 @@ def test_random_checkpoints_of_every_shape(shape: str, tmp_path: Path) -> None:
     check(built(tmp_path / "target", tmp_path / "target", tmp_path / "twin"), ["hello", "x"], params)
 
 
-def check(bundle: Path, prompts: list[str], params: SamplingParams) -> None:
+def check(
+    bundle: Path, prompts: list[str], params: SamplingParams, configs: dict[str, SpeculativeConfig] = CONFIGS
+) -> None:
     with LLM(bundle, None) as plain:
         expected = [result.token_ids for result in plain.generate(list(prompts), params)]
-    for name, config in CONFIGS.items():
+    for name, config in configs.items():
         with LLM(bundle, config) as llm:
             results = llm.generate(list(prompts), params)
         assert [result.token_ids for result in results] == expected, name

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import inflate
 import numpy as np
 import pytest
 import torch
-from bundling import ROOT
 from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, write_checkpoint, write_tokenizer
+from inflate import Inflation, Shape, residual_copies
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
 from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.llama import Llama
-
-sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
-
-import inflate
-from inflate import Inflation, Shape, residual_copies
 
 LAYER = "model.layers.{}."
 EXTRA_LAYER = LAYER.format(3)

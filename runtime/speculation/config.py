@@ -62,7 +62,7 @@ class SpeculativeConfig:
     key: str = "calibrated"
     verify: str = AUTO
     max_draft_len: int = 5
-    max_total_draft_tokens: int = 15
+    max_total_draft_tokens: int = 11
     frontier_width: int = 4
     branching: tuple[int, ...] = (2, 2, 1, 1)
     topology: tuple[int, ...] = ()
