@@ -215,7 +215,7 @@ def test_a_tree_of_64_tokens_is_drawn() -> None:
     ("config", "params", "expected"),
     [
         (SpeculativeConfig("chain", max_draft_len=3), WARM, DEPTH_LIMIT),
-        (SpeculativeConfig("topk", max_draft_len=3), GREEDY, DEPTH_LIMIT),
+        (SpeculativeConfig("topk", max_draft_len=1), GREEDY, DEPTH_LIMIT),
         (SpeculativeConfig("k-ary", branching=(2, 1)), WARM, DEPTH_LIMIT),
         (SpeculativeConfig("dyspec-heap", max_total_draft_tokens=4), WARM, TOKEN_BUDGET),
         (SpeculativeConfig("dyspec", max_total_draft_tokens=3, max_draft_len=20), WARM, TOKEN_BUDGET),

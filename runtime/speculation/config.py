@@ -64,7 +64,7 @@ class SpeculativeConfig:
     max_draft_len: int = 5
     max_total_draft_tokens: int = 11
     frontier_width: int = 4
-    branching: tuple[int, ...] = (2, 2, 1, 1)
+    branching: tuple[int, ...] = (2, 2, 1)
     topology: tuple[int, ...] = ()
     draft_threshold: float = 0.05
     merge_ngram: int = 2
