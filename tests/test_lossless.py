@@ -31,6 +31,7 @@ SETTINGS = {
 }
 SMALL = {"max_draft_len": 2, "max_total_draft_tokens": 4, "frontier_width": 2, "branching": (2, 1)}
 GROWN: dict[str, dict[str, Any]] = {
+    "auto": {},
     "chain": {"grow": "chain"},
     "k-ary": {"grow": "k-ary"},
     "static": {"grow": "static", "topology": (0, 0, 2)},

@@ -41,7 +41,7 @@ class SpeculativeConfig:
     grow: "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth, or any
     `topology`, see `baseline.sequoia`); "dyspec" draws where acceptance is expected, in a static shape, "dyspec-heap"
     and "dyspec-threshold" are the paper's own forms; "topk" chooses the draft's most probable tokens. "auto": "topk"
-    at temperature 0, "chain" above. At temperature 0, where every choice is free, tokens are chosen instead of drawn:
+    at temperature 0, "dyspec" above. At temperature 0, where every choice is free, tokens are chosen instead of drawn:
     fixed shapes take the most probable ones, "dyspec" is "topk". merge: "gsd" links sequences of `merge_ngram` tokens
     that recur. stop_rule: when a branch ends before the limits. key: whose estimate of acceptance values DySpec's
     slots: the "draft"'s own probability as in the paper, that probability "calibrated" by the rounds before, or the
@@ -154,8 +154,6 @@ class SpeculativeConfig:
         lookup = self.lookup_len if self.lookup_ngram else 0
         if self.grow == "chain":
             return self.max_draft_len + lookup
-        if self.grow == AUTO:
-            return max(self.max_total_draft_tokens, self.max_draft_len) + lookup
         return self.max_total_draft_tokens + lookup
 
     @property
@@ -191,7 +189,8 @@ class SpeculativeConfig:
 
     def calibration(self) -> Calibration | None:
         """The table of one request, where the configuration corrects the draft's probabilities."""
-        return Calibration() if self.grow.startswith("dyspec") and self.key != "draft" else None
+        drawn_by_value = self._grow(greedy=False).startswith("dyspec")
+        return Calibration() if drawn_by_value and self.key != "draft" else None
 
     def stopper(self) -> Stopper:
         """What ends a branch early."""
@@ -221,7 +220,7 @@ class SpeculativeConfig:
         """The grower's name, "auto" resolved."""
         if self.grow != AUTO:
             return self.grow
-        return "topk" if greedy or self.verify == "match" or self.merge == "gsd" else "chain"
+        return "topk" if greedy or self.verify == "match" or self.merge == "gsd" else "dyspec"
 
     def _static(self) -> tuple[int, ...]:
         return k_ary(self.branching) if self.grow == "k-ary" else self.topology
