@@ -83,6 +83,8 @@ class Sampler:
         self._ending = np.array(sorted({*eos, *params.stop_token_ids}), np.int64)
         self._prompt = np.array(sorted(set(prompt)), np.int64)
         self._counts = np.zeros(vocab_size, np.int64)
+        # Nothing but a temperature: the common case, several times a round, gets along without copies.
+        self._tempers_only = not (params.greedy or params.top_k or params.min_p) and params.top_p == 1
         self._penalises = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -106,13 +108,20 @@ class Sampler:
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Probabilities [V] float64 of the token after `path`; one-hot when greedy."""
-        scores = self._processed(logits, path)
         params = self.params
+        if self._tempers_only and not self.follows_path:
+            weights: NDArray[np.float64] = logits.astype(np.float64)
+            weights -= weights.max()
+            weights /= params.temperature
+            np.exp(weights, out=weights)
+            weights /= weights.sum()
+            return weights
+        scores = self._processed(logits, path)
         if params.greedy:
             one_hot = np.zeros(len(scores))
             one_hot[scores.argmax()] = 1.0
             return one_hot
-        weights: NDArray[np.float64] = np.exp((scores - scores.max()) / params.temperature)
+        weights = np.exp((scores - scores.max()) / params.temperature)
         if params.min_p > 0:
             weights[weights < params.min_p] = 0.0  # the largest weight is one
         if 0 < params.top_k < len(weights):

@@ -103,7 +103,7 @@ def test_lookup_finds_the_last_earlier_occurrence(text: list[int], ngram: int, l
     "config",
     [
         SpeculativeConfig("chain", max_draft_len=6),
-        SpeculativeConfig("k-ary", branching=(2, 2, 1)),
+        SpeculativeConfig("k-ary", branching=(2, 2, 1), max_total_draft_tokens=10),
         SpeculativeConfig("topk", max_draft_len=4, frontier_width=5),
         SpeculativeConfig("dyspec", max_draft_len=4, frontier_width=3),
         SpeculativeConfig("dyspec-threshold", merge="gsd", max_draft_len=5),

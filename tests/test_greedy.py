@@ -17,7 +17,7 @@ CONFIGS = {
     "chain": SpeculativeConfig("chain", max_draft_len=4),
     "chain, confidence": SpeculativeConfig("chain", stop_rule="confidence", max_draft_len=8),
     "chain, lookup": SpeculativeConfig("chain", max_draft_len=3, lookup_ngram=2),
-    "k-ary": SpeculativeConfig("k-ary", branching=(2, 2, 1)),
+    "k-ary": SpeculativeConfig("k-ary", branching=(2, 2, 1), max_total_draft_tokens=10),
     "topk 8": SpeculativeConfig("topk", max_total_draft_tokens=8, max_draft_len=3),
     "topk 32": SpeculativeConfig("topk", max_total_draft_tokens=32, max_draft_len=8, frontier_width=8),
     "topk, entropy": SpeculativeConfig("topk", stop_rule="entropy", entropy_threshold=0.2),

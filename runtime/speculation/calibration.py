@@ -40,13 +40,18 @@ class Calibration:
     def __init__(self) -> None:
         self._accepted = np.zeros((RANKS, BINS))
         self._offered = np.zeros((RANKS, BINS))
+        self._estimates = self._estimated()
 
     def __call__(self, rank: int, share: float) -> float:
-        row, column = min(rank, RANKS - 1), bin_of(share)
-        accepted, offered = self._accepted[row], self._offered[row]
-        whole = (accepted.sum() + PRIOR * TYPICAL[row]) / (offered.sum() + PRIOR)
-        estimate = (accepted[column] + PRIOR * whole) / (offered[column] + PRIOR)
-        return float(min(max(estimate, FLOOR), 1 - FLOOR))
+        return self._estimates[min(rank, RANKS - 1)][bin_of(share)]
+
+    def _estimated(self) -> list[list[float]]:
+        """The estimate of each cell, drawn towards that of its whole rank, which is drawn towards what is typical."""
+        accepted, offered = self._accepted.sum(1), self._offered.sum(1)
+        whole = (accepted + PRIOR * np.array(TYPICAL)) / (offered + PRIOR)
+        cells = (self._accepted + PRIOR * whole[:, None]) / (self._offered + PRIOR)
+        estimates: list[list[float]] = cells.clip(FLOOR, 1 - FLOOR).tolist()
+        return estimates
 
     def update(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Enter one round: the rows that were accepted."""
@@ -59,6 +64,7 @@ class Calibration:
                 if child in kept:
                     self._accepted[cell] += 1
                     break
+        self._estimates = self._estimated()
 
 
 def bin_of(share: float) -> int:

@@ -62,9 +62,9 @@ class SpeculativeConfig:
     key: str = "calibrated"
     verify: str = AUTO
     max_draft_len: int = 5
-    max_total_draft_tokens: int = 11
+    max_total_draft_tokens: int = 7
     frontier_width: int = 4
-    branching: tuple[int, ...] = (2, 2, 1)
+    branching: tuple[int, ...] = (2, 1, 1)
     topology: tuple[int, ...] = ()
     draft_threshold: float = 0.05
     merge_ngram: int = 2

@@ -75,8 +75,9 @@ class DySpecLayers:
     """The tree of Algorithm 1 in a static shape: `depth` draft passes of at most `width` nodes, then the `size` best.
 
     Layer by layer, each layer's slots are drawn from in order of value, as long as a slot can still be among the best
-    `size` of the whole tree; `unroll` keeps those, ranked by pre-sample value. With enough width and depth this is the
-    tree of Algorithm 1 for the same random numbers, in `depth` passes instead of one per node.
+    `size` of the whole tree, counting the first token below each node that goes on; `unroll` keeps the best. With
+    enough width and depth this is the tree of Algorithm 1 for the same random numbers, in `depth` passes instead of one
+    per node.
     """
 
     def __init__(self, size: int, depth: int, width: int, estimate: Estimate = uncorrected, head: bool = False) -> None:
@@ -84,28 +85,41 @@ class DySpecLayers:
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child slot
         self._best = Best(size)
+        self._best.offer(0.0)  # the root's first child
 
     def frontier(self, graph: TokenGraph) -> list[int]:
         if not self._layer or graph.depths[self._layer[0]] >= self.depth:
             return []
-        useful = [node for node in self._layer if self._best.admits(self._reach[node])]
-        return sorted(useful, key=lambda node: -self._reach[node])[: self.width]
+        useful = [node for node in self._layer if self._best.holds(self._reach[node])]
+        useful.sort(key=lambda node: -self._reach[node])
+        for node in useful[self.width :]:  # nothing will be drawn below them
+            self._best.withdraw(self._reach[node])
+        return useful[: self.width]
 
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         self._layer = []
-        if self.head:
-            self._reach.update((node, estimated(graph, node)) for node in nodes if node in graph.acceptance)
+        for node in nodes if self.head else ():
+            if node in graph.acceptance:
+                self._best.withdraw(self._reach[node])
+                self._reach[node] = estimated(graph, node)
+                self._best.offer(self._reach[node])
         drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
-        while slots and self._best.admits(-slots[0][0]):
+        while slots:
             log_v, node = -slots[0][0], slots[0][1]
+            first = not graph.edges[node]
+            if not (self._best.holds(log_v) if first else self._best.admits(log_v)):
+                return
             y, share = drawings[node].draw(stream)
             a = self.estimate(len(graph.edges[node]), share)
             child = graph.add(node, y, log_v - graph.values[node], share)
             self._layer.append(child)
             self._reach[child] = log_v + math.log(a)
-            self._best.offer(log_v)
+            if not first:
+                self._best.offer(log_v)
+            if graph.depths[child] < self.depth:
+                self._best.offer(self._reach[child])
             next_slot(slots, drawings[node], log_v + log1m(a))
 
 

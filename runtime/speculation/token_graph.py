@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import math
 from typing import NamedTuple
 
@@ -22,20 +22,30 @@ class Edge(NamedTuple):
 
 
 class Best:
-    """The `size` largest log-values offered so far: what is not above the least of them cannot be kept."""
+    """Log-values of the tokens counted on so far: what is not among the `size` largest of them cannot be kept."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._heap: list[float] = []
+        self._values: list[float] = []  # ascending
 
     def offer(self, value: float) -> None:
-        heapq.heappush(self._heap, value)
-        if len(self._heap) > self._size:
-            heapq.heappop(self._heap)
+        """Count on a token of this value."""
+        bisect.insort(self._values, value)
+
+    def withdraw(self, value: float) -> None:
+        """No longer count on a token that was offered."""
+        del self._values[bisect.bisect_left(self._values, value)]
 
     def admits(self, value: float) -> bool:
-        """Whether a token of this value, offered now, would be among them. Ties go to the earlier token."""
-        return value > -math.inf and (len(self._heap) < self._size or value > self._heap[0])
+        """Whether one more token of this value would be among the largest. Ties go to the earlier token."""
+        return value > self._least()
+
+    def holds(self, value: float) -> bool:
+        """Whether a token that was offered with this value is among the largest."""
+        return value > -math.inf and value >= self._least()
+
+    def _least(self) -> float:
+        return self._values[-self._size] if len(self._values) >= self._size else -math.inf
 
 
 class TokenGraph:
