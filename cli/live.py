@@ -31,6 +31,7 @@ class PlainView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
 class LiveView:

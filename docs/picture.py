@@ -15,8 +15,8 @@ from rich.text import Text
 from draftwood.cli.live import DRAFTED, OWN, PROMPT, running
 from draftwood.runtime import LLM, SamplingParams
 
-TEXT = "class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n"
-COMMAND = "draftwood generate bundles/demo --prompt-file prompt.txt --temperature 0.7 --seed 4 --max-tokens 110"
+TEXT = "import os\nimport sys\n\n\ndef main(argv=None):\n"
+COMMAND = "draftwood generate bundles/demo --prompt-file prompt.txt --temperature 0.7 --seed 1 --max-tokens 110"
 
 
 def main(bundle: Path, picture: Path) -> None:
@@ -24,7 +24,7 @@ def main(bundle: Path, picture: Path) -> None:
     console.print(Text(f"$ {COMMAND}\n", style="bold"))
     text = Text(TEXT, style=PROMPT)
     with LLM(bundle) as llm:
-        for chunk in llm.stream(TEXT, SamplingParams(temperature=0.7, seed=4, max_tokens=110)):
+        for chunk in llm.stream(TEXT, SamplingParams(temperature=0.7, seed=1, max_tokens=110)):
             for piece in chunk.pieces:
                 text.append(piece.text, style=DRAFTED if piece.drafted else OWN)
     console.print(text, soft_wrap=True)
