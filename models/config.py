@@ -113,18 +113,9 @@ class LlamaConfig:
             eos_token_ids=token_ids(eos),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields, for the bundle's manifest."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if self.rope_scaling is not None:
-            scaling = self.rope_scaling
-            fields["rope_scaling"] = {name: getattr(scaling, name) for name in scaling.__dataclass_fields__}
-        fields["eos_token_ids"] = list(self.eos_token_ids)
-        return fields
-
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> LlamaConfig:
-        """The inverse of `to_dict`. Raises TypeError on unknown or missing fields."""
+        """The inverse of `dataclasses.asdict`, through JSON or not. Raises TypeError on unknown or missing fields."""
         scaling = fields.get("rope_scaling")
         return cls(
             **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_old_and_new_spelling_mean_the_same(spelling: dict[str, Any]) -> None:
     config = LlamaConfig.from_hf({**BASE, **spelling})
     assert config.rope_theta == 500000.0
     assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
-    assert LlamaConfig.from_dict(config.to_dict()) == config
+    assert LlamaConfig.from_dict(asdict(config)) == config
 
 
 def test_linear_scaling_by_the_oldest_spelling() -> None:
