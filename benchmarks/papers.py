@@ -98,7 +98,7 @@ class Bench:
 
     def acceptance_by_rank(self, temperature: float) -> list[float]:
         """The share of rounds in which each child of the root is the accepted one, by draw order."""
-        config = SpeculativeConfig("static", topology=(0,) * RANKS, verify="rejection")
+        config = SpeculativeConfig("static", topology=(0,) * RANKS, max_total_draft_tokens=RANKS, verify="rejection")
         decoder = Ranks(*self.engines, config, self.bundle.manifest.max_length, ())
         decoder.seen = []
         for _ in self.decode(decoder, temperature):

@@ -23,10 +23,23 @@ def grow(
     params: SamplingParams | None = None,
 ) -> tuple[TokenGraph, int]:
     """The graph below PROMPT, and the draft passes it took."""
-    engine = FakeEngine(predict, len(predict(PROMPT)), "draft", accept=accept)
-    proposer = DraftProposer(engine)
-    proposer.start(PROMPT)
     graph = TokenGraph(PROMPT[-1])
-    sampler = Sampler(params or SamplingParams(), PROMPT, (), len(predict(PROMPT)))
+    return graph, grow_below(graph, grower, predict, stream, stopper, accept, params)
+
+
+def grow_below(
+    graph: TokenGraph,
+    grower: Grower,
+    predict: Predict,
+    stream: RandomStream,
+    stopper: Stopper | None = None,
+    accept: Accept | None = None,
+    params: SamplingParams | None = None,
+) -> int:
+    """Grow a graph that may hold given tokens already; returns the draft passes it took."""
+    vocab_size = len(predict(PROMPT))
+    proposer = DraftProposer(FakeEngine(predict, vocab_size, "draft", accept=accept))
+    proposer.start(PROMPT)
+    sampler = Sampler(params or SamplingParams(), PROMPT, (), vocab_size)
     proposer.propose(graph, grower, stopper or Fixed(), sampler, stream)
-    return graph, proposer.passes
+    return proposer.passes

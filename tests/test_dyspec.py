@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from fakes import Predict, random_head, random_model
-from growth import grow
+from growth import PROMPT, grow, grow_below
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from draftwood.runtime.speculation.baseline import Grower, StaticTree, chain, k_ary
 from draftwood.runtime.speculation.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from draftwood.runtime.speculation.gsd import NoMerger
+from draftwood.runtime.speculation.lookup import graft_given
 from draftwood.runtime.speculation.specdecpp import SpecDecPP
 from draftwood.runtime.speculation.token_graph import TokenGraph
 from draftwood.runtime.speculation.token_tree import unroll
@@ -159,3 +160,14 @@ def test_no_two_siblings_carry_the_same_token() -> None:
         graph, _ = grow(grower(), random_model(5, 6), SlotStream(5))
         paths = [tuple(path) for path in paths_of(graph)]
         assert len(set(paths)) == len(paths), name
+
+
+def test_a_given_hypothesis_takes_nothing_from_the_drawn_tree() -> None:
+    """Prompt lookup beside DySpec: the same tokens are drawn as without it."""
+    for seed in range(10):
+        plain, given_graph = TokenGraph(PROMPT[-1]), TokenGraph(PROMPT[-1])
+        graft_given(given_graph, [3, 4])
+        for graph in (plain, given_graph):
+            grow_below(graph, DySpecLayers(5, 4, 4), random_model(seed, 8), SlotStream(seed))
+        drawn = [given_graph.path(node) for node in range(3, len(given_graph))]
+        assert drawn == [plain.path(node) for node in range(1, len(plain))]

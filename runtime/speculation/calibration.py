@@ -58,7 +58,10 @@ class Calibration:
         kept = set(accepted)
         children = tree.children()
         for row in (0, *accepted):
-            for rank, child in enumerate(children[row]):
+            drawn = [child for child in children[row] if child not in tree.certain]
+            if kept.intersection(children[row]).difference(drawn):
+                continue  # a given token was accepted: the drawn ones may never have been looked at
+            for rank, child in enumerate(drawn):
                 cell = min(rank, RANKS - 1), bin_of(tree.shares[child])
                 self._offered[cell] += 1
                 if child in kept:

@@ -60,7 +60,7 @@ class DySpecHeap:
                 return  # the draft has to score this node before anything can be drawn below it
             heapq.heappop(self._slots)
             y, share = self._drawings[node].draw(stream)
-            a = self.estimate(len(graph.edges[node]), share)
+            a = self.estimate(graph.num_drawn(node), share)
             child = graph.add(node, y, log_v - graph.values[node], share)
             heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
             if not self._drawings[node].exhausted and a < 1:
@@ -108,15 +108,15 @@ class DySpecLayers:
         drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
         while slots:
             log_v, node = -slots[0][0], slots[0][1]
-            first = not graph.edges[node]
-            if not (self._best.holds(log_v) if first else self._best.admits(log_v)):
+            rank = graph.num_drawn(node)
+            if not (self._best.admits(log_v) if rank else self._best.holds(log_v)):
                 return
             y, share = drawings[node].draw(stream)
-            a = self.estimate(len(graph.edges[node]), share)
+            a = self.estimate(rank, share)
             child = graph.add(node, y, log_v - graph.values[node], share)
             self._layer.append(child)
             self._reach[child] = log_v + math.log(a)
-            if not first:
+            if rank:  # a node's first child was counted on when the node was drawn
                 self._best.offer(log_v)
             if graph.depths[child] < self.depth:
                 self._best.offer(self._reach[child])
@@ -167,7 +167,7 @@ class DySpecThreshold:
                 heapq.heappop(slots)
                 continue
             y, share = drawings[node].draw(stream)
-            a = self.estimate(len(graph.edges[node]), share)
+            a = self.estimate(graph.num_drawn(node), share)
             gain = log_v - graph.values[node]
             twin = self._merger.match(graph, node, y)
             if twin is None:

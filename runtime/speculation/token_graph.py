@@ -106,6 +106,10 @@ class TokenGraph:
             stack.extend(following)
         return False
 
+    def num_drawn(self, node: int) -> int:
+        """Children that were drawn or chosen below `node`, given ones not counted."""
+        return sum(not edge.certain for edge in self.edges[node])
+
     def probability(self, node: int) -> float:
         """The draft's probability of a node's token after its father."""
         father = self.parents[node]
