@@ -51,7 +51,7 @@ types: setup
 bench: $(BUNDLE)/manifest.json
 	$(PY) benchmarks/host_time.py $(BUNDLE) --output benchmarks/results
 	$(PY) benchmarks/bandwidth.py --output benchmarks/results
-	$(PY) benchmarks/papers.py $(BUNDLE) --prompts $(PAIR)/prompts.jsonl --output benchmarks/results
+	$(PY) benchmarks/papers.py $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
 	$(PY) benchmarks/plots.py benchmarks/results/papers.json benchmarks/results/papers.svg
 
 gpu-check: setup

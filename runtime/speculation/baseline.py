@@ -182,6 +182,8 @@ def sequoia(acceptance: Sequence[float], size: int, depth: int) -> tuple[int, ..
         for nodes in range(2, size + 2):
             for children in range(1, min(ranks, nodes - 1) + 1):
                 for m in range(1, nodes):
+                    if best[level - 1, m] == -np.inf:  # no tree of this depth has so many nodes
+                        continue
                     value = with_children[nodes - m, children - 1] + acceptance[children - 1] * best[level - 1, m]
                     if value > with_children[nodes, children]:
                         with_children[nodes, children] = value

@@ -1,0 +1,30 @@
+"""The comparison of the papers' methods still runs: a default that changes elsewhere must not break it unnoticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from papers import BUDGETS, RANKS, Bench, configurations, summary
+
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.llm import check_fits
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_configuration_is_legal_and_fits_a_bundle(tiny_bundle: Path, budget: int) -> None:
+    bundle = EngineBundle.open(tiny_bundle)
+    for config in configurations(budget, [0.6, 0.2, 0.1], head=False).values():
+        check_fits(config, bundle)
+    assert len(configurations(budget, [0.6, 0.2, 0.1], head=True)) > len(configurations(budget, [0.6], head=False))
+
+
+def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
+    bench = Bench(EngineBundle.open(tiny_bundle), [[1, 5, 9], [1, 7]], max_tokens=6)
+    acceptance = bench.acceptance_by_rank(1.0)
+    assert len(acceptance) == RANKS and 0 <= sum(acceptance) <= 1
+    for config in configurations(8, acceptance, head=False).values():
+        counts = bench.run(config, 0.6)
+        assert [count.tokens for count in counts] == [6, 6]
+        row = summary(counts)
+        assert 1 <= row["tokens_per_target_pass"] <= 6 and row["verification_rate"] <= 1
