@@ -124,6 +124,7 @@ def configurations(budget: int, acceptance: Sequence[float], head: bool) -> dict
         "top-k + GSD": replace(tree, merge="gsd"),
         "DySpec": replace(tree, grow="dyspec", key="draft"),
         "DySpec calibrated": replace(tree, grow="dyspec", key="calibrated"),
+        "DySpec calibrated + GSD": replace(tree, grow="dyspec", merge="gsd"),
         "DySpec threshold": replace(tree, grow="dyspec-threshold", key="draft", draft_threshold=1 / budget),
         "DySpec threshold calibrated": replace(tree, grow="dyspec-threshold", draft_threshold=1 / budget),
         "DySpec threshold calibrated + GSD": replace(

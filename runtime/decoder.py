@@ -133,8 +133,9 @@ class SpeculativeDecoder:
         found = [] if self._lookup is None else self._lookup.propose()[:max_depth]
         if not config.chooses(greedy):
             graft_given(graph, found)
-        grower = config.grower(greedy, max_depth, self._calibration or uncorrected)
-        by_rule = self._proposer.propose(graph, grower, config.stopper(), sampler, streams.draft)
+        estimate = self._calibration or uncorrected
+        grower, stopper = config.grower(greedy, max_depth, estimate), config.stopper(estimate)
+        by_rule = self._proposer.propose(graph, grower, stopper, sampler, streams.draft)
         if config.chooses(greedy):
             graft_chosen(graph, found)
         tree = unroll(graph, config.max_tokens)

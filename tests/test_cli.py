@@ -104,7 +104,7 @@ def test_bench_counts_every_request_from_zero(
         ("generate BUNDLE --prompt x --min-p 2", "min_p"),
         ("generate BUNDLE --prompt x --stop-token-ids 99999", "stop_token_ids"),
         ("generate BUNDLE --prompt x --grow topk --verify block", "verify='match'"),
-        ("generate BUNDLE --prompt x --grow dyspec --merge gsd", "dyspec-threshold"),
+        ("generate BUNDLE --prompt x --grow dyspec --merge gsd --verify traversal", "verify='match'"),
         ("generate BUNDLE --prompt x --max-draft-len 0", "max_draft_len"),
         ("generate BUNDLE --prompt x --max-total-draft-tokens 500", "widest pass"),
         ("generate BUNDLE --prompt x --provider cuda", "onnxruntime-gpu"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from fakes import random_model
 from growth import grow
@@ -9,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.speculation.baseline import BestFirst
-from draftwood.runtime.speculation.dyspec import DySpecThreshold
+from draftwood.runtime.speculation.baseline import BestFirst, Grower, StaticTree, k_ary
+from draftwood.runtime.speculation.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from draftwood.runtime.speculation.gsd import GraphMerger, NoMerger, UnexpandedMerger
 from draftwood.runtime.speculation.token_graph import ROOT, TokenGraph
 from draftwood.runtime.speculation.token_tree import TokenTree, unroll
@@ -86,6 +88,23 @@ def test_merging_saves_draft_tokens_for_the_same_hypotheses() -> None:
         drafted += len({node for node in tree.nodes[1:]})
         proposed += len(tree) - 1
     assert drafted < 0.85 * proposed
+
+
+@pytest.mark.parametrize(
+    "grower",
+    [
+        lambda: DySpecLayers(30, 4, 6, merger=GraphMerger(0)),
+        lambda: DySpecHeap(30, merger=GraphMerger(0)),
+        lambda: StaticTree(k_ary((3, 2, 2)), GraphMerger(0)),
+    ],
+    ids=["layers", "heap", "k-ary"],
+)
+def test_merging_goes_on_top_of_any_grower(grower: Callable[[], Grower]) -> None:
+    """Recurring tokens become merge edges, so that fewer nodes carry at least as many hypotheses."""
+    graph, _ = grow(grower(), random_model(1, 6), seeded_streams(0).draft)
+    edges = sum(map(len, graph.edges))
+    assert edges > len(graph) - 1
+    assert sum(unroll(graph, 1000).merged) > 0
 
 
 def test_every_node_is_drafted_once() -> None:

@@ -42,6 +42,9 @@ GROWN: dict[str, dict[str, Any]] = {
     "dyspec-heap": {"grow": "dyspec-heap", "key": "draft", "max_total_draft_tokens": 3},
     "dyspec-threshold": {"grow": "dyspec-threshold", "draft_threshold": 0.2},
     "dyspec merged": {"grow": "dyspec-threshold", "merge": "gsd", "merge_ngram": 1, "draft_threshold": 0.1},
+    "layers merged": {"grow": "dyspec", "merge": "gsd", "merge_ngram": 1, "key": "draft"},
+    "heap merged": {"grow": "dyspec-heap", "merge": "gsd", "merge_ngram": 1, "max_total_draft_tokens": 3},
+    "k-ary merged": {"grow": "k-ary", "merge": "gsd", "merge_ngram": 1},
     "dyspec calibrated": {"grow": "dyspec", "key": "calibrated", "max_total_draft_tokens": 3},
     "merged calibrated": {
         "grow": "dyspec-threshold",

@@ -50,6 +50,25 @@ def test_the_released_rule_submits_one_token_more(seed: int) -> None:
     assert len(theirs) == min(len(ours) + 1, LONGEST + 1) and their_passes == our_passes
 
 
+@pytest.mark.parametrize("h", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_pass_is_spent_on_a_token_already_estimated_as_rejected(h: float, seed: int) -> None:
+    """The draft's probability is asked first: the tokens stay, the pass over the last one is saved."""
+    stopper = SpecDecPP(h, k_min=1, estimate=lambda rank, share: share)
+    graph, passes = drafted(stopper, seed)
+    *before, last = range(1, len(graph))
+
+    def survival(node: int) -> float:
+        return (1 - rejection(graph, graph.parents[node])) * graph.shares[node]
+
+    assert all(1 - survival(node) <= h for node in before)
+    scored = last in graph.acceptance
+    assert scored or 1 - survival(last) > h or graph.depths[last] == LONGEST
+    assert passes == len(graph) - (0 if scored else 1)
+    whole, _ = drafted(SpecDecPP(1.0, 1), seed)
+    assert graph.tokens == whole.tokens[: len(graph)]
+
+
 def test_the_bounds_hold_at_both_ends() -> None:
     """h = 0 proposes the minimum, h = 1 the maximum."""
     for seed in range(5):

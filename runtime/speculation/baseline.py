@@ -13,7 +13,7 @@ from ..engines.base import ForwardOutput
 from ..random import RandomStream
 from ..sampling import Sampler
 from .drawing import Drawing
-from .gsd import Merger
+from .gsd import NO_MERGER, Merger
 from .token_graph import ROOT, Best, TokenGraph
 
 
@@ -33,10 +33,12 @@ class StaticTree:
     """A shape fixed before anything is drawn; children are drawn from the draft without replacement.
 
     topology[i] is the parent of position i + 1; position 0 is the root, parents come first. (0, 1, 2, …) is the chain
-    of speculative decoding; `k_ary` and `sequoia` below make wider ones.
+    of speculative decoding; `k_ary` and `sequoia` below make wider ones. With a merger, what a position's token recurs
+    with takes its place.
     """
 
-    def __init__(self, topology: Sequence[int]) -> None:
+    def __init__(self, topology: Sequence[int], merger: Merger = NO_MERGER) -> None:
+        self._merger = merger
         self._children: list[list[int]] = [[] for _ in range(len(topology) + 1)]
         for position, parent in enumerate(topology, start=1):
             self._children[parent].append(position)
@@ -60,6 +62,10 @@ class StaticTree:
                 self._place(graph, node, *drawing.draw(stream), position)
 
     def _place(self, graph: TokenGraph, parent: int, token: int, share: float, position: int) -> None:
+        twin = self._merger.match(graph, parent, token)
+        if twin is not None:
+            graph.link(parent, twin, 0.0)
+            return
         child = graph.add(parent, token, 0.0, share)  # everything is kept: no token is worth more than another
         self._positions[child] = position
         self._layer.append(child)

@@ -8,7 +8,7 @@ from ...models.errors import ConfigError
 from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
 from .calibration import Calibration, Estimate, uncorrected
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
-from .gsd import GraphMerger, NoMerger, UnexpandedMerger
+from .gsd import NO_MERGER, GraphMerger, UnexpandedMerger
 from .lookup import PromptLookup
 from .specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .verifier import Verifier, block_verification, recursive_rejection, sample_and_match, traversal_verification
@@ -24,7 +24,7 @@ LOSSLESS: dict[str, tuple[str, ...]] = {
     "drawn chain": ("block", "traversal", "rejection", "match"),
     "drawn tree": ("traversal", "rejection", "match"),
     "drawn graph": ("rejection", "match"),  # merged branches share their draws
-    "chosen graph": ("match",),  # picked by score: p/q rules do not hold
+    "chosen graph": ("match",),  # tokens or merges picked by what they are: p/q rules do not hold
 }
 AUTO = "auto"
 GROWERS = ("chain", "k-ary", "static", "topk", "dyspec", "dyspec-heap", "dyspec-threshold")
@@ -43,7 +43,8 @@ class SpeculativeConfig:
     and "dyspec-threshold" are the paper's own forms; "topk" chooses the draft's most probable tokens. "auto": "topk"
     at temperature 0, "dyspec" above. At temperature 0, where every choice is free, tokens are chosen instead of drawn:
     fixed shapes take the most probable ones, "dyspec" is "topk". merge: "gsd" links sequences of `merge_ngram` tokens
-    that recur. stop_rule: when a branch ends before the limits. key: whose estimate of acceptance values DySpec's
+    that recur; among drawn tokens "dyspec-threshold" does it as rejection sampling needs, the others are
+    matched. stop_rule: when a branch ends before the limits. key: whose estimate of acceptance values DySpec's
     slots: the "draft"'s own probability as in the paper, that probability "calibrated" by the rounds before, or the
     trained "head" where the draft has read a token. verify: "match", "rejection", "block", "traversal", or "auto", the
     best one exact for the proposal. lookup_ngram: length of the n-gram whose last occurrence is proposed too, 0 for
@@ -123,11 +124,6 @@ class SpeculativeConfig:
                 f"this shape draws {len(self._static())} tokens, more than max_total_draft_tokens "
                 f"({self.max_total_draft_tokens}): drawn tokens must not be dropped; raise the one or lower the other"
             )
-        if self.merge == "gsd" and self.grow not in (AUTO, "topk", "dyspec-threshold"):
-            raise ConfigError(
-                f"merge='gsd' is not lossless for grow={self.grow!r}: drawn tokens would be dropped when the merged "
-                "graph outgrows its budget; use grow='dyspec-threshold', or grow='topk' with verify='match'"
-            )
         if self.merge == "gsd" and self.lookup_ngram and self.grow == "dyspec-threshold":
             raise ConfigError(
                 "lookup_ngram with merge='gsd' is not lossless for drawn tokens: a draw must not merge with a given "
@@ -137,11 +133,14 @@ class SpeculativeConfig:
     @property
     def proposal(self) -> str:
         """The kind of proposal that is made above temperature 0, a key of LOSSLESS."""
-        if self._grow(greedy=False) == "topk":
+        grow = self._grow(greedy=False)
+        if grow == "topk":
             return "chosen graph"
-        if self.merge == "gsd":
-            return "drawn graph"
-        return "drawn chain" if self._grow(greedy=False) == "chain" and not self.lookup_ngram else "drawn tree"
+        if (
+            self.merge == "gsd" and grow != "chain"
+        ):  # in a chain nothing can merge: its nodes are each other's ancestors
+            return "drawn graph" if grow == "dyspec-threshold" else "chosen graph"
+        return "drawn chain" if grow == "chain" and not self.lookup_ngram else "drawn tree"
 
     @property
     def needs_acceptance(self) -> bool:
@@ -171,31 +170,31 @@ class SpeculativeConfig:
         kind = self._grow(greedy)
         size, width, depth = self.max_total_draft_tokens, self.frontier_width, min(self.max_draft_len, max_depth)
         if kind == "chain" and greedy:
-            return BestFirst(size=depth, depth=depth, width=1, merger=NoMerger())  # without drawing from distributions
+            return BestFirst(size=depth, depth=depth, width=1, merger=NO_MERGER)  # without drawing from distributions
+        merger = GraphMerger(self.merge_ngram - 1) if self.merge == "gsd" else NO_MERGER
         if kind in ("k-ary", "static"):
             topology = shallow(self._static(), max_depth)
-            return RankedStaticTree(topology) if greedy else StaticTree(topology)
+            return RankedStaticTree(topology, merger) if greedy else StaticTree(topology, merger)
         if kind == "topk" or greedy:
-            merger = GraphMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
             return BestFirst(size, depth, width, merger, self.sibling_share, self.leaf_share)
         if kind == "dyspec":
-            return DySpecLayers(size, depth, width, estimate, self.key == "head")
+            return DySpecLayers(size, depth, width, estimate, self.key == "head", merger)
         if kind == "dyspec-heap":
-            return DySpecHeap(size, estimate, self.key == "head")
+            return DySpecHeap(size, estimate, self.key == "head", merger)
         if kind == "dyspec-threshold":
-            drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NoMerger()
+            drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NO_MERGER
             return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, estimate, self.key == "head")
         return StaticTree(chain(depth))
 
     def calibration(self) -> Calibration | None:
         """The table of one request, where the configuration corrects the draft's probabilities."""
-        drawn_by_value = self._grow(greedy=False).startswith("dyspec")
-        return Calibration() if drawn_by_value and self.key != "draft" else None
+        drawn_by_value = self._grow(greedy=False).startswith("dyspec") and self.key != "draft"
+        return Calibration() if drawn_by_value or self.stop_rule == "specdec++" else None
 
-    def stopper(self) -> Stopper:
-        """What ends a branch early."""
+    def stopper(self, estimate: Estimate = uncorrected) -> Stopper:
+        """What ends a branch early, where the draft's probabilities are corrected by `estimate`."""
         if self.stop_rule == "specdec++":
-            return SpecDecPP(self.rejection_threshold, self.min_draft_len)
+            return SpecDecPP(self.rejection_threshold, self.min_draft_len, estimate)
         if self.stop_rule == "specdec++-lagged":
             return SpecDecPPLagged(self.rejection_threshold, self.min_draft_len)
         if self.stop_rule == "confidence":

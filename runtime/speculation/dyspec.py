@@ -12,6 +12,10 @@ yield; that is the condition under which recursive rejection and traversal verif
 With `head`, where a head has estimated the acceptance of a node (SpecDec++), the child slot of that node uses the
 estimate instead of R[y]: it is known as soon as the draft has scored the node, when the slot can first be drawn from.
 
+A `merger` links a drawn token to a node that carries it already (GSD). In the heap and the layers a merge may depend
+on what was drawn below its end: such a graph is verified by matching. `DySpecThreshold` merges as rejection sampling
+asks.
+
 All values are natural logarithms. Errata of the printed Algorithm 2: `while v < t` is inverted.
 """
 
@@ -26,7 +30,7 @@ from ..random import RandomStream
 from ..sampling import Sampler
 from .calibration import Estimate, uncorrected
 from .drawing import Drawing
-from .gsd import Merger
+from .gsd import NO_MERGER, Merger
 from .token_graph import ROOT, Best, TokenGraph
 
 NEVER = -math.inf
@@ -36,8 +40,11 @@ class DySpecHeap:
     """Algorithm 1: m tokens, always from the most valuable slot of the whole tree. One draft pass per node whose child
     slot reaches the top: the reference for the static forms below, and the fewest draft rows."""
 
-    def __init__(self, m: int, estimate: Estimate = uncorrected, head: bool = False) -> None:
+    def __init__(
+        self, m: int, estimate: Estimate = uncorrected, head: bool = False, merger: Merger = NO_MERGER
+    ) -> None:
         self.m, self.estimate, self.head = m, estimate, head
+        self._merger = merger
         self._slots: list[tuple[float, int, int]] = [(0.0, 0, ROOT)]  # -log v, creation order, node
         self._created = 0
         self._drawings: dict[int, Drawing] = {}
@@ -61,8 +68,13 @@ class DySpecHeap:
             heapq.heappop(self._slots)
             y, share = self._drawings[node].draw(stream)
             a = self.estimate(graph.num_drawn(node), share)
-            child = graph.add(node, y, log_v - graph.values[node], share)
-            heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
+            gain = log_v - graph.values[node]
+            twin = self._merger.match(graph, node, y)
+            if twin is None:
+                child = graph.add(node, y, gain, share)
+                heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
+            else:
+                graph.link(node, twin, gain)
             if not self._drawings[node].exhausted and a < 1:
                 heapq.heappush(self._slots, self._slot(log_v + log1m(a), node))
 
@@ -80,8 +92,17 @@ class DySpecLayers:
     per node.
     """
 
-    def __init__(self, size: int, depth: int, width: int, estimate: Estimate = uncorrected, head: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        depth: int,
+        width: int,
+        estimate: Estimate = uncorrected,
+        head: bool = False,
+        merger: Merger = NO_MERGER,
+    ) -> None:
         self.depth, self.width, self.estimate, self.head = depth, width, estimate, head
+        self._merger = merger
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child slot
         self._best = Best(size)
@@ -113,13 +134,18 @@ class DySpecLayers:
                 return
             y, share = drawings[node].draw(stream)
             a = self.estimate(rank, share)
-            child = graph.add(node, y, log_v - graph.values[node], share)
-            self._layer.append(child)
-            self._reach[child] = log_v + math.log(a)
+            gain = log_v - graph.values[node]
+            twin = self._merger.match(graph, node, y)
             if rank:  # a node's first child was counted on when the node was drawn
                 self._best.offer(log_v)
-            if graph.depths[child] < self.depth:
-                self._best.offer(self._reach[child])
+            if twin is None:
+                child = graph.add(node, y, gain, share)
+                self._layer.append(child)
+                self._reach[child] = log_v + math.log(a)
+                if graph.depths[child] < self.depth:
+                    self._best.offer(self._reach[child])
+            else:
+                graph.link(node, twin, gain)
             next_slot(slots, drawings[node], log_v + log1m(a))
 
 

@@ -31,9 +31,12 @@ class NoMerger:
         return None
 
 
+NO_MERGER = NoMerger()
+
+
 @dataclass(frozen=True, slots=True)
 class GraphMerger:
-    """For chosen tokens, verified by matching: any recurrence of tau + 1 tokens that keeps the graph acyclic."""
+    """For any tokens, verified by matching: any recurrence of tau + 1 tokens that keeps the graph acyclic."""
 
     tau: int
 

@@ -110,6 +110,11 @@ class TokenGraph:
         """Children that were drawn or chosen below `node`, given ones not counted."""
         return sum(not edge.certain for edge in self.edges[node])
 
+    def rank(self, node: int) -> int:
+        """Siblings that were drawn or chosen before `node`."""
+        siblings = [edge.child for edge in self.edges[self.parents[node]] if not edge.certain]
+        return siblings.index(node) if node in siblings else 0
+
     def probability(self, node: int) -> float:
         """The draft's probability of a node's token after its father."""
         father = self.parents[node]
