@@ -18,8 +18,9 @@ from rich.table import Table
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
 from ..runtime.bundle import EngineBundle
+from ..runtime.cost import assumed, read_costs
 from ..runtime.decoder import SpeculativeDecoder
-from ..runtime.llm import check_fits
+from ..runtime.fit import fitted
 from ..runtime.metrics import SpecDecodeStats
 from ..runtime.random import seeded_streams
 from ..runtime.sampling import Sampler, SamplingParams
@@ -69,11 +70,16 @@ def run(args: argparse.Namespace) -> int:
         bundle.open_engine(TARGET, args.threads, args.provider),
         bundle.open_engine(DRAFT, args.draft_threads, args.provider),
     )
+    costs = read_costs(bundle.folder) or assumed(engines[0].spec.model, engines[1].spec.model)
     decoders = {}
     for name, config in configs.items():
-        if config is not None:
-            check_fits(config, bundle)
-        decoders[name] = SpeculativeDecoder(*engines, config, bundle.manifest.max_length, bundle.manifest.eos_token_ids)
+        decoders[name] = SpeculativeDecoder(
+            *engines,
+            None if config is None else fitted(config, bundle),
+            bundle.manifest.max_length,
+            bundle.manifest.eos_token_ids,
+            costs,
+        )
     eos, vocab_size = bundle.manifest.eos_token_ids, engines[0].spec.model.vocab_size
     runs: dict[str, list[Run]] = {name: [] for name in configs}
     console = Console(stderr=args.json)
@@ -147,13 +153,14 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
 def parse_config(text: str) -> SpeculativeConfig | None:
     """ "plain" (None), or a grower and perhaps its tokens ("chain:4", "topk:12"), then settings: "dyspec:16/key=draft".
 
-    A number is the depth of a chain, or the tokens of a tree. Settings are SpeculativeConfig's fields.
+    A number is the depth of a chain, or the tokens of a tree, and is kept to exactly; budget=cost makes it a limit.
+    Settings are SpeculativeConfig's fields.
     """
     shape, *settings = text.split("/")
     grow, _, size = shape.partition(":")
     if grow == PLAIN:
         return None
-    values: dict[str, Any] = {"grow": grow}
+    values: dict[str, Any] = {"grow": grow} | ({"budget": "fixed"} if size else {})
     types: dict[str, Any] = {field.name: type(field.default) for field in fields(SpeculativeConfig)}
     try:
         if size:

@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.explain)
     errors = Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
+        if llm.stale_costs:
+            differs = "; ".join(llm.stale_costs)
+            errors.print(f"── costs were measured elsewhere ({differs}): run draftwood profile", markup=False)
         prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
         recorder = RoundRecorder(token_texts(llm.tokenizer))
         observe = None if args.explain is None else recorder.observe

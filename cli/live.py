@@ -73,10 +73,13 @@ def running(stats: SpecDecodeStats) -> str:
 
 def summary(stats: SpecDecodeStats) -> str:
     """One line for the end of a text."""
-    line = f"── {running(stats)}"
-    if not stats.num_drafts:
-        return line
-    return line + (
-        f"; {stats.num_accepted_tokens} of {stats.num_draft_tokens} proposed tokens accepted in {stats.num_drafts} "
-        f"rounds (mean acceptance length {stats.mean_acceptance_length:.2f})"
-    )
+    parts = [f"── {running(stats)}"]
+    if stats.num_drafts:
+        parts.append(
+            f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} proposed tokens accepted in {stats.num_drafts} "
+            f"rounds (mean acceptance length {stats.mean_acceptance_length:.2f})"
+        )
+    if stats.switches:
+        last = stats.switches[-1]
+        parts.append(f"{last.reason} from token {last.token} on")
+    return "; ".join(parts)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..runtime.sampling import SamplingParams
-from ..runtime.speculation.config import AUTO, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
+from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
 
 T = TypeVar("T")
 
@@ -68,6 +68,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         ("stop_rule", STOPPERS, "when a branch ends before the limits"),
         ("key", KEYS, "whose estimate of acceptance DySpec grows by"),
         ("verify", (AUTO, *VERIFIERS), "how the target accepts"),
+        ("budget", BUDGETS, "cost: the measured costs choose below the limits; fixed: always up to them"),
     ):
         add_field(group, SpeculativeConfig, name, help, str, choices=choices)
     for name, kind, help in (

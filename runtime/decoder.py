@@ -9,13 +9,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .cost import CostModel
 from .engines.base import Engine, prefill
 from .metrics import SpecDecodeStats
 from .random import RandomStreams
-from .rounds import END_OF_ROOM, NO_SPECULATION, Observer, Proposal, Round, growth_end, target_probabilities
+from .rounds import (
+    END_OF_ROOM,
+    NO_SPECULATION,
+    NOT_WORTH_IT,
+    Observer,
+    Proposal,
+    Round,
+    growth_end,
+    target_probabilities,
+)
 from .sampling import Sampler
 from .speculation.calibration import Calibration, uncorrected
 from .speculation.config import SpeculativeConfig
+from .speculation.controller import Controller, Plan
 from .speculation.lookup import PromptLookup, graft_chosen, graft_given
 from .speculation.proposer import DraftProposer
 from .speculation.token_graph import TokenGraph
@@ -54,8 +65,13 @@ class SpeculativeDecoder:
         config: SpeculativeConfig | None,
         max_length: int,
         eos: Sequence[int],
+        costs: CostModel | None = None,
     ) -> None:
+        """costs: of both engines, by which rounds are planned where `config` has a budget of "cost"."""
         self._target = target
+        self._costs = costs
+        self._controller: Controller | None = None
+        self._within: dict[tuple[int, int], SpeculativeConfig] = {}  # the configuration under a plan's limits
         self._config = config if draft is not None else None
         self._cache: Any = target.new_cache()
         self._proposer = DraftProposer(draft) if draft is not None and config is not None else None
@@ -79,10 +95,11 @@ class SpeculativeDecoder:
         start = perf_counter()
         self._cache.truncate(0)
         prefill(self._target, self._cache, prompt[:-1])
-        if self._proposer is not None:
-            self._proposer.start(prompt)
-        self._lookup = None if self._config is None else self._config.lookup()
-        self._calibration = None if self._config is None else self._config.calibration()
+        if self._config is not None and self._proposer is not None:
+            self._begin(self._config, sampler.params.greedy)
+            # A draft that is not worth asking need not read the prompt either.
+            first = None if self._controller is None else self._controller.plan(len(prompt), self._max_length)
+            self._proposer.start(prompt, read=first is None or first.depth > 0)
         if self._lookup is not None:
             self._lookup.extend(prompt)
         begun = perf_counter()
@@ -92,7 +109,8 @@ class SpeculativeDecoder:
             # The longest path that still fits: one token is always the target's own.
             room = min(sampler.params.max_tokens - len(sampler.output), self._max_length - length)
             round_start, draft_before = perf_counter(), stats.draft_seconds
-            proposal = self._propose(root, room - 1, sampler, streams, observe is not None)
+            plan = None if self._controller is None else self._controller.plan(length, room - 1)
+            proposal = self._propose(root, room - 1, plan, sampler, streams, observe is not None)
             tree = proposal.tree
             logits, seconds = self._score(tree)
             stats.target_passes += 1
@@ -101,6 +119,10 @@ class SpeculativeDecoder:
             self._commit(tree, acceptance)
             if self._calibration is not None:
                 self._calibration.update(tree, acceptance.rows)
+            if self._controller is not None and plan is not None:
+                stats.record_plan(plan.depth > 0, *plan[2:])
+                if plan.depth:
+                    self._controller.observe(plan, tree, acceptance.rows)
             if len(tree) > 1:
                 stats.record_round(len(tree) - 1, len(acceptance.rows))
                 stats.num_merged_tokens += sum(tree.merged)
@@ -124,12 +146,30 @@ class SpeculativeDecoder:
             if reason is not None:
                 return
 
-    def _propose(self, root: int, max_depth: int, sampler: Sampler, streams: RandomStreams, explain: bool) -> Proposal:
+    def _begin(self, config: SpeculativeConfig, greedy: bool) -> None:
+        """What a request learns about itself starts anew with each."""
+        self._lookup, self._calibration = config.lookup(), config.calibration()
+        if self._costs is not None:
+            self._controller = config.controller(self._costs, self._target.spec.widths, greedy)
+
+    def _propose(
+        self,
+        root: int,
+        max_depth: int,
+        plan: Plan | None,
+        sampler: Sampler,
+        streams: RandomStreams,
+        explain: bool,
+    ) -> Proposal:
         """This round's proposal, or the bare root when none is wanted or none fits. explain: say why growth ended."""
         graph = TokenGraph(root)
         if self._proposer is None or self._config is None or max_depth < 1:
             return Proposal(graph, unroll(graph, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
         config, greedy = self._config, sampler.params.greedy
+        if plan is not None:
+            if not plan.depth:
+                return Proposal(graph, unroll(graph, 0), NOT_WORTH_IT)
+            config, max_depth = self._limited(config, plan), min(max_depth, plan.depth)
         found = [] if self._lookup is None else self._lookup.propose()[:max_depth]
         if not config.chooses(greedy):
             graft_given(graph, found)
@@ -140,6 +180,12 @@ class SpeculativeDecoder:
             graft_chosen(graph, found)
         tree = unroll(graph, config.max_tokens)
         return Proposal(graph, tree, growth_end(graph, tree, config, greedy, max_depth, by_rule) if explain else "")
+
+    def _limited(self, config: SpeculativeConfig, plan: Plan) -> SpeculativeConfig:
+        limits = plan.depth, plan.size
+        if limits not in self._within:
+            self._within[limits] = config.within(*limits)
+        return self._within[limits]
 
     def _score(self, tree: TokenTree) -> tuple[NDArray[np.float32], float]:
         """The target's logits [rows, V] and the seconds they took."""

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeGuard, cast, overload
+from typing import Any, Literal, NamedTuple, TypeGuard, cast, overload
 
-from ..models.bindings import ACCEPTANCE, DRAFT, TARGET
+from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
 from .bundle import EngineBundle
+from .cost import CostModel, assumed, differences, fingerprint, read_costs
 from .decoder import SpeculativeDecoder, TokenChunk, TokenLogprob
 from .detokenizer import IncrementalDetokenizer, StopChecker
+from .fit import fitted
 from .metrics import SpecDecodeStats
 from .random import seeded_streams
 from .rounds import Observer
@@ -22,6 +24,7 @@ from .speculation.config import SpeculativeConfig
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
+Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
 
 
 class TextPiece(NamedTuple):
@@ -82,15 +85,25 @@ class LLM:
         speculative: how to speculate; None decodes plainly and leaves the draft closed. threads: of the target's
         engine, 0 lets the backend choose. draft_threads: one is fastest for a small draft, which has less to compute
         than threads cost to wake. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
+
+        `stale_costs` then says how this machine differs from the one whose costs the bundle holds; draftwood profile
+        measures anew.
         """
         self.bundle = EngineBundle.open(Path(bundle))
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self.speculative = speculative
         self._target = self.bundle.open_engine(TARGET, threads, provider)
         self._draft = None
+        self._costs: CostModel | None = None
+        self.stale_costs: list[str] = []
         if speculative is not None:
+            self.speculative = fitted(speculative, self.bundle)
             self._draft = self.bundle.open_engine(DRAFT, draft_threads, provider)
-            check_fits(speculative, self.bundle)
+            measured = read_costs(self.bundle.folder)
+            self._costs = measured or assumed(self._target.spec.model, self._draft.spec.model)
+            if measured is not None:
+                here = fingerprint(self._target.spec.backend, threads, draft_threads)
+                self.stale_costs = differences(measured.machine, here)
         self._idle: deque[SpeculativeDecoder] = deque()
 
     @overload
@@ -122,9 +135,21 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         observe: Observer | None = None,
+        speculative: Speculation = "own",
     ) -> Iterator[StreamChunk]:
-        """Complete a prompt; one chunk per round. The prompt is checked before the first chunk is asked for."""
-        return self._stream(self.encode(prompt), params, observe)
+        """Complete a prompt; one chunk per round. Everything is checked before the first chunk is asked for, and no
+        cache is held until then. speculative: how this one request speculates. Raises RequestError or ConfigError."""
+        return self._stream(self.encode(prompt), params, self.resolved(speculative), observe)
+
+    def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
+        """How a request really speculates: "own" by name, limits fitted to the engines. Raises ConfigError."""
+        if speculative == "own":
+            return self.speculative
+        if speculative is None or speculative == self.speculative:
+            return speculative
+        if self._draft is None:
+            raise ConfigError("this LLM was opened without its draft: open it with a SpeculativeConfig")
+        return fitted(speculative, self.bundle)
 
     def chat(
         self,
@@ -143,6 +168,13 @@ class LLM:
         """Plain decoding over the target that is already open: what every other way must agree with."""
         manifest = self.bundle.manifest
         return SpeculativeDecoder(self._target, None, None, manifest.max_length, manifest.eos_token_ids)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """What the caches of one request may grow to, at four bytes per number: an upper bound."""
+        engines = [self._target] if self._draft is None else [self._target, self._draft]
+        models = [(engine.spec.capacity, engine.spec.model) for engine in engines]
+        return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
 
     def close(self) -> None:
         """Release both engines."""
@@ -181,7 +213,7 @@ class LLM:
         return tokens
 
     def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
-        chunks = list(self._stream(prompt, params, observe))
+        chunks = list(self._stream(prompt, params, self.speculative, observe))
         return GenerationResult(
             text="".join(chunk.text for chunk in chunks),
             token_ids=[token for chunk in chunks for token in chunk.token_ids],
@@ -192,27 +224,34 @@ class LLM:
         )
 
     def _stream(
-        self, prompt: list[int], params: SamplingParams, observe: Observer | None = None
+        self, prompt: list[int], params: SamplingParams, config: SpeculativeConfig | None, observe: Observer | None
     ) -> Iterator[StreamChunk]:
         eos = self.bundle.manifest.eos_token_ids
         sampler = Sampler(params, prompt, eos, self._target.spec.model.vocab_size)
+        return self._rounds(prompt, sampler, config, observe)
+
+    def _rounds(
+        self, prompt: list[int], sampler: Sampler, config: SpeculativeConfig | None, observe: Observer | None
+    ) -> Iterator[StreamChunk]:
         stats = SpecDecodeStats()
-        writer = TextWriter(self.tokenizer, prompt, params)
-        decoder = self._idle.pop() if self._idle else self._new_decoder()
+        writer = TextWriter(self.tokenizer, prompt, sampler.params)
+        decoder = self._idle.pop() if self._idle else None
+        if decoder is None or config != self.speculative:  # then the new caches replace the idle ones
+            decoder = self._new_decoder(config)
         try:
-            for chunk in decoder.generate(prompt, sampler, seeded_streams(params.seed), stats, observe):
+            for chunk in decoder.generate(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe):
                 written = writer.write(chunk, stats)
                 yield written
                 if written.finish_reason is not None:
                     return
         finally:
-            self._idle.append(decoder)
+            if config == self.speculative:
+                self._idle.append(decoder)
 
-    def _new_decoder(self) -> SpeculativeDecoder:
+    def _new_decoder(self, config: SpeculativeConfig | None) -> SpeculativeDecoder:
         manifest = self.bundle.manifest
-        return SpeculativeDecoder(
-            self._target, self._draft, self.speculative, manifest.max_length, manifest.eos_token_ids
-        )
+        draft = None if config is None else self._draft
+        return SpeculativeDecoder(self._target, draft, config, manifest.max_length, manifest.eos_token_ids, self._costs)
 
 
 class TextWriter:
@@ -261,32 +300,6 @@ class TextWriter:
             length -= len(piece.text)
             if piece.text:
                 yield piece
-
-
-def check_fits(speculative: SpeculativeConfig, bundle: EngineBundle) -> None:
-    """Raises ConfigError when a proposal needs more than the bundle's engines were built for."""
-    target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
-    if speculative.needs_acceptance and ACCEPTANCE.name not in draft.outputs:
-        raise ConfigError(
-            "this bundle's draft has no acceptance head, which stop_rule='specdec++' and key='head' read: build the "
-            "bundle with --acceptance-head (draftwood train-head makes one), or use stop_rule='confidence'"
-        )
-    if speculative.max_tokens + 1 > target.max_width:
-        raise ConfigError(
-            f"a proposal of {speculative.max_tokens} tokens and its root do not fit the target's widest pass of "
-            f"{target.max_width} rows: propose fewer, or rebuild with larger --widths"
-        )
-    if speculative.max_frontier > draft.max_width:
-        raise ConfigError(
-            f"{speculative.max_frontier} nodes do not fit the draft's widest pass of {draft.max_width} rows: "
-            "lower frontier_width or branching, or rebuild with larger --widths"
-        )
-    room = draft.capacity - bundle.manifest.max_length - draft.max_width
-    if speculative.max_draft_rows > room:
-        raise ConfigError(
-            f"a proposal scores up to {speculative.max_draft_rows} rows on the draft, whose cache has room for {room}: "
-            "lower max_draft_len or frontier_width, or rebuild with larger --widths"
-        )
 
 
 def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Switch(NamedTuple):
+    """Speculation went on or off. token: tokens emitted by then. reason: in words, with what the best proposal was
+    expected to bring over plain decoding."""
+
+    token: int
+    speculating: bool
+    reason: str
 
 
 @dataclass(slots=True)
@@ -14,7 +23,8 @@ class SpecDecodeStats:
     target accepted, before an end of text or length limit cuts the path. accepted_per_round[j]: rounds that accepted
     j tokens. num_merged_tokens: proposed tokens that a merge (GSD) saved the draft. num_tokens: tokens emitted.
     target_passes and draft_passes exclude the prompt; draft_rows are rows the draft scored. Seconds: time inside each
-    engine, and the whole of decoding, prompt excluded.
+    engine, and the whole of decoding, prompt excluded. Where the cost model plans the rounds: expected_tokens and
+    expected_seconds of all plans together, and every switch between speculation and plain decoding.
     """
 
     num_drafts: int = 0
@@ -30,6 +40,9 @@ class SpecDecodeStats:
     draft_seconds: float = 0.0
     decode_seconds: float = 0.0
     prompt_seconds: float = 0.0
+    expected_tokens: float = 0.0
+    expected_seconds: float = 0.0
+    switches: list[Switch] = field(default_factory=list)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -50,6 +63,21 @@ class SpecDecodeStats:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
+    def record_plan(self, speculating: bool, tokens: float, seconds: float, speed_up: float, probe: bool) -> None:
+        """One planned round, see `controller.Plan`. A probe is no switch."""
+        self.expected_tokens += tokens
+        self.expected_seconds += seconds
+        before = self.switches[-1].speculating if self.switches else True
+        if speculating != before and not probe:
+            how = "speculating" if speculating else "decoding plainly"
+            reason = f"{how} because a proposal promises {speed_up:.2f} times plain speed"
+            self.switches.append(Switch(self.num_tokens, speculating, reason))
+
+    @property
+    def expected_tokens_per_second(self) -> float:
+        """What the cost model promised; 0 where it did not plan."""
+        return self.expected_tokens / self.expected_seconds if self.expected_seconds else 0.0
+
     def record_round(self, drafted: int, accepted: int) -> None:
         """One verified proposal."""
         self.num_drafts += 1
@@ -61,5 +89,12 @@ class SpecDecodeStats:
     def to_dict(self) -> dict[str, Any]:
         """All counts and the derived rates, JSON-ready."""
         counts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        derived = ("mean_acceptance_length", "acceptance_rate", "host_seconds", "tokens_per_second")
+        counts["switches"] = [switch._asdict() for switch in self.switches]
+        derived = (
+            "mean_acceptance_length",
+            "acceptance_rate",
+            "host_seconds",
+            "tokens_per_second",
+            "expected_tokens_per_second",
+        )
         return counts | {name: getattr(self, name) for name in derived}

@@ -15,6 +15,7 @@ from .speculation.token_tree import TokenTree
 from .speculation.verifier import Acceptance
 
 NO_SPECULATION = "no speculation"
+NOT_WORTH_IT = "plain decoding is faster"
 END_OF_ROOM = "end of room"  # max_tokens or the context limit leaves no place for deeper tokens
 DEPTH_LIMIT = "depth limit"
 TOKEN_BUDGET = "token budget"

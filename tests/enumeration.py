@@ -9,6 +9,7 @@ import numpy as np
 from fakes import FakeEngine, mixture, random_head, random_model
 from numpy.typing import NDArray
 
+from draftwood.runtime.cost import CostModel
 from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.random import RandomStreams
@@ -56,13 +57,17 @@ def outcomes(run: Callable[[RandomStreams], tuple[int, ...]]) -> Iterator[tuple[
 
 
 def decoded(
-    target: FakeEngine, draft: FakeEngine | None, config: SpeculativeConfig | None, params: SamplingParams
+    target: FakeEngine,
+    draft: FakeEngine | None,
+    config: SpeculativeConfig | None,
+    params: SamplingParams,
+    costs: CostModel | None = None,
 ) -> Distribution:
     """The exact distribution of the decoder's output."""
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
         sampler = Sampler(params, PROMPT, (), target.spec.model.vocab_size)
-        decoder = SpeculativeDecoder(target, draft, config, 4096, ())
+        decoder = SpeculativeDecoder(target, draft, config, 4096, (), costs)
         chunks = decoder.generate(PROMPT, sampler, streams, SpecDecodeStats())
         return tuple(token for chunk in chunks for token in chunk.token_ids)
 

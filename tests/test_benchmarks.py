@@ -8,14 +8,14 @@ import pytest
 from papers import BUDGETS, RANKS, Bench, configurations, summary
 
 from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.llm import check_fits
+from draftwood.runtime.fit import refuse_too_large
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_configuration_is_legal_and_fits_a_bundle(tiny_bundle: Path, budget: int) -> None:
     bundle = EngineBundle.open(tiny_bundle)
     for config in configurations(budget, [0.6, 0.2, 0.1], head=False).values():
-        check_fits(config, bundle)
+        refuse_too_large(config, bundle)
     assert len(configurations(budget, [0.6, 0.2, 0.1], head=True)) > len(configurations(budget, [0.6], head=False))
 
 

@@ -38,7 +38,7 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     assert main(["inspect", str(bundle), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}
-    assert main(["generate", str(bundle), "--prompt", "hello", *GREEDY]) == 0
+    assert main(["generate", str(bundle), "--prompt", "hello", "--budget", "fixed", *GREEDY]) == 0
     text, summary = capsys.readouterr()
     assert text.endswith("\n") and "acceptance" in summary
 
@@ -47,7 +47,7 @@ def test_json_is_one_object_and_speculation_changes_nothing(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = []
-    for extra in (["--no-speculation"], [], ["--grow", "chain", "--max-draft-len", "3"], ["--merge", "gsd"]):
+    for extra in (["--no-speculation"], ["--budget", "fixed"], [], ["--grow", "chain", "--max-draft-len", "3"], ["--merge", "gsd"]):
         assert main(["generate", str(tiny_bundle), "--prompt", "hello", "--json", *GREEDY, *extra]) == 0
         outputs.append(json.loads(capsys.readouterr().out))
     assert len({tuple(output["token_ids"]) for output in outputs}) == 1

@@ -19,7 +19,8 @@ from draftwood.builder import parity
 from draftwood.builder.acceptance_data import load_frozen
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.head_training import HeadResult, HeadTraining
-from draftwood.builder.pipeline import BuildOptions, Step, build
+from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.progress import Step
 from draftwood.builder.train_head import train_head
 from draftwood.cli.main import main
 from draftwood.models import bindings
@@ -124,7 +125,7 @@ def test_the_graph_names_the_head(head_bundle: Path) -> None:
 @pytest.mark.parametrize("grow", ["chain", "topk"])
 def test_specdecpp_gives_the_plain_greedy_text(head_bundle: Path, stop_rule: str, grow: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    config = SpeculativeConfig(grow=grow, stop_rule=stop_rule, rejection_threshold=0.7)
+    config = SpeculativeConfig(grow=grow, stop_rule=stop_rule, rejection_threshold=0.7, budget="fixed")
     with LLM(head_bundle, None) as plain, LLM(head_bundle, config) as speculative:
         for prompt in PROMPTS:
             expected, found = plain.generate(prompt, params), speculative.generate(prompt, params)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ...models.errors import ConfigError
+from ..cost import CostModel
 from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
 from .calibration import Calibration, Estimate, uncorrected
+from .controller import Controller, Shapes
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from .gsd import NO_MERGER, GraphMerger, UnexpandedMerger
 from .lookup import PromptLookup
@@ -30,6 +33,7 @@ AUTO = "auto"
 GROWERS = ("chain", "k-ary", "static", "topk", "dyspec", "dyspec-heap", "dyspec-threshold")
 MERGERS = ("none", "gsd")
 KEYS = ("draft", "calibrated", "head")
+BUDGETS = ("cost", "fixed")
 STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
 SHARES = ("sibling_share", "leaf_share", "rejection_threshold", "confidence_threshold", "entropy_threshold")
 
@@ -50,6 +54,10 @@ class SpeculativeConfig:
     best one exact for the proposal. lookup_ngram: length of the n-gram whose last occurrence is proposed too, 0 for
     none; lookup_len tokens of it.
 
+    budget: "cost" lets the measured costs of both engines decide before each round how deep and how large to propose,
+    up to the limits below, or to decode plainly where that is faster; "fixed" always goes to the limits. "dyspec-heap"
+    has no depth to choose and is always fixed.
+
     max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes of a
     tree the draft scores in one pass, and children each may offer. draft_threshold: smallest value worth a draw
     ("dyspec-threshold"). rejection_threshold: probability of a rejection at which specdec++ stops, min_draft_len:
@@ -62,8 +70,9 @@ class SpeculativeConfig:
     stop_rule: str = "fixed"
     key: str = "calibrated"
     verify: str = AUTO
-    max_draft_len: int = 5
-    max_total_draft_tokens: int = 7
+    budget: str = "cost"
+    max_draft_len: int = 10
+    max_total_draft_tokens: int = 15
     frontier_width: int = 4
     branching: tuple[int, ...] = (2, 1, 1)
     topology: tuple[int, ...] = ()
@@ -85,6 +94,7 @@ class SpeculativeConfig:
             "stop_rule": STOPPERS,
             "key": KEYS,
             "verify": (AUTO, *VERIFIERS),
+            "budget": BUDGETS,
         }
         for name, names in choices.items():
             if getattr(self, name) not in names:
@@ -119,7 +129,7 @@ class SpeculativeConfig:
             raise ConfigError("topology must name each position's parent, an earlier position; 0 is the root")
         if self.grow == "static" and not self.topology:
             raise ConfigError("grow='static' needs a topology: baseline.sequoia and baseline.k_ary make them")
-        if self.grow in ("k-ary", "static") and len(self._static()) > self.max_total_draft_tokens:
+        if self.shaped and len(self._static()) > self.max_total_draft_tokens:
             raise ConfigError(
                 f"this shape draws {len(self._static())} tokens, more than max_total_draft_tokens "
                 f"({self.max_total_draft_tokens}): drawn tokens must not be dropped; raise the one or lower the other"
@@ -136,9 +146,8 @@ class SpeculativeConfig:
         grow = self._grow(greedy=False)
         if grow == "topk":
             return "chosen graph"
-        if (
-            self.merge == "gsd" and grow != "chain"
-        ):  # in a chain nothing can merge: its nodes are each other's ancestors
+        # In a chain nothing can merge: its nodes are each other's ancestors.
+        if self.merge == "gsd" and grow != "chain":
             return "drawn graph" if grow == "dyspec-threshold" else "chosen graph"
         return "drawn chain" if grow == "chain" and not self.lookup_ngram else "drawn tree"
 
@@ -148,12 +157,19 @@ class SpeculativeConfig:
         return self.stop_rule.startswith("specdec++") or self.key == "head"
 
     @property
+    def shaped(self) -> bool:
+        """Whether a proposal's shape is given beforehand."""
+        return self.grow in ("k-ary", "static")
+
+    @property
+    def max_given(self) -> int:
+        """The most tokens a prompt lookup adds to a proposal."""
+        return self.lookup_len if self.lookup_ngram else 0
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens one proposal may have, below its root."""
-        lookup = self.lookup_len if self.lookup_ngram else 0
-        if self.grow == "chain":
-            return self.max_draft_len + lookup
-        return self.max_total_draft_tokens + lookup
+        return (self.max_draft_len if self.grow == "chain" else self.max_total_draft_tokens) + self.max_given
 
     @property
     def max_frontier(self) -> int:
@@ -185,6 +201,29 @@ class SpeculativeConfig:
             drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NO_MERGER
             return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, estimate, self.key == "head")
         return StaticTree(chain(depth))
+
+    def controller(self, costs: CostModel, widths: Sequence[int], greedy: bool) -> Controller | None:
+        """What plans one request's rounds over a target of these widths; None for a fixed budget."""
+        if self.budget == "fixed" or (self._grow(greedy) == "dyspec-heap" and not greedy):
+            return None
+        return Controller(costs, self._shapes(widths), greedy)
+
+    def _shapes(self, widths: Sequence[int]) -> Shapes:
+        """The proposals a controller may choose from."""
+        if self.shaped:
+            shape = self._static()
+            return Shapes((len(shape),), max(depths_of(shape)), self.max_frontier, False, self.max_given)
+        if self.grow == "chain":
+            return Shapes((self.max_draft_len,), self.max_draft_len, 1, True, self.max_given)
+        most = self.max_total_draft_tokens
+        sizes = {most, *(width - 1 - self.max_given for width in widths if 0 < width - 1 - self.max_given < most)}
+        return Shapes(tuple(sorted(sizes)), self.max_draft_len, self.frontier_width, False, self.max_given)
+
+    def within(self, depth: int, size: int) -> SpeculativeConfig:
+        """The same configuration with a plan's limits; a shape given beforehand keeps its size."""
+        if self.shaped:
+            return self
+        return replace(self, max_draft_len=depth, max_total_draft_tokens=size)
 
     def calibration(self) -> Calibration | None:
         """The table of one request, where the configuration corrects the draft's probabilities."""
@@ -230,7 +269,7 @@ class SpeculativeConfig:
             return [1] * (self.max_draft_len - 1)
         if self.grow == "dyspec-heap":
             return [self.frontier_width] * max(self.max_total_draft_tokens, self.max_draft_len - 1)
-        if self.grow in ("k-ary", "static"):
+        if self.shaped:
             depths = depths_of(self._static())
             return [depths.count(depth) for depth in range(1, max(depths))]
         return [self.frontier_width] * (self.max_draft_len - 1)

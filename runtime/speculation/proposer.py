@@ -35,12 +35,14 @@ class DraftProposer:
         self.rows = 0
         self.seconds = 0.0
 
-    def start(self, prompt: Sequence[int]) -> None:
-        """Forget everything and read a prompt; its last token becomes the first root."""
+    def start(self, prompt: Sequence[int], read: bool = True) -> None:
+        """Forget everything; `read` what comes before the first root, the prompt's last token, or leave it pending."""
         self.passes, self.rows, self.seconds = 0, 0, 0.0
         self._cache.truncate(0)
-        prefill(self._engine, self._cache, prompt[:-1])
-        self._pending = list(prompt[-1:])
+        self._pending = list(prompt)
+        if read:
+            prefill(self._engine, self._cache, prompt[:-1])
+            self._pending = list(prompt[-1:])
 
     def propose(
         self, graph: TokenGraph, grower: Grower, stopper: Stopper, sampler: Sampler, stream: RandomStream

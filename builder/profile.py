@@ -1,0 +1,137 @@
+"""draftwood profile: what passes cost on this machine, measured the way a round runs them.
+
+A round alternates the engines, and each finds the processor's caches full of the other's weights. So do the passes
+here: every measured pass of one engine follows a pass of the other. Medians, since other programs run, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ..models.bindings import DRAFT, ROLES, TARGET
+from ..models.errors import ConfigError
+from ..runtime.cost import CostModel, HostCosts, PassCosts, fingerprint
+from ..runtime.decoder import SpeculativeDecoder
+from ..runtime.engines.base import Engine, TokenBatch, prefill
+from ..runtime.metrics import SpecDecodeStats
+from ..runtime.random import seeded_streams
+from ..runtime.sampling import Sampler, SamplingParams
+from ..runtime.speculation.config import SpeculativeConfig
+from .progress import Begin, Step
+
+CONTEXTS = (64, 512, 1536)
+REPEATS = 9
+HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
+HOST_ROUNDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both engines, opened as they will be used. max_length: tokens of prompt and output. threads, draft_threads: what
+    the engines were opened with."""
+
+    engines: Mapping[str, Engine]
+    max_length: int
+    threads: int
+    draft_threads: int
+
+
+def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeats: int = REPEATS) -> CostModel:
+    """Measure every width of both engines behind each context that fits; `begin` hears of every step.
+
+    Raises ConfigError when no context fits.
+    """
+    fitting = tuple(context for context in contexts if context <= pair.max_length)
+    if not fitting or repeats < 1:
+        raise ConfigError(
+            f"no context of {list(contexts)} fits this bundle's {pair.max_length} tokens: name shorter ones"
+        )
+    seconds: dict[str, list[tuple[float, ...]]] = {role: [] for role in ROLES}
+    for context in fitting:
+        widths = sorted({*pair.engines[TARGET].spec.widths, *pair.engines[DRAFT].spec.widths})
+        advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
+        for role, row in behind(pair, context, widths, repeats, advance).items():
+            seconds[role].append(row)
+    advance = begin(Step("Time outside the engines", 2 * len(HOST_TOKENS)))
+    greedy, sampled = (host(pair, temperature, advance) for temperature in (0.0, 1.0))
+    passes = {role: PassCosts(pair.engines[role].spec.widths, fitting, tuple(seconds[role])) for role in ROLES}
+    backend = pair.engines[TARGET].spec.backend
+    machine = fingerprint(backend, pair.threads, pair.draft_threads)
+    return CostModel(passes[TARGET], passes[DRAFT], greedy, sampled, machine)
+
+
+def behind(
+    pair: Pair, context: int, widths: Sequence[int], repeats: int, advance: Callable[[], None]
+) -> dict[str, tuple[float, ...]]:
+    """Median seconds of every width of each engine behind `context` committed rows."""
+    caches: dict[str, Any] = {}
+    for role, engine in pair.engines.items():
+        caches[role] = engine.new_cache()
+        prefill(engine, caches[role], [0] * context)
+    times: dict[str, dict[int, list[float]]] = {
+        role: {width: [] for width in engine.spec.widths} for role, engine in pair.engines.items()
+    }
+    for repeat in range(repeats + 1):
+        for width in widths:
+            for role, engine in pair.engines.items():
+                if width not in engine.spec.widths:
+                    continue
+                elapsed = timed(engine, caches[role], width)
+                if repeat:  # the first pass of a width binds its buffers
+                    times[role][width].append(elapsed)
+            if repeat:
+                advance()
+    return {
+        role: monotone([median(times[role][width]) for width in engine.spec.widths])
+        for role, engine in pair.engines.items()
+    }
+
+
+def timed(engine: Engine, cache: Any, width: int) -> float:
+    """Seconds of one pass over a chain of `width` rows, which is then forgotten."""
+    positions = np.arange(cache.length, cache.length + width)
+    batch = TokenBatch.padded([0] * width, positions, np.tri(width, dtype=np.bool_), width)
+    start = perf_counter()
+    engine.forward(batch, cache)
+    elapsed = perf_counter() - start
+    cache.truncate(cache.length)
+    return elapsed
+
+
+def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
+    """A wider pass costs no less: it could run a narrower one's rows. Noise says otherwise at times."""
+    return tuple(float(value) for value in np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1])
+
+
+def host(pair: Pair, temperature: float, advance: Callable[[], None]) -> HostCosts:
+    """Time outside the engines, of a round and of each proposed token, from proposals of two sizes."""
+    few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
+    rounds = []
+    for size in (few, many):
+        rounds.append(host_seconds(pair, size, temperature))
+        advance()
+    token = max(0.0, rounds[1] - rounds[0]) / max(1, many - few)
+    return HostCosts(max(0.0, rounds[0] - few * token), token)
+
+
+def host_seconds(pair: Pair, size: int, temperature: float) -> float:
+    """Median host seconds of a round that proposes `size` tokens."""
+    frontier = min(4, pair.engines[DRAFT].spec.max_width)
+    config = SpeculativeConfig(max_total_draft_tokens=size, max_draft_len=4, frontier_width=frontier, budget="fixed")
+    decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines[DRAFT], config, pair.max_length, ())
+    vocab_size = pair.engines[TARGET].spec.model.vocab_size
+    per_round = []
+    for seed in range(3):
+        params = SamplingParams(max_tokens=HOST_ROUNDS, temperature=temperature, ignore_eos=True)
+        stats = SpecDecodeStats()
+        prompt = [seed % vocab_size]
+        for _ in decoder.generate(prompt, Sampler(params, prompt, (), vocab_size), seeded_streams(seed), stats):
+            pass
+        per_round.append(stats.host_seconds / stats.target_passes)
+    return median(per_round)

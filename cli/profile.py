@@ -1,0 +1,94 @@
+"""draftwood profile: measure what passes cost on this machine and store it in the bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..builder.profile import CONTEXTS, Pair, measure
+from ..models.bindings import DRAFT, TARGET
+from ..models.errors import BundleError
+from ..runtime.bundle import EngineBundle
+from ..runtime.cost import CostModel, PassCosts
+from .options import add_engines, integers
+from .progress import progress
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("profile", help="measure this machine's costs, by which speculation is planned")
+    parser.add_argument("bundle", type=Path)
+    shown = ",".join(map(str, CONTEXTS))
+    parser.add_argument(
+        "--contexts", type=integers, default=CONTEXTS, help=f"committed tokens to measure behind (default {shown})"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engines(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    bundle = EngineBundle.open(args.bundle)
+    console = Console(stderr=args.json)
+    costs = profile(bundle, args.threads, args.draft_threads, args.provider, args.contexts, console)
+    if args.json:
+        print(json.dumps(asdict(costs)))
+    else:
+        console.print(table(costs), summary(costs))
+    return 0
+
+
+def profile(
+    bundle: EngineBundle, threads: int, draft_threads: int, provider: str, contexts: tuple[int, ...], console: Console
+) -> CostModel:
+    """Measure and store the costs of a bundle. Raises EngineError, ConfigError or BundleError."""
+    engines = {
+        TARGET: bundle.open_engine(TARGET, threads, provider),
+        DRAFT: bundle.open_engine(DRAFT, draft_threads, provider),
+    }
+    with progress(console) as begin:
+        costs = measure(Pair(engines, bundle.manifest.max_length, threads, draft_threads), begin, contexts)
+    for engine in engines.values():
+        engine.close()
+    try:
+        costs.write(bundle.folder)
+    except OSError as error:
+        raise BundleError(
+            f"the costs cannot be stored in {bundle.folder} ({error.strerror}): make it writable"
+        ) from error
+    return costs
+
+
+def table(costs: CostModel) -> Table:
+    """Milliseconds of a pass, one line for each number of rows."""
+    roles = {TARGET: costs.target, DRAFT: costs.draft}
+    columns = [f"{role}\nbehind {context}" for role, passes in roles.items() for context in passes.contexts]
+    result = Table("rows of a pass", *columns, box=box.SIMPLE, pad_edge=False)
+    for column in result.columns:
+        column.justify = "right"
+    for width in sorted({*costs.target.widths, *costs.draft.widths}):
+        cells = [cell for passes in roles.values() for cell in milliseconds(passes, width)]
+        result.add_row(str(width), *cells)
+    return result
+
+
+def milliseconds(passes: PassCosts, width: int) -> list[str]:
+    """One engine's cells of a line."""
+    if width not in passes.widths:
+        return [""] * len(passes.contexts)
+    return [f"{1e3 * row[passes.widths.index(width)]:.2f}" for row in passes.seconds]
+
+
+def summary(costs: CostModel) -> str:
+    """The rest, in words."""
+    lines = [f"Milliseconds on {costs.machine['processor']}, {costs.machine['cores']} cores."]
+    for name, host in (("temperature 0", costs.greedy), ("higher temperatures", costs.sampled)):
+        figures = f"{1e3 * host.round:.2f} a round and {1e3 * host.token:.3f} a proposed token"
+        lines.append(f"Outside the engines at {name}: {figures}.")
+    return "\n".join(lines)

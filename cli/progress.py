@@ -1,0 +1,26 @@
+"""Progress bars for long work, one per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from ..builder.progress import Begin, Step
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Begin]:
+    """What a builder announces its steps to."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+
+        def begin(step: Step) -> Callable[[], None]:
+            task = bars.add_task(step.title, total=step.units)
+            return lambda: bars.advance(task)
+
+        yield begin

@@ -1,0 +1,138 @@
+"""CostModel: what a pass of either engine costs on this machine, by rows and context; measured, stored, looked up.
+
+The table of a bundle is `costs.json` beside the manifest, written by `draftwood profile`. It belongs to a machine, not
+to the bundle, so it is not sealed with it: who copies a bundle elsewhere measures anew, and is told so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from ..models.config import LlamaConfig
+from ..models.errors import BundleError
+
+FILE = "costs.json"
+FORMAT = 1
+BYTES_PER_SECOND = 40e9  # of a machine nobody has measured: a small server's memory
+ROW_SHARE = 0.06  # what each further row adds to a pass there, as a share of the first
+ASSUMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """Seconds of one engine's passes. seconds[i][j]: `widths[j]` rows behind `contexts[i]` committed ones, both
+    ascending."""
+
+    widths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if any(list(axis) != sorted(set(axis)) or not axis for axis in (self.widths, self.contexts)):
+            raise ValueError(f"widths {self.widths} and contexts {self.contexts} must ascend")
+        shape = (len(self.contexts), len(self.widths))
+        if np.shape(self.seconds) != shape or not np.all(np.asarray(self.seconds) > 0):
+            raise ValueError(f"seconds must be {shape[0]} x {shape[1]} positive numbers")
+
+    def at(self, rows: int, context: int) -> float:
+        """Seconds of the smallest measured pass that holds `rows`, between the nearest contexts; the widest measured
+        one, in proportion, for more rows."""
+        column = next((index for index, width in enumerate(self.widths) if width >= rows), len(self.widths) - 1)
+        cells = [row[column] for row in self.seconds]
+        return float(np.interp(context, self.contexts, cells)) * max(1.0, rows / self.widths[column])
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds outside both engines: of every round, and of every token proposed in it."""
+
+    round: float
+    token: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of both engines on one machine. greedy, sampled: host time at temperature 0 and above. machine: see
+    `fingerprint`; empty where nothing was measured."""
+
+    target: PassCosts
+    draft: PassCosts
+    greedy: HostCosts
+    sampled: HostCosts
+    machine: Mapping[str, str | int]
+
+    def write(self, folder: Path) -> None:
+        """Replace the bundle's table; a reader never sees half of it. Raises OSError."""
+        staging = folder / f".{FILE}.{secrets.token_hex(4)}"
+        staging.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
+        staging.replace(folder / FILE)
+
+
+def read_costs(folder: Path) -> CostModel | None:
+    """The table of a bundle, None when nobody has measured. Raises BundleError when it cannot be read."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        passes = [
+            PassCosts(
+                tuple(content[role]["widths"]),
+                tuple(content[role]["contexts"]),
+                tuple(tuple(row) for row in content[role]["seconds"]),
+            )
+            for role in ("target", "draft")
+        ]
+        hosts = [HostCosts(**content[kind]) for kind in ("greedy", "sampled")]
+        return CostModel(*passes, *hosts, machine=dict(content["machine"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BundleError(f"{file} is damaged ({error}): run draftwood profile {folder}, or delete it") from error
+
+
+def fingerprint(backend: str, threads: int, draft_threads: int) -> dict[str, str | int]:
+    """What a table depends on: processor, cores this process may use, threads, the backend's release."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        release = version(backend)
+    except PackageNotFoundError:  # onnxruntime-gpu provides onnxruntime, too
+        release = "unknown"
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": cores,
+        "threads": threads,
+        "draft_threads": draft_threads,
+        "backend": f"{backend} {release}",
+    }
+
+
+def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]) -> list[str]:
+    """How this machine differs from the one a table was measured on, in words; empty when the table holds."""
+    return [
+        f"{name} {measured.get(name, 'unknown')} there, {value} here"
+        for name, value in here.items()
+        if measured.get(name) != value
+    ]
+
+
+def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:
+    """Costs nobody has measured: every pass reads all weights once at a usual memory's speed, rows add a little."""
+
+    def passes(model: LlamaConfig) -> PassCosts:
+        once = 4 * model.num_parameters / BYTES_PER_SECOND + 1e-4
+        return PassCosts(ASSUMED_ROWS, (0,), (tuple(once * (1 + ROW_SHARE * (rows - 1)) for rows in ASSUMED_ROWS),))
+
+    return CostModel(passes(target), passes(draft), HostCosts(1e-4, 1e-5), HostCosts(1.5e-4, 4e-5), {})

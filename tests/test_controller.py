@@ -1,0 +1,188 @@
+"""The controller: what it plans, what it learns, and that it never looks ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from costs import FREE, table
+from enumeration import PROMPT, decoded, pair, total_variation
+from fakes import FakeEngine, mixture, random_model
+
+from draftwood.runtime.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.controller import Controller, Plan, Shapes
+from draftwood.runtime.speculation.token_graph import TokenGraph
+from draftwood.runtime.speculation.token_tree import TokenTree, unroll
+
+CHAIN = Shapes((12,), 12, 1, True, 0)
+TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
+DEAR_DRAFT = 3.0  # passes of the target
+
+
+def bare() -> TokenTree:
+    return unroll(TokenGraph(0), 0)
+
+
+def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[Plan]:
+    """Plans of a request whose draft's chain is accepted with probability alpha per token, at random."""
+    controller, rng = Controller(costs, shapes, greedy=True), np.random.default_rng(0)
+    plans = []
+    for _ in range(rounds):
+        plan = controller.plan(100, 1000)
+        plans.append(plan)
+        if plan.depth:
+            accepted = int((np.cumprod(rng.random(plan.depth) < alpha)).sum())
+            controller.observe(plan, bare(), list(range(1, accepted + 1)))
+    return plans
+
+
+def chain_speed(alpha: float, depth: int, draft: float) -> float:
+    """Expected speed of a chain over plain decoding, in closed form (Leviathan et al., 2211.17192, theorem 3.8)."""
+    return (1 - alpha ** (depth + 1)) / (1 - alpha) / (1 + depth * draft)
+
+
+@pytest.mark.parametrize("draft", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.9])
+def test_the_chain_is_about_as_long_as_theory_wants(alpha: float, draft: float) -> None:
+    plans = settled(table(1.0, draft), CHAIN, alpha)[100:]
+    best = max(1.0, *(chain_speed(alpha, depth, draft) for depth in range(1, 13)))
+    got = [chain_speed(alpha, plan.depth, draft) if plan.depth else 1.0 for plan in plans]
+    assert np.mean(got) > 0.95 * best
+
+
+def test_a_draft_that_is_never_right_is_asked_almost_never() -> None:
+    plans = settled(table(1.0, 0.3), CHAIN, 0.0)
+    spent = sum(plan.seconds for plan in plans)
+    tokens = sum(1 for _ in plans)  # nothing is ever accepted
+    assert spent / tokens < 1.05
+    assert not plans[-1].depth or plans[-1].probe
+
+
+def test_a_draft_dearer_than_what_it_can_save_is_never_asked() -> None:
+    assert not any(plan.depth and not plan.probe for plan in settled(table(1.0, DEAR_DRAFT), CHAIN, 1.0))
+
+
+def test_speculation_comes_back_when_the_draft_improves() -> None:
+    controller = Controller(table(1.0, 0.3), CHAIN, greedy=True)
+    for right in (False, True):
+        plans = []
+        for _ in range(400):
+            plan = controller.plan(100, 1000)
+            plans.append(plan)
+            if plan.depth:
+                controller.observe(plan, bare(), list(range(1, plan.depth + 1)) if right else [])
+        assert bool(plans[-1].depth and not plans[-1].probe) is right
+        assert any(plan.probe for plan in plans)
+
+
+def test_the_size_follows_the_price_of_rows() -> None:
+    """Free rows are all used; rows as dear as passes are not."""
+
+    def size(row: float) -> int:
+        controller = Controller(table(1.0, 0.01, row), TREES, greedy=True)
+        for _ in range(200):
+            plan = controller.plan(0, 100)
+            accepted = [row for row in (1, 4, 9) if row <= plan.size][: plan.depth]
+            controller.observe(plan, bare(), accepted)
+        return plan.size
+
+    assert size(0.0) == 15
+    assert size(0.9) <= 1
+
+
+def test_one_round_teaches_every_smaller_budget() -> None:
+    """Row 4 at depth 2 is beyond a budget of 3, which would have got one token."""
+    controller = Controller(table(), TREES, greedy=True)
+    for _ in range(300):
+        controller.observe(Plan(3, 7, 0.0, 0.0, 0.0, False), bare(), [1, 4])
+    expected = controller._expected()
+    assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
+    assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
+    assert expected[2, 2] - expected[1, 2] > 0.7
+
+
+def test_no_plan_is_deeper_than_there_is_room() -> None:
+    controller = Controller(table(1.0, 0.001), CHAIN, greedy=True)
+    assert [controller.plan(0, room).depth for room in (0, 1, 2)] == [0, 1, 2]
+
+
+def test_costs_follow_the_context() -> None:
+    costs = table(1.0, 0.1)
+    dearer = PassCosts(costs.draft.widths, (0, 1000), (costs.draft.seconds[0], (9.0,) * len(costs.draft.widths)))
+    longer = CostModel(costs.target, dearer, FREE, FREE, {})
+    controller = Controller(longer, CHAIN, greedy=True)
+    assert controller.plan(0, 100).depth > 0 and controller.plan(1000, 100).depth == 0
+
+
+def rounds(config: SpeculativeConfig, costs: CostModel | None, agreement: float) -> SpecDecodeStats:
+    """200 tokens of a draft that is the target itself to the degree `agreement`."""
+    truth = random_model(0, 6)
+    draft = FakeEngine(mixture(truth, random_model(1, 6), agreement), 6, "draft")
+    decoder = SpeculativeDecoder(FakeEngine(truth, 6), draft, config, 4096, (), costs)
+    stats, params = SpecDecodeStats(), SamplingParams(max_tokens=200)
+    for _ in decoder.generate(PROMPT, Sampler(params, PROMPT, (), 6), seeded_streams(0), stats):
+        pass
+    return stats
+
+
+def test_the_stats_tell_what_was_expected_and_why_it_switched() -> None:
+    chain = SpeculativeConfig("chain")
+    good, bad = rounds(chain, table(1.0, 0.35), 1.0), rounds(chain, table(1.0, 0.6), 0.0)
+    assert good.switches == [] and good.expected_tokens_per_second > 1
+    assert good.mean_acceptance_length > 3
+    assert not bad.switches[0].speculating and "decoding plainly" in bad.switches[0].reason
+    assert bad.num_drafts < 0.2 * bad.target_passes
+    assert rounds(SpeculativeConfig("chain", budget="fixed"), table(), 1.0).expected_seconds == 0
+    assert rounds(SpeculativeConfig("chain"), None, 1.0).expected_seconds == 0
+
+
+def test_a_draft_not_worth_asking_does_not_read_the_prompt() -> None:
+    truth = random_model(0, 6)
+    draft = FakeEngine(truth, 6, "draft")
+    decoder = SpeculativeDecoder(
+        FakeEngine(truth, 6), draft, SpeculativeConfig("chain"), 4096, (), table(1.0, DEAR_DRAFT)
+    )
+    params = SamplingParams(max_tokens=20)
+    for _ in decoder.generate(PROMPT, Sampler(params, PROMPT, (), 6), seeded_streams(0), SpecDecodeStats()):
+        pass
+    assert draft.passes == 0
+
+
+LOSSLESS = {
+    "auto": SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2),
+    "chain": SpeculativeConfig("chain", max_draft_len=2),
+    "topk": SpeculativeConfig("topk", max_draft_len=2, max_total_draft_tokens=3, frontier_width=2),
+    "k-ary": SpeculativeConfig("k-ary", branching=(2, 1), max_total_draft_tokens=4),
+    "dyspec-threshold": SpeculativeConfig("dyspec-threshold", max_draft_len=2, max_total_draft_tokens=3),
+}
+# Prices at which one accepted or rejected token changes the next plan.
+NEAR = (table(1.0, 0.45), table(1.0, 0.3, 0.05), table(1.0, 0.55, host=HostCosts(0.0, 0.01)))
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_planning_changes_no_distribution(name: str) -> None:
+    """I2 with plans made from what earlier rounds accepted: every random outcome, as without speculation."""
+    params = SamplingParams(max_tokens=4)
+    for seed, costs in enumerate(NEAR):
+        target, draft = pair(seed, 2)
+        expected = decoded(target, None, None, params)
+        found = decoded(target, draft, LOSSLESS[name], params, costs)
+        assert total_variation(found, expected) < 1e-12
+
+
+def test_these_prices_do_make_plans_differ() -> None:
+    """Without that the proof above would prove nothing."""
+    controller = Controller(NEAR[0], CHAIN, greedy=False)
+    first = controller.plan(10, 100)
+    later: list[Sequence[int]] = []
+    for accepted in ([], list(range(1, first.depth + 1))):
+        controller = Controller(NEAR[0], CHAIN, greedy=False)
+        controller.observe(controller.plan(10, 100), bare(), accepted)
+        later.append(controller.plan(10, 100)[:2])
+    assert later[0] != later[1]

@@ -1,0 +1,101 @@
+"""The table of costs: lookups, storage, whose machine it describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from costs import table
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.models.config import LlamaConfig
+from draftwood.models.errors import BundleError
+from draftwood.runtime.cost import FILE, PassCosts, assumed, differences, fingerprint, read_costs
+
+MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "seconds"),
+    [
+        (1, 100, 1.0),
+        (2, 100, 2.0),
+        (4, 100, 2.0),
+        (5, 200, 6.0),
+        (8, 300, 9.0),
+        (1, 0, 1.0),
+        (1, 900, 3.0),
+        (16, 100, 6.0),
+    ],
+)
+def test_the_smallest_pass_that_holds_the_rows_between_the_nearest_contexts(
+    rows: int, context: int, seconds: float
+) -> None:
+    assert MEASURED.at(rows, context) == pytest.approx(seconds)
+
+
+@given(st.integers(1, 20), st.integers(0, 400))
+def test_more_rows_or_a_longer_context_never_cost_less(rows: int, context: int) -> None:
+    assert MEASURED.at(rows + 1, context) >= MEASURED.at(rows, context)
+    assert MEASURED.at(rows, context + 10) >= MEASURED.at(rows, context)
+
+
+@pytest.mark.parametrize(
+    ("widths", "contexts", "seconds"),
+    [
+        ((2, 1), (0,), ((1.0, 1.0),)),
+        ((1, 2), (0,), ((1.0,),)),
+        ((1,), (0,), ((0.0,),)),
+        ((1,), (), ()),
+    ],
+)
+def test_a_table_of_another_shape_is_refused(
+    widths: tuple[int, ...], contexts: tuple[int, ...], seconds: tuple[tuple[float, ...], ...]
+) -> None:
+    with pytest.raises(ValueError, match="must"):
+        PassCosts(widths, contexts, seconds)
+
+
+def test_a_table_comes_back_as_it_was_stored(tmp_path: Path) -> None:
+    assert read_costs(tmp_path) is None
+    costs = table(1.0, 0.125)
+    costs.write(tmp_path)
+    assert read_costs(tmp_path) == costs
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 1, "target": 3}'])
+def test_a_damaged_table_names_the_fix(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(BundleError, match="draftwood profile"):
+        read_costs(tmp_path)
+
+
+def test_half_a_table_is_damaged(tmp_path: Path) -> None:
+    table().write(tmp_path)
+    content = json.loads((tmp_path / FILE).read_text())
+    del content["draft"]["seconds"]
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(BundleError, match="damaged"):
+        read_costs(tmp_path)
+
+
+def test_another_machine_is_noticed() -> None:
+    here = fingerprint("onnxruntime", 0, 1)
+    assert differences(here, here) == []
+    there = {**here, "processor": "abacus", "cores": 999}
+    assert differences(there, here) == [
+        f"processor abacus there, {here['processor']} here",
+        f"cores 999 there, {here['cores']} here",
+    ]
+    assert len(differences({}, here)) == len(here)
+
+
+def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
+    small = LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 10000.0)
+    large = LlamaConfig(32000, 1024, 2816, 12, 16, 4, 64, 2048, 1e-5, 10000.0)
+    costs = assumed(large, small)
+    assert costs.target.at(1, 0) > 10 * costs.draft.at(1, 0)
+    assert costs.target.at(1, 0) < costs.target.at(8, 0) < 2 * costs.target.at(1, 0)

@@ -1,0 +1,96 @@
+"""draftwood profile: every pass is measured, the table lands in the bundle, and the next request plans by it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from costs import table
+
+from draftwood.builder.profile import Pair, measure, monotone
+from draftwood.builder.progress import Step
+from draftwood.cli.main import main
+from draftwood.models.bindings import ROLES
+from draftwood.models.errors import ConfigError
+from draftwood.runtime import LLM, SamplingParams
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.cost import FILE, fingerprint, read_costs
+
+
+def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
+    bundle, units = EngineBundle.open(tiny_bundle), dict[str, int]()
+
+    def begin(step: Step) -> Callable[[], None]:
+        units[step.title] = step.units
+
+        def advance() -> None:
+            units[step.title] -= 1
+
+        return advance
+
+    engines = {role: bundle.open_engine(role, threads=1) for role in ROLES}
+    longest = bundle.manifest.max_length
+    costs = measure(Pair(engines, longest, 1, 1), begin, contexts=(8, 16, longest + 1), repeats=2)
+    for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
+        assert passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
+        assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
+    assert costs.machine["threads"] == 1 and "onnxruntime" in str(costs.machine["backend"])
+    assert costs.greedy.round > 0 or costs.greedy.token > 0
+    assert len(units) == 3 and set(units.values()) == {0}
+
+
+def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
+    bundle = EngineBundle.open(tiny_bundle)
+    engines = {role: bundle.open_engine(role) for role in ROLES}
+    with pytest.raises(ConfigError, match="name shorter ones"):
+        measure(Pair(engines, bundle.manifest.max_length, 0, 1), lambda step: lambda: None, contexts=(10**6,))
+
+
+def test_noise_does_not_make_a_wider_pass_cheaper() -> None:
+    assert monotone([1.0, 3.0, 2.0, 5.0, 4.5]) == (1.0, 2.0, 2.0, 4.5, 4.5)
+
+
+def test_the_command_stores_what_generate_then_reads(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    (bundle / FILE).unlink(missing_ok=True)
+    assert main(["profile", str(bundle), "--contexts", "8", "--threads", "1"]) == 0
+    assert "rows of a pass" in capsys.readouterr().out
+    assert main(["profile", str(bundle), "--contexts", "8,32", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    costs = read_costs(bundle)
+    assert costs is not None and shown["target"]["contexts"] == [8, 32] == list(costs.target.contexts)
+    with LLM(bundle) as llm:
+        stats = llm.generate("hello", SamplingParams(max_tokens=20, ignore_eos=True)).stats
+    plain = costs.target.at(1, 8)
+    assert stats.expected_seconds >= stats.target_passes * plain * 0.5
+    EngineBundle.open(bundle)  # the table is no part of what is sealed
+
+
+def test_a_damaged_table_is_one_clear_line(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    (bundle / FILE).write_text("{}")
+    assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 2
+    assert "draftwood profile" in capsys.readouterr().err
+
+
+def test_costs_from_another_machine_are_noticed(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    foreign = {**fingerprint("onnxruntime", 0, 1), "processor": "abacus"}
+    replace(table(), machine=foreign).write(bundle)
+    with LLM(bundle) as llm:
+        assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]
+    assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 0
+    assert "measured elsewhere" in capsys.readouterr().err
+    assert main(["profile", str(bundle), "--contexts", "8"]) == 0
+    with LLM(bundle) as llm:
+        assert llm.stale_costs == []
