@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,18 +87,20 @@ def read_costs(folder: Path) -> CostModel | None:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}")
-        passes = [
-            PassCosts(
-                tuple(content[role]["widths"]),
-                tuple(content[role]["contexts"]),
-                tuple(tuple(row) for row in content[role]["seconds"]),
-            )
-            for role in ("target", "draft")
-        ]
-        hosts = [HostCosts(**content[kind]) for kind in ("greedy", "sampled")]
-        return CostModel(*passes, *hosts, machine=dict(content["machine"]))
+        return CostModel(
+            read_passes(content["target"]),
+            read_passes(content["draft"]),
+            HostCosts(**content["greedy"]),
+            HostCosts(**content["sampled"]),
+            dict(content["machine"]),
+        )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BundleError(f"{file} is damaged ({error}): run draftwood profile {folder}, or delete it") from error
+
+
+def read_passes(content: Mapping[str, Any]) -> PassCosts:
+    rows = tuple(tuple(row) for row in content["seconds"])
+    return PassCosts(tuple(content["widths"]), tuple(content["contexts"]), rows)
 
 
 def fingerprint(backend: str, threads: int, draft_threads: int) -> dict[str, str | int]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel
-from .engines.base import Engine, prefill
+from .engines.base import Engine, ForwardOutput, Pass, Passes, forward, prefill_passes
 from .metrics import SpecDecodeStats
 from .random import RandomStreams
 from .rounds import (
@@ -50,6 +51,26 @@ class TokenChunk(NamedTuple):
     num_drafted: int
     logprobs: list[TokenLogprob]
     finish_reason: str | None
+
+
+C = TypeVar("C")
+Steps = Generator[Pass | C, ForwardOutput | None, None]  # passes to be answered with their outputs, and chunks
+
+
+def drive(steps: Steps[C]) -> Iterator[C]:
+    """The chunks, every pass run as soon as it is asked for."""
+    answer: ForwardOutput | None = None
+    with closing(steps):  # what it holds is free at once, also when a pass fails or nobody wants the rest
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                return
+            if isinstance(step, Pass):
+                answer = step.run()
+            else:
+                answer = None
+                yield step
 
 
 class SpeculativeDecoder:
@@ -92,14 +113,26 @@ class SpeculativeDecoder:
 
         observe: is shown every round before its tokens are committed; draws nothing, and its time is not counted.
         """
+        return drive(self.steps(prompt, sampler, streams, stats, observe))
+
+    def steps(
+        self,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        streams: RandomStreams,
+        stats: SpecDecodeStats,
+        observe: Observer | None = None,
+    ) -> Steps[TokenChunk]:
+        """The same for whoever runs the passes: yields each pass it needs, to be answered with its output, and each
+        chunk, to be answered with None."""
         start = perf_counter()
         self._cache.truncate(0)
-        prefill(self._target, self._cache, prompt[:-1])
+        yield from prefill_passes(self._target, self._cache, prompt[:-1])
         if self._config is not None and self._proposer is not None:
             self._begin(self._config, sampler.params.greedy)
             # A draft that is not worth asking need not read the prompt either.
             first = None if self._controller is None else self._controller.plan(len(prompt), self._max_length)
-            self._proposer.start(prompt, read=first is None or first.depth > 0)
+            yield from self._proposer.start(prompt, read=first is None or first.depth > 0)
         if self._lookup is not None:
             self._lookup.extend(prompt)
         begun = perf_counter()
@@ -110,9 +143,12 @@ class SpeculativeDecoder:
             room = min(sampler.params.max_tokens - len(sampler.output), self._max_length - length)
             round_start, draft_before = perf_counter(), stats.draft_seconds
             plan = None if self._controller is None else self._controller.plan(length, room - 1)
-            proposal = self._propose(root, room - 1, plan, sampler, streams, observe is not None)
+            proposal = yield from self._propose(root, room - 1, plan, sampler, streams, observe is not None)
             tree = proposal.tree
-            logits, seconds = self._score(tree)
+            scoring = perf_counter()
+            batch = tree.to_batch(self._target.spec, self._cache.length)
+            output = yield from forward(self._target, batch, self._cache)
+            logits, seconds = output.logits, perf_counter() - scoring
             stats.target_passes += 1
             stats.target_seconds += seconds
             acceptance = self._verify(tree, logits, sampler, streams)
@@ -160,7 +196,7 @@ class SpeculativeDecoder:
         sampler: Sampler,
         streams: RandomStreams,
         explain: bool,
-    ) -> Proposal:
+    ) -> Passes[Proposal]:
         """This round's proposal, or the bare root when none is wanted or none fits. explain: say why growth ended."""
         graph = TokenGraph(root)
         if self._proposer is None or self._config is None or max_depth < 1:
@@ -175,7 +211,7 @@ class SpeculativeDecoder:
             graft_given(graph, found)
         estimate = self._calibration or uncorrected
         grower, stopper = config.grower(greedy, max_depth, estimate), config.stopper(estimate)
-        by_rule = self._proposer.propose(graph, grower, stopper, sampler, streams.draft)
+        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, streams.draft)
         if config.chooses(greedy):
             graft_chosen(graph, found)
         tree = unroll(graph, config.max_tokens)
@@ -186,13 +222,6 @@ class SpeculativeDecoder:
         if limits not in self._within:
             self._within[limits] = config.within(*limits)
         return self._within[limits]
-
-    def _score(self, tree: TokenTree) -> tuple[NDArray[np.float32], float]:
-        """The target's logits [rows, V] and the seconds they took."""
-        batch = tree.to_batch(self._target.spec, self._cache.length)
-        start = perf_counter()
-        output = self._target.forward(batch, self._cache)
-        return output.logits, perf_counter() - start
 
     def _verify(
         self, tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams

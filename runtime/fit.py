@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from ..models.bindings import ACCEPTANCE, DRAFT, TARGET
 from ..models.errors import ConfigError
@@ -19,7 +20,7 @@ def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeC
     return speculative
 
 
-def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, int]:
+def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, Any]:
     """The verify pass holds the root and all tokens, the draft's cache every node that is scored in a round."""
     target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
     tokens = target.max_width - 1 - speculative.max_given

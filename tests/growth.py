@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fakes import Accept, FakeEngine, Predict
 
+from draftwood.runtime.engines.base import run
 from draftwood.runtime.random import RandomStream
 from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.speculation.baseline import Grower
@@ -39,7 +40,7 @@ def grow_below(
     """Grow a graph that may hold given tokens already; returns the draft passes it took."""
     vocab_size = len(predict(PROMPT))
     proposer = DraftProposer(FakeEngine(predict, vocab_size, "draft", accept=accept))
-    proposer.start(PROMPT)
+    run(proposer.start(PROMPT))
     sampler = Sampler(params or SamplingParams(), PROMPT, (), vocab_size)
-    proposer.propose(graph, grower, stopper or Fixed(), sampler, stream)
+    run(proposer.propose(graph, grower, stopper or Fixed(), sampler, stream))
     return proposer.passes

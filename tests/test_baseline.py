@@ -11,7 +11,7 @@ from growth import PROMPT, grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.runtime.engines.base import ForwardOutput
+from draftwood.runtime.engines.base import ForwardOutput, run
 from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.speculation.baseline import BestFirst, RankedStaticTree, chain, k_ary, ranked, sequoia
@@ -125,9 +125,9 @@ def test_a_configuration_keeps_the_limits_it_states(config: SpeculativeConfig, g
     from draftwood.runtime.speculation.proposer import DraftProposer
 
     proposer = DraftProposer(Watched(random_model(0, 12), 12, "draft"))
-    proposer.start(PROMPT)
+    run(proposer.start(PROMPT))
     graph = TokenGraph(PROMPT[-1])
     sampler = Sampler(SamplingParams(temperature=0 if greedy else 1), PROMPT, (), 12)
-    proposer.propose(graph, config.grower(greedy, 64), config.stopper(), sampler, seeded_streams(0).draft)
+    run(proposer.propose(graph, config.grower(greedy, 64), config.stopper(), sampler, seeded_streams(0).draft))
     assert widest <= config.max_frontier and rows <= config.max_draft_rows
     assert len(unroll(graph, config.max_tokens)) - 1 <= config.max_tokens

@@ -117,11 +117,11 @@ class Biased(SpeculativeConfig):
 
     grown: Any = None
     judge: Verifier = recursive_rejection
-    budget: int = 99
+    limit: int = 99
 
     @property
     def max_tokens(self) -> int:
-        return self.budget
+        return self.limit
 
     def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
         grower: Grower = self.grown()
@@ -139,12 +139,12 @@ def merged() -> DySpecThreshold:
 
 
 CONTROLS = {
-    "pruned by the drawn token's own probability": Biased(grown=lambda: OwnScore(k_ary((2, 1))), budget=2),
+    "pruned by the drawn token's own probability": Biased(grown=lambda: OwnScore(k_ary((2, 1))), limit=2),
     "doubtful tokens dropped": Biased(grown=lambda: DropsDoubtful(chain(2))),
     "arg-max passed off as a draw": Biased(grown=lambda: GreedyDraws(chain(2))),
     "siblings in another order": Biased(grown=lambda: WrongOrder(k_ary((3,)))),
     "a merged graph judged by traversal": Biased(grown=merged, judge=traversal_verification),
-    "a merged graph cut after it was drawn": Biased(grown=merged, budget=3),
+    "a merged graph cut after it was drawn": Biased(grown=merged, limit=3),
 }
 
 

@@ -7,15 +7,16 @@ appends its rows behind both; `commit` keeps the accepted ones, in path order, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
+from .compatibility import Plan
 
 FIRST_CAPACITY = 256  # slots a growing cache starts with; it doubles from there
 
@@ -32,6 +33,7 @@ class EngineSpec:
     capacity: int  # cache slots, committed and speculative together
     precision: str
     outputs: tuple[str, ...]
+    plan: Plan | None = None  # of the TensorRT backends
 
     @property
     def max_width(self) -> int:
@@ -153,8 +155,7 @@ class StackedKVCache(ABC):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
         kept = len(slots)
         if any(slot != index for index, slot in enumerate(slots)):
-            rows = self.length + np.asarray(slots, np.int64)
-            self.buffer[:, 0, :, self.length : self.length + kept] = self.buffer[:, 0][:, :, rows]
+            self._move(self.length + np.asarray(slots, np.int64))
         self.length += kept
         self.speculative = 0
 
@@ -182,13 +183,18 @@ class StackedKVCache(ABC):
                 f"{slots} rows exceed this engine's {limit} cache slots: "
                 "shorten the request or rebuild with a larger --max-length"
             )
-        capacity, used, old = self.capacity, self.length + self.speculative, self.buffer
+        capacity, used = self.capacity, self.length + self.speculative
         while capacity < slots:
             capacity *= 2
         if capacity > self.capacity:
+            old = self.buffer
             self._allocate(min(capacity, limit))
             self.buffer[:, :, :, :used] = old[:, :, :, :used]
         return used
+
+    def _move(self, rows: NDArray[np.int64]) -> None:
+        """Copy these slots, in this order, behind the committed rows of every layer."""
+        self.buffer[:, 0, :, self.length : self.length + len(rows)] = self.buffer[:, 0][:, :, rows]
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
@@ -219,11 +225,49 @@ def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int) -> Toke
     return TokenBatch.padded(token_ids, positions, mask, spec.width_for(rows), last_only=True)
 
 
-def prefill(engine: Engine, cache: Any, token_ids: Sequence[int]) -> ForwardOutput | None:
+class Pass(NamedTuple):
+    """A pass somebody waits for. Decoding yields its passes instead of running them, so that whoever drives several
+    requests can run theirs together."""
+
+    engine: Engine
+    batch: TokenBatch
+    cache: Any
+
+    def run(self) -> ForwardOutput:
+        """On its own."""
+        return self.engine.forward(self.batch, self.cache)
+
+
+T = TypeVar("T")
+Passes = Generator[Pass, ForwardOutput, T]  # answered with each pass's output; returns T
+
+
+def forward(engine: Engine, batch: TokenBatch, cache: Any) -> Passes[ForwardOutput]:
+    """One pass."""
+    return (yield Pass(engine, batch, cache))
+
+
+def prefill_passes(engine: Engine, cache: Any, token_ids: Sequence[int]) -> Passes[ForwardOutput | None]:
     """Append committed text in chunks of the widest pass; returns the last row's output, None for empty text."""
     output = None
     for start in range(0, len(token_ids), engine.spec.max_width):
         chunk = token_ids[start : start + engine.spec.max_width]
-        output = engine.forward(causal_batch(engine.spec, chunk, cache.length), cache)
+        output = yield Pass(engine, causal_batch(engine.spec, chunk, cache.length), cache)
         cache.commit(range(len(chunk)))
     return output
+
+
+def prefill(engine: Engine, cache: Any, token_ids: Sequence[int]) -> ForwardOutput | None:
+    """The same, each pass at once."""
+    return run(prefill_passes(engine, cache, token_ids))
+
+
+def run(passes: Passes[T]) -> T:
+    """Run every pass as soon as it is asked for."""
+    try:
+        wanted = next(passes)
+        while True:
+            wanted = passes.send(wanted.run())
+    except StopIteration as end:
+        result: T = end.value
+        return result

@@ -70,7 +70,6 @@ class SpeculativeConfig:
     stop_rule: str = "fixed"
     key: str = "calibrated"
     verify: str = AUTO
-    budget: str = "cost"
     max_draft_len: int = 10
     max_total_draft_tokens: int = 15
     frontier_width: int = 4
@@ -86,6 +85,7 @@ class SpeculativeConfig:
     min_draft_len: int = 1
     lookup_ngram: int = 0
     lookup_len: int = 4
+    budget: str = "cost"
 
     def __post_init__(self) -> None:
         choices = {

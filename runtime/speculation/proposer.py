@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import Engine, ForwardOutput, TokenBatch, prefill
+from ..engines.base import Engine, ForwardOutput, Pass, Passes, TokenBatch, prefill_passes
 from ..random import RandomStream
 from ..sampling import Sampler
 from .baseline import Grower
@@ -35,24 +35,24 @@ class DraftProposer:
         self.rows = 0
         self.seconds = 0.0
 
-    def start(self, prompt: Sequence[int], read: bool = True) -> None:
+    def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Forget everything; `read` what comes before the first root, the prompt's last token, or leave it pending."""
         self.passes, self.rows, self.seconds = 0, 0, 0.0
         self._cache.truncate(0)
         self._pending = list(prompt)
         if read:
-            prefill(self._engine, self._cache, prompt[:-1])
+            yield from prefill_passes(self._engine, self._cache, prompt[:-1])
             self._pending = list(prompt[-1:])
 
     def propose(
         self, graph: TokenGraph, grower: Grower, stopper: Stopper, sampler: Sampler, stream: RandomStream
-    ) -> bool:
+    ) -> Passes[bool]:
         """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth: whether
         it left none of the nodes that the grower would have gone on with."""
         self.passes += 1
         self.rows += len(self._pending)
         start = perf_counter()
-        output = prefill(self._engine, self._cache, self._pending)
+        output = yield from prefill_passes(self._engine, self._cache, self._pending)
         self.seconds += perf_counter() - start
         if output is None:
             raise AssertionError("propose before start: there is no root")
@@ -71,7 +71,7 @@ class DraftProposer:
             nodes = [node for node in frontier if not stopper.before_score(graph, node)]
             if not nodes:
                 return bool(frontier)
-            output = self._score(graph, nodes)
+            output = yield from self._score(graph, nodes)
 
     def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:
         """Keep the cache of accepted rows up to the first the draft has not scored in this very context; the rest, and
@@ -86,7 +86,7 @@ class DraftProposer:
         """A token that was decoded without a proposal."""
         self._pending.append(token)
 
-    def _score(self, graph: TokenGraph, nodes: Sequence[int]) -> ForwardOutput:
+    def _score(self, graph: TokenGraph, nodes: Sequence[int]) -> Passes[ForwardOutput]:
         """One draft pass over `nodes`, which get the next cache slots."""
         first, count = self._cache.speculative, len(nodes)
         visible = np.zeros((first + count, first + count), np.bool_)
@@ -106,7 +106,7 @@ class DraftProposer:
         self.rows += count
         batch = TokenBatch.padded(tokens, positions, visible[first:], width)
         start = perf_counter()
-        output = self._engine.forward(batch, self._cache)
+        output = yield Pass(self._engine, batch, self._cache)
         self.seconds += perf_counter() - start
         return output
 

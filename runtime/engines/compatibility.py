@@ -1,0 +1,116 @@
+"""Whether a TensorRT plan can run on a machine: what a build recorded against what the machine has. Nothing here
+touches a driver, so every answer can be had, and tested, anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+PACKAGES = ("tensorrt", "tensorrt-rtx")  # backend and pip package go by the same name
+# What TensorRT-RTX 1.7 compiles for (its ComputeCapability enumeration): neither Hopper nor data-centre Blackwell.
+RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+
+
+class WidthFamily(NamedTuple):
+    """One optimisation profile: passes of `minimum` to `maximum` rows, tuned for `optimum`."""
+
+    minimum: int
+    optimum: int
+    maximum: int
+
+
+class LayerReport(NamedTuple):
+    """Layers of a network as its builder got it: what became of attention and of the cache."""
+
+    total: int
+    plugin: int  # our kernel, through IPluginV3
+    attention: int  # TensorRT's own
+    kv_cache_update: int  # in-place cache writes, two per decoder layer
+
+
+class Kernel(NamedTuple):
+    """The attention kernel inside a plan. format: of the library that holds it, which the runtime must know."""
+
+    fingerprint: str
+    format: str
+
+
+class Plan(NamedTuple):
+    """What a TensorRT plan was compiled for. `families` are its optimisation profiles, in the plan's order."""
+
+    package: str  # one of PACKAGES
+    version: str  # of the package; a plan runs with no other
+    compute_capabilities: tuple[str, ...]  # "8.9"
+    kernel: Kernel | None  # None: TensorRT's own attention
+    families: tuple[WidthFamily, ...]
+    columns: int  # speculative slots a pass may see, its own rows included
+    layers: LayerReport
+    executed: bool  # False: built where it could not run, so that only its ONNX graph was compared
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        return self._asdict() | {
+            "kernel": None if self.kernel is None else self.kernel._asdict(),
+            "families": [family._asdict() for family in self.families],
+            "layers": self.layers._asdict(),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`. Raises KeyError or TypeError for other fields."""
+        return cls(**fields)._replace(
+            compute_capabilities=tuple(fields["compute_capabilities"]),
+            kernel=None if fields["kernel"] is None else Kernel(**fields["kernel"]),
+            families=tuple(WidthFamily(**family) for family in fields["families"]),
+            layers=LayerReport(**fields["layers"]),
+        )
+
+
+class Device(NamedTuple):
+    """What a machine has. name and compute_capability are None without an NVIDIA driver or GPU."""
+
+    name: str | None
+    compute_capability: str | None  # "9.0"
+    packages: Mapping[str, str]  # installed versions of PACKAGES
+    kernel: str | None  # format of the kernel libraries this release runs
+
+
+def obstacle(plan: Plan, device: Device) -> str | None:
+    """Why `device` cannot run `plan`, with what to do about it; None when it can."""
+    reason = reason_and_fix(plan, device)
+    if reason is None:
+        return None
+    capabilities = ", ".join(plan.compute_capabilities)
+    return f"built for SM {capabilities} with {plan.package} {plan.version}, cannot run here because {reason}"
+
+
+def reason_and_fix(plan: Plan, device: Device) -> str | None:
+    if device.compute_capability is None:
+        return (
+            "this machine has no NVIDIA driver or no GPU: use the bundle on a machine with such a GPU, "
+            "or rebuild with --backend onnxruntime"
+        )
+    installed = device.packages.get(plan.package)
+    if installed is None:
+        return f"{plan.package} is not installed: pip install '{plan.package}=={plan.version}'"
+    if device.compute_capability not in plan.compute_capabilities:
+        fix = rebuild(plan.package, device.compute_capability)
+        return f"{device.name} is SM {device.compute_capability}: {fix}"
+    if installed != plan.version:
+        return (
+            f"{plan.package} {installed} is installed and a plan runs with no other version than its builder's: "
+            f"pip install '{plan.package}=={plan.version}', or rebuild"
+        )
+    if plan.kernel is not None and plan.kernel.format != device.kernel:
+        return (
+            f"its attention kernel is of format {plan.kernel.format} and this release runs {device.kernel}: "
+            "rebuild, or install the draftwood release that built it"
+        )
+    return None
+
+
+def rebuild(package: str, compute_capability: str) -> str:
+    """How to get a plan for this GPU."""
+    if package == "tensorrt-rtx" and compute_capability in RTX_COMPUTE_CAPABILITIES:
+        return f"rebuild with --compute-capability {compute_capability}"
+    return "rebuild on this machine with --backend tensorrt"
