@@ -25,6 +25,8 @@ class FakeCache:
         self.committed: list[int] = []
         self.rows: list[tuple[int, int, NDArray[np.bool_]]] = []
 
+    capacity = limit = 4096
+
     @property
     def length(self) -> int:
         return len(self.committed)
@@ -43,6 +45,9 @@ class FakeCache:
     def truncate(self, length: int) -> None:
         del self.committed[length:]
         self.rows = []
+
+    def compact(self, slots: NDArray[np.int64]) -> None:
+        self.rows = [self.rows[slot] for slot in slots.tolist()]
 
 
 class FakeEngine:

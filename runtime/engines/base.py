@@ -140,6 +140,7 @@ class StackedKVCache(ABC):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
+        self.limit = spec.capacity  # slots it may grow to
         self.length = 0
         self.speculative = 0
         self._allocate(min(FIRST_CAPACITY, spec.capacity))
@@ -164,6 +165,11 @@ class StackedKVCache(ABC):
         self.length = min(self.length, length)
         self.speculative = 0
 
+    def compact(self, slots: NDArray[np.int64]) -> None:
+        """Keep these speculative slots, in this order, as speculative ones; forget the others."""
+        self._move(self.length + slots)
+        self.speculative = len(slots)
+
     def reserve(self, batch: TokenBatch) -> int:
         """Make room for a batch behind everything computed so far; returns the slot of its first row.
 
@@ -177,10 +183,10 @@ class StackedKVCache(ABC):
                 f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
                 f"with one column for each and for the {self.speculative} speculative rows before them"
             )
-        slots, limit = self.length + columns, self._spec.capacity
-        if slots > limit:
+        slots = self.length + columns
+        if slots > self.limit:
             raise EngineError(
-                f"{slots} rows exceed this engine's {limit} cache slots: "
+                f"{slots} rows exceed this engine's {self.limit} cache slots: "
                 "shorten the request or rebuild with a larger --max-length"
             )
         capacity, used = self.capacity, self.length + self.speculative
@@ -188,7 +194,7 @@ class StackedKVCache(ABC):
             capacity *= 2
         if capacity > self.capacity:
             old = self.buffer
-            self._allocate(min(capacity, limit))
+            self._allocate(min(capacity, self.limit))
             self.buffer[:, :, :, :used] = old[:, :, :, :used]
         return used
 

@@ -1,0 +1,202 @@
+"""Rows of many requests in one pass: each request gets what it gets alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, mixture, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.models.errors import EngineError
+from draftwood.runtime.batching import Waiting, next_together, run_together
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill
+from draftwood.runtime.engines.pool import PooledEngine
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.speculation.config import SpeculativeConfig
+
+VOCAB = 12
+CONFIGS = (
+    None,
+    SpeculativeConfig("chain", max_draft_len=3),
+    SpeculativeConfig("topk", max_total_draft_tokens=8, max_draft_len=3, merge="gsd"),
+    SpeculativeConfig("dyspec", max_total_draft_tokens=6, max_draft_len=3),
+)
+
+
+def decode(
+    engines: Sequence[Engine], requests: Sequence[tuple[list[int], SpeculativeConfig | None, SamplingParams]]
+) -> list[list[int]]:
+    """Run all requests at the same time over `engines`, target first; returns their tokens."""
+    target, draft = engines
+    steps, texts, waiting = [], [list[int]() for _ in requests], list[Waiting[int]]()
+
+    def advance(index: int, answer: ForwardOutput | None) -> None:
+        while True:
+            try:
+                step = steps[index].send(answer)
+            except StopIteration:
+                return
+            answer = None
+            if isinstance(step, Pass):
+                waiting.append(Waiting(index, step))
+                return
+            texts[index] += step.token_ids
+
+    for prompt, config, params in requests:
+        decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
+        sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
+        steps.append(decoder.steps(prompt, sampler, seeded_streams(params.seed), SpecDecodeStats()))
+    for index in range(len(requests)):
+        advance(index, None)
+    while waiting:
+        served = next_together(waiting, (draft, target))
+        outputs = run_together(served)
+        waiting = [each for each in waiting if each not in served]
+        for each, output in zip(served, outputs, strict=True):
+            advance(each.request, output)
+    return texts
+
+
+def fake_engines() -> tuple[FakeEngine, FakeEngine]:
+    truth = random_model(3, VOCAB)
+    return FakeEngine(truth, VOCAB), FakeEngine(mixture(truth, random_model(4, VOCAB), 0.6), VOCAB, "draft")
+
+
+request = st.tuples(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=70),
+    st.sampled_from(CONFIGS),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, 20),
+        temperature=st.sampled_from([0.0, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        seed=st.integers(0, 99),
+    ),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(request, min_size=1, max_size=6))
+def test_every_request_gets_the_text_it_gets_alone(
+    requests: list[tuple[list[int], SpeculativeConfig | None, SamplingParams]],
+) -> None:
+    """Sampled with a seed, too: nothing of one request's draws depends on another's."""
+    alone = [decode(fake_engines(), [one])[0] for one in requests]
+    pools = [PooledEngine(engine, 4096) for engine in fake_engines()]
+    assert decode(pools, requests) == alone
+
+
+def test_requests_together_need_fewer_passes() -> None:
+    params = SamplingParams(max_tokens=30, temperature=0)
+    requests = [([index], CONFIGS[1], params) for index in range(6)]
+
+    def passes(pooled: bool) -> int:
+        engines = fake_engines()
+        decode([PooledEngine(engine, 4096) for engine in engines] if pooled else engines, requests)
+        return engines[0].passes
+
+    assert passes(pooled=True) < 0.4 * passes(pooled=False)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path) -> Engine:
+    bundle = EngineBundle.open(tiny_bundle)
+    opened: Engine = bundle.open_engine("target", threads=1)
+    return opened
+
+
+def random_tokens(engine: Engine, count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, engine.spec.model.vocab_size, count).tolist()
+
+
+def test_a_real_engine_scores_each_row_as_alone(engine: Engine) -> None:
+    """Different lengths, different rows, trees that see siblings of nobody else."""
+    pool = PooledEngine(engine, 2000)
+    texts = [random_tokens(engine, length, length) for length in (3, 40, 17)]
+    caches, alone = [pool.new_cache() for _ in texts], [engine.new_cache() for _ in texts]
+    for text, cache, other in zip(texts, caches, alone, strict=True):
+        prefill(pool, cache, text)
+        prefill(engine, other, text)
+    mask = np.eye(3, dtype=np.bool_)
+    mask[1:, 0] = True
+    for round_number in range(3):
+        batches = []
+        for cache in caches:
+            positions = cache.length + np.array([0, 1, 1])
+            batches.append(TokenBatch.padded([5, 6, 7], positions, mask, engine.spec.width_for(3)))
+        outputs = pool.forward_together(
+            [Pass(pool, batch, cache) for batch, cache in zip(batches, caches, strict=True)]
+        )
+        for batch, cache, other, output in zip(batches, caches, alone, outputs, strict=True):
+            expected = engine.forward(batch, other).logits[:3]
+            np.testing.assert_allclose(output.logits[:3], expected, atol=2e-5)
+            kept = [0, 2] if round_number else [0, 1]
+            cache.commit(kept)
+            other.commit(kept)
+
+
+def test_garbage_is_collected_and_nothing_else(engine: Engine) -> None:
+    """Thousands of rounds in a buffer of a few hundred rows, and the text still reads the same."""
+    pool = PooledEngine(engine, engine.spec.capacity)
+    keeper, text = pool.new_cache(), random_tokens(engine, 50)
+    expected = prefill(engine, engine.new_cache(), text)
+    prefill(pool, keeper, text[:-1])
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        guest = pool.new_cache()
+        prefill(pool, guest, random_tokens(engine, int(rng.integers(1, 60)), int(rng.integers(1000))))
+    del guest
+    gc.collect()
+    output = prefill(pool, keeper, text[-1:])
+    assert expected is not None and output is not None
+    np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)
+    assert len(pool.caches) == 1
+
+
+def test_a_full_pool_says_what_to_do(engine: Engine) -> None:
+    with pytest.raises(EngineError, match="allow more memory"):
+        PooledEngine(engine, engine.spec.capacity - 1)
+    pool = PooledEngine(engine, engine.spec.capacity)
+    held = []
+    with pytest.raises(EngineError, match="run fewer requests"):
+        for _ in range(100):
+            held.append(pool.new_cache())
+            prefill(pool, held[-1], random_tokens(engine, 60))
+    assert held[0].length == 60
+
+
+def test_a_slot_never_computed_is_refused(engine: Engine) -> None:
+    pool = PooledEngine(engine, 2000)
+    cache = pool.new_cache()
+    pool.forward(causal_batch(pool.spec, [1, 2, 3], 0), cache)
+    with pytest.raises(EngineError, match="not computed"):
+        cache.commit([3])
+    cache.commit([0, 1, 2])
+    cache.truncate(2)
+    assert (cache.length, cache.speculative) == (2, 0)
+
+
+def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
+    target, draft = (PooledEngine(engine, 4096) for engine in fake_engines())
+
+    def waiting(engine: Engine, rows: int) -> Waiting[int]:
+        return Waiting(rows, Pass(engine, causal_batch(engine.spec, [0] * rows, 0), engine.new_cache()))
+
+    for_target = [waiting(target, rows) for rows in (40, 20, 10)]
+    assert next_together(for_target, (draft, target)) == for_target[:2]
+    for_draft = [waiting(draft, 5)]
+    assert next_together([*for_target, *for_draft], (draft, target)) == for_draft
+    plain = fake_engines()[0]
+    single = [waiting(plain, 1), waiting(plain, 1)]
+    assert next_together(single, (plain,)) == single[:1]
+    with pytest.raises(ValueError, match="nobody waits"):
+        next_together([], (plain,))
