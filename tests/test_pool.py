@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draftwood.models.errors import EngineError
 from draftwood.runtime.batching import Waiting, next_together, run_together
 from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.decoder import SpeculativeDecoder, Steps, TokenChunk
 from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill
 from draftwood.runtime.engines.pool import PooledEngine
 from draftwood.runtime.metrics import SpecDecodeStats
@@ -37,7 +37,8 @@ def decode(
 ) -> list[list[int]]:
     """Run all requests at the same time over `engines`, target first; returns their tokens."""
     target, draft = engines
-    steps, texts, waiting = [], [list[int]() for _ in requests], list[Waiting[int]]()
+    texts, waiting = [list[int]() for _ in requests], list[Waiting[int]]()
+    steps: list[Steps[TokenChunk]] = []
 
     def advance(index: int, answer: ForwardOutput | None) -> None:
         while True:
@@ -115,7 +116,8 @@ def engine(tiny_bundle: Path) -> Engine:
 
 
 def random_tokens(engine: Engine, count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, engine.spec.model.vocab_size, count).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, engine.spec.model.vocab_size, count).tolist()
+    return tokens
 
 
 def test_a_real_engine_scores_each_row_as_alone(engine: Engine) -> None:

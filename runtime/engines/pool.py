@@ -137,5 +137,9 @@ class PooledEngine:
 
 def part(output: ForwardOutput, rows: slice) -> ForwardOutput:
     """The results of neighbouring rows, not copied."""
-    logits, *optional = output
-    return ForwardOutput(logits[rows], *(None if array is None else array[rows] for array in optional))
+    return ForwardOutput(
+        output.logits[rows],
+        None if output.top_ids is None else output.top_ids[rows],
+        None if output.top_logprobs is None else output.top_logprobs[rows],
+        None if output.acceptance is None else output.acceptance[rows],
+    )
