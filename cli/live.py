@@ -9,8 +9,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ..runtime.llm import StreamChunk
 from ..runtime.metrics import SpecDecodeStats
+from ..runtime.text import StreamChunk
 
 DRAFTED, OWN, PROMPT = "green", "bold", "dim"
 # Generated text is data: no escape sequence in it may reach the terminal.

@@ -2,10 +2,11 @@
 
 from ..models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, RequestError
 from .bundle import EngineBundle
-from .llm import LLM, GenerationResult, StreamChunk, TextPiece
+from .llm import LLM, GenerationResult
 from .metrics import SpecDecodeStats
 from .sampling import SamplingParams
 from .speculation.config import SpeculativeConfig
+from .text import StreamChunk, TextPiece
 
 __all__ = [
     "LLM",

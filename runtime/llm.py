@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,39 +14,21 @@ from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
 from .bundle import EngineBundle
 from .cost import CostModel, assumed, differences, fingerprint, read_costs
-from .decoder import SpeculativeDecoder, TokenChunk, TokenLogprob
-from .detokenizer import IncrementalDetokenizer, StopChecker
+from .decoder import SpeculativeDecoder, Steps, TokenLogprob, drive
+from .engines.base import Engine, ForwardOutput, Pass
+from .engines.pool import PooledEngine
 from .fit import fitted
 from .metrics import SpecDecodeStats
 from .random import seeded_streams
 from .rounds import Observer
 from .sampling import Sampler, SamplingParams
 from .speculation.config import SpeculativeConfig
+from .text import StreamChunk, TextWriter
 from .tokenizer import Tokenizer
 
+POOLED = ("onnxruntime", "openvino")  # backends whose caches grow, so that requests can share one
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
-
-
-class TextPiece(NamedTuple):
-    """Text of one token, or the part of it that is certain by now, and whether the draft proposed it."""
-
-    text: str
-    drafted: bool
-
-
-class StreamChunk(NamedTuple):
-    """What one round added. `text` may be empty while a character or a possible stop string is incomplete.
-
-    finish_reason: None while more follows, else "stop" or "length". stats: the request's own, still counting.
-    """
-
-    text: str
-    token_ids: list[int]
-    pieces: list[TextPiece]
-    logprobs: list[TokenLogprob]
-    finish_reason: str | None
-    stats: SpecDecodeStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +50,13 @@ class GenerationResult:
             "stats": self.stats.to_dict(),
             "logprobs": [logprob._asdict() for logprob in self.logprobs],
         }
+
+
+class Engines(NamedTuple):
+    """What a request runs on; without a draft it decodes plainly."""
+
+    target: Engine
+    draft: Engine | None
 
 
 class LLM:
@@ -139,7 +129,24 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Complete a prompt; one chunk per round. Everything is checked before the first chunk is asked for, and no
         cache is held until then. speculative: how this one request speculates. Raises RequestError or ConfigError."""
-        return self._stream(self.encode(prompt), params, self.resolved(speculative), observe)
+        return drive(self.steps(prompt, params, observe, speculative))
+
+    def steps(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        observe: Observer | None = None,
+        speculative: Speculation = "own",
+        engines: Engines | None = None,
+    ) -> Steps[StreamChunk]:
+        """`stream` for whoever runs the passes: also yields each pass it needs, to be answered with its output.
+
+        engines: what to run on instead of this LLM's own, such as its `pools`.
+        """
+        config = self.resolved(speculative)
+        tokens = self.encode(prompt)
+        sampler = Sampler(params, tokens, self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size)
+        return self._rounds(tokens, sampler, config, observe, engines)
 
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
         """How a request really speculates: "own" by name, limits fitted to the engines. Raises ConfigError."""
@@ -168,6 +175,21 @@ class LLM:
         """Plain decoding over the target that is already open: what every other way must agree with."""
         manifest = self.bundle.manifest
         return SpeculativeDecoder(self._target, None, None, manifest.max_length, manifest.eos_token_ids)
+
+    def pools(self, requests: int) -> Engines | None:
+        """Engines whose passes serve up to so many requests at a time, see `engines.pool`; None where the backend's
+        caches have a fixed size."""
+        if self._target.spec.backend not in POOLED:
+            return None
+
+        def pooled(engine: Engine) -> Engine:
+            return PooledEngine(engine, requests * engine.spec.capacity)
+
+        return Engines(pooled(self._target), None if self._draft is None else pooled(self._draft))
+
+    @property
+    def _engines(self) -> Engines:
+        return Engines(self._target, self._draft)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -213,7 +235,7 @@ class LLM:
         return tokens
 
     def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
-        chunks = list(self._stream(prompt, params, self.speculative, observe))
+        chunks = list(self.stream(prompt, params, observe))
         return GenerationResult(
             text="".join(chunk.text for chunk in chunks),
             token_ids=[token for chunk in chunks for token in chunk.token_ids],
@@ -223,83 +245,43 @@ class LLM:
             prompt_token_ids=prompt,
         )
 
-    def _stream(
-        self, prompt: list[int], params: SamplingParams, config: SpeculativeConfig | None, observe: Observer | None
-    ) -> Iterator[StreamChunk]:
-        eos = self.bundle.manifest.eos_token_ids
-        sampler = Sampler(params, prompt, eos, self._target.spec.model.vocab_size)
-        return self._rounds(prompt, sampler, config, observe)
-
     def _rounds(
-        self, prompt: list[int], sampler: Sampler, config: SpeculativeConfig | None, observe: Observer | None
-    ) -> Iterator[StreamChunk]:
+        self,
+        prompt: list[int],
+        sampler: Sampler,
+        config: SpeculativeConfig | None,
+        observe: Observer | None,
+        engines: Engines | None,
+    ) -> Steps[StreamChunk]:
         stats = SpecDecodeStats()
         writer = TextWriter(self.tokenizer, prompt, sampler.params)
-        decoder = self._idle.pop() if self._idle else None
-        if decoder is None or config != self.speculative:  # then the new caches replace the idle ones
-            decoder = self._new_decoder(config)
+        reusable = engines is None and config == self.speculative  # other caches take the idle ones' place
+        idle = self._idle.pop() if self._idle and engines is None else None
+        decoder = idle if idle is not None and reusable else self._new_decoder(config, engines or self._engines)
+        steps = decoder.steps(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe)
+        answer: ForwardOutput | None = None
         try:
-            for chunk in decoder.generate(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe):
-                written = writer.write(chunk, stats)
-                yield written
-                if written.finish_reason is not None:
-                    return
+            with closing(steps):
+                while True:
+                    step = steps.send(answer)
+                    if isinstance(step, Pass):
+                        answer = yield step
+                        continue
+                    answer = None
+                    written = writer.write(step, stats)
+                    yield written
+                    if written.finish_reason is not None:
+                        return
         finally:
-            if config == self.speculative:
+            if reusable:
                 self._idle.append(decoder)
 
-    def _new_decoder(self, config: SpeculativeConfig | None) -> SpeculativeDecoder:
+    def _new_decoder(self, config: SpeculativeConfig | None, engines: Engines) -> SpeculativeDecoder:
         manifest = self.bundle.manifest
-        draft = None if config is None else self._draft
-        return SpeculativeDecoder(self._target, draft, config, manifest.max_length, manifest.eos_token_ids, self._costs)
-
-
-class TextWriter:
-    """Chunks of tokens -> chunks of text: whole characters only, and nothing of a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-        self._stop = StopChecker(params.stop)
-        self._min_tokens = params.min_tokens
-        self._count = 0
-        self._held: deque[TextPiece] = deque()  # decoded, but perhaps the beginning of a stop string
-
-    def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
-        """The text of one chunk. A stop string ends it at the token that completed it."""
-        released, reason = "", chunk.finish_reason
-        kept = len(chunk.token_ids)
-        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids)):
-            self._count += 1
-            self._held.append(TextPiece(delta, index < chunk.num_drafted))
-            if self._count <= self._min_tokens:
-                released += delta
-                continue
-            text, stopped = self._stop.push(delta)
-            released += text
-            if stopped:
-                kept, reason = index + 1, "stop"
-                break
-        else:
-            if reason is not None:
-                rest = self._detokenizer.finish()
-                self._held.append(TextPiece(rest, False))
-                text, stopped = self._stop.push(rest)
-                released += text if stopped else text + self._stop.finish()
-                reason = "stop" if stopped else reason
-        stats.num_tokens -= len(chunk.token_ids) - kept
-        pieces = list(self._take(len(released)))
-        return StreamChunk(released, chunk.token_ids[:kept], pieces, chunk.logprobs[:kept], reason, stats)
-
-    def _take(self, length: int) -> Iterator[TextPiece]:
-        """The pieces that make up the next `length` characters."""
-        while length > 0:
-            piece = self._held.popleft()
-            if len(piece.text) > length:
-                self._held.appendleft(TextPiece(piece.text[length:], piece.drafted))
-                piece = TextPiece(piece.text[:length], piece.drafted)
-            length -= len(piece.text)
-            if piece.text:
-                yield piece
+        draft = None if config is None else engines.draft
+        return SpeculativeDecoder(
+            engines.target, draft, config, manifest.max_length, manifest.eos_token_ids, self._costs
+        )
 
 
 def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:

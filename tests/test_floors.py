@@ -15,8 +15,14 @@ FLOORS = ("plugins", "models", "runtime", "builder", "cli")
 # Module -> where it may be imported: files, or folders ending with a slash.
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnxruntime.py",),
-    "tensorrt": ("plugins/tree_attention/plugin.py", "runtime/engines/tensorrt.py", "builder/compile.py"),
-    "torch": ("models/llama.py", "models/acceptance_head.py", "runtime/engines/torch.py", "builder/"),
+    "tensorrt": ("plugins/tensorrt.py",),
+    "torch": (
+        "plugins/tree_attention/launch.py",
+        "models/llama.py",
+        "models/acceptance_head.py",
+        "runtime/engines/torch.py",
+        "builder/",
+    ),
     "draftwood.models.llama": ("runtime/engines/torch.py", "builder/"),
 }
 TRAINING = "models/demo"  # scripts that made the demo pair; nothing imports them

@@ -9,8 +9,9 @@ import pytest
 
 from draftwood.runtime import LLM, ConfigError, GenerationResult, RequestError, SamplingParams, SpeculativeConfig
 from draftwood.runtime.decoder import TokenChunk
-from draftwood.runtime.llm import Prompt, TextWriter
+from draftwood.runtime.llm import Prompt
 from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.text import TextWriter
 from draftwood.runtime.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

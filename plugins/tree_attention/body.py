@@ -1,0 +1,118 @@
+"""TreeAttention's body in standard ONNX operators, for runtimes without a kernel for it.
+
+fp16, bf16: one standard Attention node, which runtimes have fused kernels for. fp32: its parts, because TensorRT-RTX
+has no fused fp32 attention and cannot take the operator apart by itself. Either multiplies invisible values by zero, so
+that every slot of a cache must be finite; the plugin's kernel does not read invisible slots at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from .op import DOMAIN, INPUTS, NAME, OPSET
+
+DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+class FunctionBuilder:
+    """Builds the local function of one precision and capacity."""
+
+    def __init__(self, precision: str, capacity: int) -> None:
+        self.precision = precision
+        self.capacity = capacity
+        self.nodes: list[ir.Node] = []
+        self.scale = ir.RefAttr("scale", "scale", ir.AttributeType.FLOAT)
+
+    def build(self) -> ir.Function:
+        inputs = [ir.Value(name=name) for name in INPUTS]
+        query, key, value, cache_lengths, tree_mask = inputs
+        visible = self.visible(cache_lengths, tree_mask)
+        if self.precision == "fp32":
+            attended = self.decomposed(query, key, value, visible)
+        else:
+            mask = self.node("Unsqueeze", [visible, self.integers([1])], "mask_by_head")
+            arguments = [query, key, value, mask]
+            attended = self.node("Attention", arguments, "attention", [self.scale, ir.AttrInt64("is_causal", 0)])
+        output = self.zero_blind_rows(attended, visible)
+        output.name = "output"
+        graph = ir.Graph(inputs, [output], nodes=self.nodes, opset_imports={"": OPSET}, name=NAME)
+        return ir.Function(DOMAIN, NAME, graph=graph, attributes=[ir.Attr("scale", ir.AttributeType.FLOAT, None)])
+
+    def visible(self, cache_lengths: ir.Value, tree_mask: ir.Value) -> ir.Value:
+        """[B, T, C], bool: the compact mask moved behind each sequence's committed slots.
+
+        The slots' numbers are a constant and not a Range: TensorRT-RTX 1.7 fails on a Range used by several layers.
+        """
+        zero = self.constant("zero", np.int32(0))
+        slots = self.constant("slots", np.arange(self.capacity, dtype=np.int32))
+        first = self.node("Unsqueeze", [cache_lengths, self.integers([1, 2])], "first_slot")
+        relative = self.node("Sub", [slots, first], "relative_slot")  # [B, 1, C]
+        committed = self.node("Less", [relative, zero], "committed")
+        columns = self.node("Shape", [tree_mask], "columns", [ir.AttrInt64("start", 2), ir.AttrInt64("end", 3)])
+        columns = self.cast(columns, ir.DataType.INT32, "columns_int32")
+        last = self.node("Sub", [columns, self.constant("one", np.int32(1))], "last_column")
+        speculative = self.node("LessOrEqual", [relative, last], "speculative")
+        column = self.node("Min", [self.node("Max", [relative, zero], "not_committed"), last], "column")
+        rows = self.node("Shape", [tree_mask], "rows", [ir.AttrInt64("start", 0), ir.AttrInt64("end", 2)])
+        every = self.node("Concat", [rows, self.integers([self.capacity])], "expanded_shape", [ir.AttrInt64("axis", 0)])
+        column = self.node("Expand", [column, every], "expanded_column")
+        numbers = self.cast(tree_mask, ir.DataType.INT32, "mask_int32")
+        seen = self.node("GatherElements", [numbers, column], "gathered", [ir.AttrInt64("axis", 2)])
+        seen = self.node("And", [self.cast(seen, ir.DataType.BOOL, "seen"), speculative], "seen_speculative")
+        return self.node("Or", [committed, seen], "visible")
+
+    def decomposed(self, query: ir.Value, key: ir.Value, value: ir.Value, visible: ir.Value) -> ir.Value:
+        """Attention with the query heads of a group as rows of one matrix: keys and values are never repeated."""
+        zero, minus_one = self.integers([0]), self.integers([-1])
+        heads = self.node("Shape", [key], "kv_heads", [ir.AttrInt64("start", 1), ir.AttrInt64("end", 2)])
+        shape = self.node("Shape", [query], "query_shape")
+        axis = [ir.AttrInt64("axis", 0)]
+        grouped = self.node("Concat", [zero, heads, minus_one, zero], "grouped_shape", axis)  # [B, H_kv, G * T, D]
+        by_row = self.node("Shape", [query], "row_count", [ir.AttrInt64("start", 2), ir.AttrInt64("end", 3)])
+        split = self.node(
+            "Concat", [zero, heads, minus_one, by_row, self.integers([self.capacity])], "split_shape", axis
+        )
+        scale = self.node("Constant", [], "scale_value", [ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT)])
+        query = self.node("Mul", [self.node("Reshape", [query, grouped], "grouped_query"), scale], "scaled_query")
+        key = self.node("Transpose", [key], "transposed_key", [ir.AttrInt64s("perm", [0, 1, 3, 2])])
+        scores = self.node("MatMul", [query, key], "scores")
+        scores = self.node("Reshape", [scores, split], "split_scores")  # [B, H_kv, G, T, C]
+        mask = self.node("Unsqueeze", [visible, self.integers([1, 2])], "mask_by_group")
+        least = self.constant("least_score", np.finfo(np.float32).min)  # finite: a row that sees nothing has no NaN
+        weights = self.node("Softmax", [self.node("Where", [mask, scores, least], "masked_scores")], "weights")
+        merged = self.node("Concat", [zero, heads, minus_one, self.integers([self.capacity])], "merged_shape", axis)
+        weights = self.node("Reshape", [weights, merged], "merged_weights")
+        return self.node("Reshape", [self.node("MatMul", [weights, value], "weighted_values"), shape], "attended")
+
+    def zero_blind_rows(self, attended: ir.Value, visible: ir.Value) -> ir.Value:
+        """Rows that see nothing are padding; what a softmax over nothing gives must not leave this function."""
+        numbers = self.cast(visible, ir.DataType.INT32, "visible_int32")
+        count = self.node("ReduceMax", [numbers, self.integers([2])], "sees_any_int32", [ir.AttrInt64("keepdims", 1)])
+        sees = self.node("Unsqueeze", [self.cast(count, ir.DataType.BOOL, "sees_any"), self.integers([1])], "sighted")
+        zero = self.cast(self.constant("zero_value", np.float32(0)), DTYPES[self.precision], "zero_output")
+        return self.node("Where", [sees, attended, zero], "zeroed")
+
+    def node(self, kind: str, inputs: Sequence[ir.Value], name: str, attributes: Sequence[Any] = ()) -> ir.Value:
+        node = ir.Node("", kind, inputs, list(attributes), name=name)
+        node.outputs[0].name = name
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def cast(self, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
+        return self.node("Cast", [value], name, [ir.AttrInt64("to", int(dtype))])
+
+    def integers(self, values: Sequence[int]) -> ir.Value:
+        """A shape or a list of axes."""
+        name = "integers_" + "_".join(str(value).replace("-", "minus") for value in values)
+        return self.constant(name, np.array(values, np.int64))
+
+    def constant(self, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
+        for node in self.nodes:
+            if node.name == name:
+                return node.outputs[0]
+        return self.node("Constant", [], name, [ir.AttrTensor("value", ir.Tensor(np.asarray(array), name=name))])

@@ -1,0 +1,80 @@
+"""The child process of `library.compile_library`: variants on stdin as JSON, a KernelLibrary on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import kernel
+from .library import PTX, KernelImage, KernelLibrary
+from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
+from .plan import Plan, Shape, Variant
+
+PTX_VERSION = 80  # of CUDA 12.0: every driver that has the devices' TensorRT takes it
+LEAST_SHARED = 86  # the capability of the least shared memory among those that take the PTX
+SCALARS = {int: "i32", float: "fp32"}
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    variants = [Variant(**each) for each in request["variants"]]
+    target = request["format"], request["capability"]
+    images = [compiled(ATTENTION, variant, *target) for variant in variants]
+    images += [compiled(COMBINE, variant, *target) for variant in sorted({each.combined for each in variants}, key=str)]
+    sys.stdout.buffer.write(KernelLibrary(tuple(images), triton.__version__).to_bytes())
+
+
+def compiled(name: str, variant: Variant, format: str, capability: int) -> KernelImage:
+    """Compile one kernel of one variant."""
+    function = getattr(kernel, name)
+    constants = variant.constants if name == ATTENTION else variant.combine_constants
+    source = ASTSource(
+        fn=function,
+        signature=signature(name, variant, function.arg_names) | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs=alignment(name, variant, function.arg_names),
+    )
+    options: dict[str, int] = {"num_warps": 4}
+    if name == ATTENTION:
+        stages = variant.num_stages(LEAST_SHARED if format == PTX else capability)
+        options = {"num_warps": variant.num_warps, "num_stages": stages}
+    if format == PTX:
+        options["ptx_version"] = PTX_VERSION
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    metadata = result.metadata
+    if metadata.global_scratch_size:
+        raise RuntimeError(f"{name} wants {metadata.global_scratch_size} bytes of scratch, which launchers do not give")
+    code = result.asm["ptx"].encode() + b"\0" if format == PTX else result.asm["cubin"]
+    return KernelImage(name, variant, capability, format, metadata.name, metadata.shared, metadata.num_warps, code)
+
+
+def example(name: str, variant: Variant) -> tuple[Argument, ...]:
+    """Arguments of the types that every launch passes."""
+    shape = Shape(1, variant.group, 1, 1, 1, 1, variant.head_dim, variant.dtype)
+    operands = Operands(0, 0, 0, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0))
+    attention, combine = arguments(Plan(shape, variant, 1), operands, 1.0)
+    return {ATTENTION: attention, COMBINE: combine}[name]
+
+
+def signature(name: str, variant: Variant, parameters: list[str]) -> dict[str, str]:
+    """Triton's type of each run-time parameter."""
+    return {
+        parameter: f"*{value.dtype}" if isinstance(value, Pointer) else SCALARS[type(value)]
+        for parameter, value in zip(parameters, example(name, variant), strict=False)
+    }
+
+
+def alignment(name: str, variant: Variant, parameters: list[str]) -> dict[tuple[int], list[list[object]]]:
+    """Addresses of rows are multiples of 16 bytes, and strides of 16 elements where the head size is one."""
+    aligned = {"query", "key", "value", "output", "partial", "logsum"}
+    if variant.head_dim % 16 == 0:
+        aligned |= {f"{tensor}_{axis}" for tensor in ("query", "output") for axis in ("batch", "head", "row")}
+    return {(i,): [["tt.divisibility", 16]] for i, parameter in enumerate(parameters) if parameter in aligned}
+
+
+if __name__ == "__main__":
+    main()

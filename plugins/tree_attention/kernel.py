@@ -1,0 +1,174 @@
+"""Tree attention over a static cache, in the OpenAI Triton language: one pass over keys and values, then a reduction.
+
+The query heads that share a key/value head, times the T rows, form the rows of one matrix (GQA packing): a key or value
+is read once per key/value head and block of rows. Long caches are cut into splits, each with a softmax of its own, and
+`combine_splits` adds them up (Flash-Decoding). Which slots a split reads follows from `cache_lengths` on the device,
+the grid does not, so that a launch may be captured in a CUDA graph.
+
+Scores are in units of log2, so that the exponential is one instruction. Imported with TRITON_INTERPRET=1 set, the same
+code runs on host memory; a process that did so cannot compile it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# The values of a kernel have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Not specialised when equal to 1 or divisible by 16: one binary serves every width and context.
+RUNTIME = ["capacity", "kv_heads", "rows", "columns", "num_splits"]
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def tree_attention(
+    query,
+    key,
+    value,
+    cache_lengths,
+    tree_mask,
+    output,
+    partial,
+    logsum,
+    log2_scale,
+    capacity,
+    kv_heads,
+    rows,
+    columns,
+    num_splits,
+    query_batch,
+    query_head,
+    query_row,
+    output_batch,
+    output_head,
+    output_row,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Grid (row blocks, B * H_kv, splits). With one split `output` is written, else `partial` and `logsum`.
+
+    query, output [B, H, T, D] by the strides given, in elements; key, value [B, H_kv, C, D], contiguous; tree_mask
+    [B, T, S], one byte each; partial [splits, B, H, T, D] and logsum [splits, B, H, T], fp32.
+    """
+    sequence = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    split = tl.program_id(2)
+    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    dim = tl.arange(0, HEAD_BLOCK)
+    in_head = (dim < HEAD_DIM)[None, :]
+    in_rows = (row < rows)[:, None]
+    offsets = sequence * query_batch + head * query_head + row * query_row
+    queries = tl.load(query + offsets[:, None] + dim[None, :], mask=in_rows & in_head, other=0.0)
+
+    length = tl.load(cache_lengths + sequence)
+    end = tl.maximum(tl.minimum(length + columns, capacity), 0)  # a build measures kernels on arbitrary contents
+    blocks = tl.cdiv(end, BLOCK_N)
+    committed_blocks = tl.minimum(length, capacity) // BLOCK_N
+    blocks_per_split = tl.cdiv(blocks, num_splits)
+    first = split * blocks_per_split
+    last = tl.minimum(first + blocks_per_split, blocks)
+
+    cache = tl.program_id(1).to(tl.int64) * capacity * HEAD_DIM
+    key += cache
+    value += cache
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    attended = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
+
+    # Every row sees every slot of these blocks: no mask is read.
+    for block in range(first, tl.minimum(last, committed_blocks)):
+        slot = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        tile = slot[:, None] * HEAD_DIM + dim[None, :]
+        keys = tl.load(key + tile, mask=in_head, other=0.0)
+        values = tl.load(value + tile, mask=in_head, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
+        peak, total, attended = accumulate(scores, values, peak, total, attended)
+
+    for block in range(tl.maximum(first, committed_blocks), last):
+        slot = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = slot - length
+        within = (slot < end)[None, :]
+        committed = (column < 0)[None, :]
+        cell = (sequence * rows + row)[:, None] * columns + column[None, :]
+        marked = tl.load(tree_mask + cell, mask=in_rows & within & (column >= 0)[None, :], other=0)
+        visible = in_rows & within & (committed | (marked != 0))
+        seen = tl.max(visible.to(tl.int32), axis=0)
+        if tl.max(seen, axis=0) > 0:
+            # Slots that none of these rows sees are not read, whatever they hold.
+            wanted = (seen > 0)[:, None] & in_head
+            tile = slot[:, None] * HEAD_DIM + dim[None, :]
+            keys = tl.load(key + tile, mask=wanted, other=0.0)
+            values = tl.load(value + tile, mask=wanted, other=0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
+            scores = tl.where(visible, scores, float("-inf"))
+            peak, total, attended = accumulate(scores, values, peak, total, attended)
+
+    divisor = tl.where(total == 0.0, 1.0, total)
+    attended = attended / divisor[:, None]
+    if num_splits == 1:
+        offsets = sequence * output_batch + head * output_head + row * output_row
+        result = attended.to(output.dtype.element_ty)
+        tl.store(output + offsets[:, None] + dim[None, :], result, mask=in_rows & in_head)
+    else:
+        item = ((split * tl.num_programs(1) + tl.program_id(1)) * GROUP + packed % GROUP) * rows + row
+        tl.store(logsum + item, peak + tl.log2(divisor), mask=row < rows)
+        written = in_rows & in_head & (total > 0.0)[:, None]
+        tl.store(partial + item[:, None] * HEAD_DIM + dim[None, :], attended, mask=written)
+
+
+@triton.jit
+def accumulate(scores, values, peak, total, attended):
+    """One step of the online softmax. A row that has seen nothing so far keeps -inf, 0 and zeros, free of NaN."""
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(peak - base)
+    total = total * decay + tl.sum(weights, axis=1)
+    attended = tl.dot(weights.to(values.dtype), values, attended * decay[:, None], input_precision="ieee")
+    return new_peak, total, attended
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def combine_splits(
+    partial,
+    logsum,
+    output,
+    num_splits,
+    output_batch,
+    output_head,
+    output_row,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    """Grid (T, H, B): weigh the splits' results by their share of the softmax. Splits that saw nothing are not read."""
+    row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    item = (sequence * tl.num_programs(1) + head) * tl.num_programs(0) + row
+    items = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    dim = tl.arange(0, HEAD_BLOCK)
+    in_head = dim < HEAD_DIM
+    peak = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    attended = tl.zeros((HEAD_BLOCK,), tl.float32)
+    for start in range(0, num_splits, SPLIT_BLOCK):
+        split = start + tl.arange(0, SPLIT_BLOCK)
+        share = tl.load(logsum + split * items + item, mask=split < num_splits, other=float("-inf"))
+        tile = (split * items + item)[:, None] * HEAD_DIM + dim[None, :]
+        wanted = (share > float("-inf"))[:, None] & in_head[None, :]
+        results = tl.load(partial + tile, mask=wanted, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(share, axis=0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(share - base)
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(weights, axis=0)
+        attended = attended * decay + tl.sum(results * weights[:, None], axis=0)
+        peak = new_peak
+    attended = attended / tl.where(total == 0.0, 1.0, total)
+    offsets = sequence * output_batch + head * output_head + row * output_row
+    tl.store(output + offsets + dim, attended.to(output.dtype.element_ty), mask=in_head)

@@ -1,0 +1,135 @@
+"""The kernel through Triton itself: on torch's CUDA tensors, or in Triton's interpreter on host memory.
+
+Importing this file needs torch and Triton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from . import kernel
+from .operands import Argument, Operands, Pointer, Strides, arguments
+from .plan import Plan, Shape, plan, power_of_two
+
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, cache_lengths: Tensor, tree_mask: Tensor, scale: float
+) -> Tensor:
+    """Attention of tree rows over whole static caches on a GPU; shapes, dtypes and meaning as in `op.py`.
+
+    query may have any strides whose last is 1; the other tensors are contiguous. Returns [B, H, T, D] as a view of
+    [B, T, H, D], the order in which the output projection reads it. It runs on torch's current stream. It may be
+    captured in a CUDA graph once a call of the same sizes has compiled the kernel; graphs captured on one stream share
+    a workspace and must not run at the same time. Raises ValueError for tensors it cannot read.
+    """
+    tensors = (query, key, value, cache_lengths, tree_mask)
+    check(tensors)
+    shape = Shape.of([tensor.shape for tensor in tensors], DTYPES[query.dtype])
+    device = query.device
+    launcher = torch_launcher(device)
+    layout = plan(shape, launcher.multiprocessors)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    memory = workspace(power_of_two(max(1, layout.workspace_bytes)), device, stream)
+    rows = (shape.batch, shape.rows, shape.heads, shape.head_dim)
+    output = torch.empty(rows, dtype=query.dtype, device=device).transpose(1, 2)
+    addresses = (tensor.data_ptr() for tensor in (*tensors, output, memory))
+    operands = Operands._make((*addresses, strides(query), strides(output)))
+    with torch.cuda.device(device):
+        launcher.launch(layout, operands, scale, stream)
+    return output
+
+
+def check(tensors: tuple[Tensor, ...]) -> None:
+    """Raises ValueError for devices, dtypes and strides that the kernel does not read."""
+    query, key, value, cache_lengths, tree_mask = tensors
+    if query.device.type != "cuda" or any(tensor.device != query.device for tensor in tensors):
+        devices = ", ".join(str(tensor.device) for tensor in tensors)
+        raise ValueError(f"TreeAttention: all tensors must be on one CUDA device, not {devices}")
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"TreeAttention: query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; "
+            f"cast them to one of {', '.join(map(str, DTYPES))}"
+        )
+    if cache_lengths.dtype != torch.int32 or tree_mask.dtype != torch.bool:
+        raise ValueError(
+            f"TreeAttention: cache_lengths and tree_mask must be int32 and bool, not {cache_lengths.dtype} and "
+            f"{tree_mask.dtype}"
+        )
+    if query.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in tensors[1:]):
+        raise ValueError("TreeAttention: the caches, their lengths and the mask must be contiguous; pass whole caches")
+
+
+def strides(rows: Tensor) -> Strides:
+    batch, head, row, _ = rows.stride()
+    return batch, head, row
+
+
+@functools.cache
+def torch_launcher(device: torch.device) -> TorchLauncher:
+    """The launcher of one device."""
+    properties = torch.cuda.get_device_properties(device)
+    return TorchLauncher(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+@functools.cache
+def workspace(size: int, device: torch.device, stream: int) -> Tensor:
+    """Memory for the splits of all plans of one size class: calls on one stream follow each other. It is never freed,
+    because captured graphs hold its address."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+class TorchLauncher:
+    """By Triton's just-in-time compiler, on the device that is current in torch."""
+
+    def __init__(self, capability: int, multiprocessors: int) -> None:
+        """capability: the device's, 90 for 9.0."""
+        self._capability = capability
+        self.multiprocessors = multiprocessors
+
+    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+        """See Launcher.launch; Triton launches on torch's current stream, which `stream` must be."""
+        attention, combine = arguments(plan, operands, scale)
+        variant = plan.variant
+        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages(self._capability)}
+        kernel.tree_attention[plan.grid](*attention, **variant.constants, **options)
+        if plan.num_splits > 1:
+            kernel.combine_splits[plan.combine_grid](*combine, **variant.combine_constants)
+
+
+class InterpreterLauncher:
+    """In Triton's interpreter on host memory: the kernel's numbers without a GPU. Set TRITON_INTERPRET=1 before this
+    file is imported.
+
+    Not for bf16, whose bit patterns the interpreter of Triton 3.9 multiplies as if they were integers.
+    """
+
+    def __init__(self, multiprocessors: int = 1) -> None:
+        self.multiprocessors = multiprocessors
+
+    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+        """See Launcher.launch; runs at once, and a stream means nothing to it. Raises ValueError for bf16."""
+        if plan.variant.dtype == "bf16":
+            raise ValueError("Triton's interpreter cannot multiply bf16: take fp16 or fp32")
+        attention, combine = arguments(plan, operands, scale)
+        kernel.tree_attention[plan.grid](*map(host_tensor, attention), **plan.variant.constants)
+        if plan.num_splits > 1:
+            kernel.combine_splits[plan.combine_grid](*map(host_tensor, combine), **plan.variant.combine_constants)
+
+
+def host_tensor(argument: Argument) -> Tensor | int | float:
+    """A torch tensor at a host address: the interpreter takes nothing else, and looks at no more than its address and
+    dtype."""
+    if not isinstance(argument, Pointer):
+        return argument
+    types = {name: dtype for dtype, name in DTYPES.items()} | {"i32": torch.int32, "u8": torch.uint8}
+    dtype = types[argument.dtype]
+    if not argument.address:
+        return torch.empty(1, dtype=dtype)
+    memory = (ctypes.c_char * dtype.itemsize).from_address(argument.address)
+    return torch.frombuffer(memory, dtype=dtype)

@@ -1,0 +1,85 @@
+"""What one launch gets: addresses, turned into the arguments of both kernels in one place for every launcher."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+from .plan import Plan
+
+ATTENTION, COMBINE = "tree_attention", "combine_splits"  # the functions of kernel.py
+Strides = tuple[int, int, int]  # of the axes batch, head and row, in elements; the head dimension is contiguous
+
+
+class Operands(NamedTuple):
+    """Addresses of the tensors of one call; key, value, cache_lengths and tree_mask are contiguous.
+
+    All but cache_lengths and tree_mask are 16-byte aligned. workspace: at least `Plan.workspace_bytes`, 0 for none.
+    """
+
+    query: int
+    key: int
+    value: int
+    cache_lengths: int
+    tree_mask: int
+    output: int
+    workspace: int
+    query_strides: Strides
+    output_strides: Strides
+
+
+class Launcher(Protocol):
+    @property
+    def multiprocessors(self) -> int:
+        """Of the device it launches on, for `plan`."""
+
+    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+        """Enqueue one call; returns before it has run. stream: a CUstream. Raises RuntimeError when CUDA refuses."""
+
+
+class Pointer:
+    """An address with a dtype by Triton's name, which is all that Triton asks of a tensor."""
+
+    def __init__(self, address: int, dtype: str) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+Argument = Pointer | int | float
+
+
+class Arguments(NamedTuple):
+    """Run-time arguments of both kernels, in the order of their parameters."""
+
+    attention: tuple[Argument, ...]
+    combine: tuple[Argument, ...]
+
+
+def arguments(plan: Plan, operands: Operands, scale: float) -> Arguments:
+    """The kernels' arguments; the workspace is cut into `partial` and `logsum` here and nowhere else."""
+    shape, dtype = plan.shape, plan.variant.dtype
+    partial = Pointer(operands.workspace, "fp32")
+    logsum = Pointer(operands.workspace + plan.partial_bytes, "fp32") if operands.workspace else partial
+    output = Pointer(operands.output, dtype)
+    attention: tuple[Argument, ...] = (
+        Pointer(operands.query, dtype),
+        Pointer(operands.key, dtype),
+        Pointer(operands.value, dtype),
+        Pointer(operands.cache_lengths, "i32"),
+        Pointer(operands.tree_mask, "u8"),
+        output,
+        partial,
+        logsum,
+        scale * math.log2(math.e),
+        shape.capacity,
+        shape.kv_heads,
+        shape.rows,
+        shape.columns,
+        plan.num_splits,
+        *operands.query_strides,
+        *operands.output_strides,
+    )
+    return Arguments(attention, (partial, logsum, output, plan.num_splits, *operands.output_strides))

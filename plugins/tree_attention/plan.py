@@ -1,0 +1,232 @@
+"""How one tree attention is laid out on a GPU: kernel variant, blocks, splits, workspace; and the bytes it must move.
+
+Everything here follows from shapes and the size of the device, never from the contents of a tensor: a plan is made once
+and its launches can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # by Triton's name of a dtype
+# Numbers in one block of keys: several blocks in flight fit into shared memory, and no variant of a head up to 128
+# spills more than a few bytes of registers on 8.0. fp32 has no tensor cores, which costs registers.
+TILE_ITEMS = {"fp32": 2048, "fp16": 8192, "bf16": 8192}
+BLOCK_ROWS = 16  # the least tl.dot multiplies
+MAX_HEAD_DIM = 256
+SPLIT_SLOTS = 256  # a shorter split would spend more on its softmax and its reduction than it saves
+BLOCKS_PER_MULTIPROCESSOR = 2
+MAX_MULTIPROCESSORS = 256  # larger devices are used as if they had this many; workspaces are reserved for it
+SPLIT_BLOCK = 16  # splits that the reduction reads at once
+GRID_LIMIT = 65535  # of a CUDA grid's second and third axis
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of one call, checked. Raises ValueError.
+
+    batch B, heads H, kv_heads H_kv, rows T, columns S, capacity C, head_dim D; dtype of query, key, value and output.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    columns: int
+    capacity: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "rows", "columns", "capacity", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TreeAttention: {name} must be at least 1, not {getattr(self, name)}")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"TreeAttention: dtype {self.dtype!r} is unknown; choose one of {', '.join(ITEM_BYTES)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"TreeAttention: {self.heads} query heads do not divide among {self.kv_heads} key/value heads"
+            )
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"TreeAttention: head_dim {self.head_dim} is beyond the kernel's {MAX_HEAD_DIM}")
+        if self.columns < self.rows:
+            raise ValueError(
+                f"TreeAttention: tree_mask has {self.columns} columns for {self.rows} rows; the rows of this pass are "
+                "speculative rows too"
+            )
+        if self.batch * self.kv_heads > GRID_LIMIT:
+            raise ValueError(f"TreeAttention: more than {GRID_LIMIT} key/value heads in one batch; split the batch")
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], dtype: str) -> Shape:
+        """From the shapes of query, key, value, cache_lengths and tree_mask. Raises ValueError where they disagree."""
+        query, key, value, lengths, mask = (tuple(shape) for shape in shapes)
+        if (len(query), len(key), len(mask)) != (4, 4, 3):
+            raise ValueError(
+                "TreeAttention: expected query [B, H, T, D], key [B, H_kv, C, D] and tree_mask [B, T, S], "
+                f"not {query}, {key} and {mask}"
+            )
+        batch, heads, rows, head_dim = query
+        expected = {
+            "key": (key, (batch, key[1], key[2], head_dim)),
+            "value": (value, key),
+            "cache_lengths": (lengths, (batch,)),
+            "tree_mask": (mask, (batch, rows, mask[2])),
+        }
+        for name, (found, wanted) in expected.items():
+            if found != wanted:
+                raise ValueError(f"TreeAttention: {name} is {found}, expected {wanted} beside a query of {query}")
+        return cls(batch, heads, key[1], rows, mask[2], key[2], head_dim, dtype)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one binary of the kernel is compiled for; block_rows counts rows of T times heads of a group."""
+
+    head_dim: int
+    group: int
+    dtype: str
+    block_rows: int
+
+    @property
+    def head_block(self) -> int:
+        """head_dim as the kernel holds it: a power of two, at least what tl.dot multiplies."""
+        return max(16, power_of_two(self.head_dim))
+
+    @property
+    def block_slots(self) -> int:
+        """Cache slots per step."""
+        return max(16, min(128 if self.block_rows <= 32 else 64, TILE_ITEMS[self.dtype] // self.head_block))
+
+    @property
+    def num_warps(self) -> int:
+        return 8 if self.block_rows >= 128 or self.dtype == "fp32" else 4
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constexpr arguments of `kernel.tree_attention`."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_BLOCK": self.head_block,
+            "GROUP": self.group,
+            "BLOCK_M": self.block_rows,
+            "BLOCK_N": self.block_slots,
+        }
+
+    @property
+    def combined(self) -> Variant:
+        """The variant whose reduction this one shares: that depends on the head size and the dtype alone."""
+        return Variant(self.head_dim, 1, self.dtype, BLOCK_ROWS)
+
+    @property
+    def combine_constants(self) -> dict[str, int]:
+        """The constexpr arguments of `kernel.combine_splits`."""
+        return {"HEAD_DIM": self.head_dim, "HEAD_BLOCK": self.head_block, "SPLIT_BLOCK": SPLIT_BLOCK}
+
+    def num_stages(self, capability: int) -> int:
+        """Software pipelining on a device of `capability` (80 for 8.0).
+
+        n stages keep n - 1 blocks of keys and values in flight: as many as two programs per multiprocessor leave room
+        for in its shared memory.
+        """
+        tiles = 2 * self.block_slots * self.head_block * ITEM_BYTES[self.dtype]
+        return 1 + max(1, min(3, shared_memory(capability) // BLOCKS_PER_MULTIPROCESSOR // tiles))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One call: the variant, the grid of the kernel and, with more than one split, of the reduction after it.
+
+    workspace_bytes: for the partial results, 0 with one split; 16-byte aligned, uninitialised.
+    """
+
+    shape: Shape
+    variant: Variant
+    num_splits: int
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        row_blocks = -(-self.shape.rows * self.shape.group // self.variant.block_rows)
+        return row_blocks, self.shape.batch * self.shape.kv_heads, self.num_splits
+
+    @property
+    def combine_grid(self) -> tuple[int, int, int]:
+        return self.shape.rows, self.shape.heads, self.shape.batch
+
+    @property
+    def partial_bytes(self) -> int:
+        """The fp32 results [splits, B, H, T, D], which the workspace begins with; logsum follows."""
+        shape = self.shape
+        return 4 * self.num_splits * shape.batch * shape.heads * shape.rows * shape.head_dim
+
+    @property
+    def workspace_bytes(self) -> int:
+        if self.num_splits == 1:
+            return 0
+        return self.partial_bytes + self.partial_bytes // self.shape.head_dim
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(shape: Shape, multiprocessors: int) -> Plan:
+    """Lay `shape` out on a device of so many multiprocessors: as many splits as keep all of them busy, and no more."""
+    block_rows = row_block(shape.rows * shape.group, shape.head_dim, shape.dtype)
+    variant = Variant(shape.head_dim, shape.group, shape.dtype, block_rows)
+    blocks = -(-shape.rows * shape.group // block_rows) * shape.batch * shape.kv_heads
+    room = BLOCKS_PER_MULTIPROCESSOR * min(multiprocessors, MAX_MULTIPROCESSORS) // blocks
+    return Plan(shape, variant, max(1, min(room, -(-shape.capacity // SPLIT_SLOTS))))
+
+
+def row_block(packed_rows: int, head_dim: int, dtype: str) -> int:
+    """Block of rows for T * group packed rows: all of them in one where registers allow it, so that the cache is read
+    once."""
+    if dtype == "fp32":
+        return BLOCK_ROWS
+    return min(128 if head_dim <= 64 else 64, max(BLOCK_ROWS, power_of_two(packed_rows)))
+
+
+def row_blocks(packed_rows: int, head_dim: int, dtype: str) -> tuple[int, ...]:
+    """Every block size that up to `packed_rows` packed rows may need, for a library compiled ahead of time."""
+    sizes, size = [], BLOCK_ROWS
+    while size <= row_block(packed_rows, head_dim, dtype):
+        sizes.append(size)
+        size *= 2
+    return tuple(sizes)
+
+
+def workspace_bound(largest: Shape) -> int:
+    """Workspace that is enough for every call whose sizes are at most `largest`'s, on every device."""
+    block = row_block(largest.rows * largest.group, largest.head_dim, largest.dtype)
+    by_device = BLOCKS_PER_MULTIPROCESSOR * MAX_MULTIPROCESSORS * block
+    splits = -(-largest.capacity // SPLIT_SLOTS)
+    by_shape = splits * largest.batch * largest.heads * largest.rows if splits > 1 else 0
+    return 4 * min(by_device, by_shape) * (largest.head_dim + 1)
+
+
+def bytes_moved(shape: Shape, cache_lengths: Sequence[int]) -> int:
+    """The floor of one call's memory traffic: every slot that may be visible once, query and output once, mask once.
+
+    cache_lengths: of each sequence. Divided by a device's bandwidth it is the least time a call can take.
+    """
+    item = ITEM_BYTES[shape.dtype]
+    slots = sum(min(length + shape.columns, shape.capacity) for length in cache_lengths)
+    cache = 2 * slots * shape.kv_heads * shape.head_dim * item
+    rows = 2 * shape.batch * shape.heads * shape.rows * shape.head_dim * item
+    return cache + rows + shape.batch * (shape.rows * shape.columns + 4)
+
+
+def shared_memory(capability: int) -> int:
+    """Bytes of shared memory one multiprocessor gives to programs (CUDA C++ programming guide, technical table)."""
+    sizes = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
+    return 1024 * sizes.get(capability, min(sizes.values()))
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()

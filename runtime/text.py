@@ -1,0 +1,82 @@
+"""Chunks of tokens -> chunks of text, for whoever reads along."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .decoder import TokenChunk, TokenLogprob
+from .detokenizer import IncrementalDetokenizer, StopChecker
+from .metrics import SpecDecodeStats
+from .sampling import SamplingParams
+from .tokenizer import Tokenizer
+
+
+class TextPiece(NamedTuple):
+    """Text of one token, or the part of it that is certain by now, and whether the draft proposed it."""
+
+    text: str
+    drafted: bool
+
+
+class StreamChunk(NamedTuple):
+    """What one round added. `text` may be empty while a character or a possible stop string is incomplete.
+
+    finish_reason: None while more follows, else "stop" or "length". stats: the request's own, still counting.
+    """
+
+    text: str
+    token_ids: list[int]
+    pieces: list[TextPiece]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    stats: SpecDecodeStats
+
+
+class TextWriter:
+    """Chunks of tokens -> chunks of text: whole characters only, and nothing of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+        self._stop = StopChecker(params.stop)
+        self._min_tokens = params.min_tokens
+        self._count = 0
+        self._held: deque[TextPiece] = deque()  # decoded, but perhaps the beginning of a stop string
+
+    def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
+        """The text of one chunk. A stop string ends it at the token that completed it."""
+        released, reason = "", chunk.finish_reason
+        kept = len(chunk.token_ids)
+        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids)):
+            self._count += 1
+            self._held.append(TextPiece(delta, index < chunk.num_drafted))
+            if self._count <= self._min_tokens:
+                released += delta
+                continue
+            text, stopped = self._stop.push(delta)
+            released += text
+            if stopped:
+                kept, reason = index + 1, "stop"
+                break
+        else:
+            if reason is not None:
+                rest = self._detokenizer.finish()
+                self._held.append(TextPiece(rest, False))
+                text, stopped = self._stop.push(rest)
+                released += text if stopped else text + self._stop.finish()
+                reason = "stop" if stopped else reason
+        stats.num_tokens -= len(chunk.token_ids) - kept
+        pieces = list(self._take(len(released)))
+        return StreamChunk(released, chunk.token_ids[:kept], pieces, chunk.logprobs[:kept], reason, stats)
+
+    def _take(self, length: int) -> Iterator[TextPiece]:
+        """The pieces that make up the next `length` characters."""
+        while length > 0:
+            piece = self._held.popleft()
+            if len(piece.text) > length:
+                self._held.appendleft(TextPiece(piece.text[length:], piece.drafted))
+                piece = TextPiece(piece.text[:length], piece.drafted)
+            length -= len(piece.text)
+            if piece.text:
+                yield piece

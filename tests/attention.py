@@ -1,0 +1,171 @@
+"""Tree attention cases: tensors of random shapes with NaN wherever nobody may look, and what runs them on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from draftwood.plugins.tree_attention import op
+from draftwood.plugins.tree_attention.operands import Operands, Strides
+from draftwood.plugins.tree_attention.plan import Plan, Shape, plan
+from draftwood.plugins.tree_attention.reference import tree_attention, visible_slots
+
+TYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TOLERANCES = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}  # outputs are averages of values of unit variance
+SCALE = 0.2
+
+
+class Tensors(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cache_lengths: torch.Tensor
+    tree_mask: torch.Tensor
+
+    def expected(self) -> NDArray[np.float32]:
+        query, key, value = (tensor.float().cpu().numpy() for tensor in self[:3])
+        return tree_attention(query, key, value, self.cache_lengths.cpu().numpy(), self.tree_mask.cpu().numpy(), SCALE)
+
+    def shape(self) -> Shape:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        return Shape.of([tensor.shape for tensor in self], names[self.query.dtype])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A token graph per sequence: row i sees itself and, as often as not, each earlier speculative row. The last row of
+    every sequence is padding, which sees nothing of the graph."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    rows: int
+    earlier: int
+    capacity: int
+    lengths: tuple[int, ...]
+    head_dim: int
+    dtype: str
+    multiprocessors: int = 1
+    seed: int = 0
+
+    def tensors(self, poison: float = float("nan")) -> Tensors:
+        """Slots that no row of a sequence sees hold `poison`."""
+        rng = np.random.default_rng(self.seed)
+        columns = self.earlier + self.rows
+        mask = np.tril(rng.random((self.batch, self.rows, columns)) < 0.5, self.earlier)
+        mask |= np.eye(self.rows, columns, self.earlier, dtype=np.bool_)
+        mask[:, -1] = False
+        cache = (self.batch, self.kv_heads, self.capacity, self.head_dim)
+        query, key, value = (
+            rng.standard_normal(size, np.float32)
+            for size in ((self.batch, self.kv_heads * self.group, self.rows, self.head_dim), cache, cache)
+        )
+        for sequence, length in enumerate(self.lengths):
+            hidden = np.ones(self.capacity, np.bool_)
+            for row in mask[sequence]:
+                hidden[visible_slots(length, row, self.capacity)] = False
+            key[sequence, :, hidden] = value[sequence, :, hidden] = poison
+        floats = [torch.from_numpy(array).to(DTYPES[self.dtype]) for array in (query, key, value)]
+        return Tensors._make([*floats, torch.tensor(self.lengths, dtype=torch.int32), torch.from_numpy(mask)])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    batch = draw(st.integers(1, 3))
+    capacity = draw(st.integers(16, 400))
+    return Case(
+        batch,
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.sampled_from([1, 2, 3, 8])),
+        rows=draw(st.integers(1, 9)),
+        earlier=draw(st.sampled_from([0, 0, 1, 5])),
+        capacity=capacity,
+        lengths=tuple(draw(st.lists(st.integers(0, capacity - 1), min_size=batch, max_size=batch))),
+        head_dim=draw(st.sampled_from([8, 64, 80, 96, 128])),
+        dtype=draw(st.sampled_from(["fp32", "fp16"])),
+        multiprocessors=draw(st.sampled_from([1, 4, 132])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def operands(tensors: Tensors, output: torch.Tensor, workspace: torch.Tensor | None) -> Operands:
+    address = 0 if workspace is None else workspace.data_ptr()
+    pointers = [tensor.data_ptr() for tensor in (*tensors, output)]
+    return Operands._make((*pointers, address, strides(tensors.query), strides(output)))
+
+
+def strides(tensor: torch.Tensor) -> Strides:
+    batch, head, row, _ = tensor.stride()
+    return batch, head, row
+
+
+def workspace(layout: Plan, device: str = "cpu") -> torch.Tensor | None:
+    """Filled with NaN: nothing may be read from it before it is written."""
+    if not layout.workspace_bytes:
+        return None
+    return torch.full((layout.workspace_bytes // 4,), float("nan"), device=device)
+
+
+def interpreted(case: Case) -> NDArray[np.float32]:
+    """The kernel's output in Triton's interpreter; call it in a worker of `interpreter`."""
+    from draftwood.plugins.tree_attention.launch import InterpreterLauncher
+
+    launcher, tensors = InterpreterLauncher(case.multiprocessors), case.tensors()
+    layout = plan(tensors.shape(), launcher.multiprocessors)
+    output, memory = torch.full_like(tensors.query, float("nan")), workspace(layout)
+    launcher.launch(layout, operands(tensors, output, memory), SCALE, stream=0)
+    result: NDArray[np.float32] = output.float().numpy()
+    return result
+
+
+@contextmanager
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process with Triton's interpreter switched on, which is decided when Triton is imported."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            pool.submit(int).result()  # started, so that it has inherited the variable
+            restore("TRITON_INTERPRET", before)
+            yield pool
+    finally:
+        restore("TRITON_INTERPRET", before)
+
+
+def restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def model(precision: str, capacity: int, heads: int, kv_heads: int, head_dim: int) -> onnx.ModelProto:
+    """A graph of one TreeAttention, B, T and S free."""
+    floating = TYPES[precision]
+    inputs: dict[str, tuple[ir.DataType, tuple[int | str, ...]]] = {
+        "query": (floating, ("B", heads, "T", head_dim)),
+        "key": (floating, ("B", kv_heads, capacity, head_dim)),
+        "value": (floating, ("B", kv_heads, capacity, head_dim)),
+        "cache_lengths": (ir.DataType.INT32, ("B",)),
+        "tree_mask": (ir.DataType.BOOL, ("B", "T", "S")),
+    }
+    values = [ir.Value(name=name, type=ir.TensorType(t), shape=ir.Shape(s)) for name, (t, s) in inputs.items()]
+    node = ir.node(op.NAME, values, {"scale": SCALE}, domain=op.DOMAIN, name="attention")
+    output = node.outputs[0]
+    output.name, output.type, output.shape = "output", values[0].type, values[0].shape
+    opsets = {"": op.OPSET, op.DOMAIN: op.VERSION}
+    graph = ir.Graph(values, [output], nodes=[node], opset_imports=opsets, name="graph")
+    return ir.to_proto(ir.Model(graph, ir_version=11, functions=[op.function(precision, capacity)]))

@@ -1,0 +1,73 @@
+"""The place that imports TensorRT's packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
+
+needs_rtx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="TensorRT-RTX is not installed: pip install 'draftwood[tensorrt-rtx]'",
+)
+
+
+@pytest.mark.parametrize(("backend", "package"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
+def test_a_missing_package_names_the_extra(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"{package} cannot .*pip install 'draftwood\[{backend}\]'"
+    ) as raised:
+        load_tensorrt.__wrapped__(backend)
+    assert raised.value.name == package
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="'onnxruntime' is no TensorRT backend; choose one of tensorrt, tensorrt-rtx"):
+        load_tensorrt("onnxruntime")
+
+
+@needs_rtx
+def test_one_module_and_one_logger_per_process(caplog: pytest.LogCaptureFixture) -> None:
+    """What TensorRT says goes to `logging`, without its lines about every node and every inlined name."""
+    assert load_tensorrt("tensorrt-rtx") is load_tensorrt("tensorrt-rtx")
+    logger, severity = tensorrt_logger("tensorrt-rtx"), load_tensorrt("tensorrt-rtx").ILogger.Severity
+    assert logger is tensorrt_logger("tensorrt-rtx")
+    caplog.set_level(logging.DEBUG, "draftwood.tensorrt")
+    logger.log(severity.VERBOSE, "a kernel")
+    logger.log(
+        severity.WARNING, "A node already exists, the output tensors of this new instance will not be queryable."
+    )
+    logger.log(severity.WARNING, "trouble")
+    logger.log(severity.INFO, "a phase")
+    assert [(each.levelname, each.message) for each in caplog.records] == [("WARNING", "trouble"), ("DEBUG", "a phase")]
+
+
+@needs_rtx
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the wheel's libraries have versioned names on Linux")
+def test_the_preloaded_libraries_are_removed_with_the_process() -> None:
+    code = (
+        "from draftwood.plugins.tensorrt import load_tensorrt, preload_rtx_libraries\n"
+        "load_tensorrt('tensorrt-rtx')\n"
+        "print(preload_rtx_libraries().name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    left = subprocess.run(["ls", done.stdout.strip()], capture_output=True)
+    assert done.stdout.strip() and left.returncode != 0
+
+
+@needs_rtx
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the wheel's libraries have versioned names on Linux")
+def test_an_import_that_was_too_early_is_found_before_the_parser_meets_a_plugin() -> None:
+    code = (
+        "import tensorrt_rtx\n"
+        "from draftwood.plugins.tensorrt import check_plugin_parsing, load_tensorrt\n"
+        "check_plugin_parsing(load_tensorrt('tensorrt-rtx'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "tensorrt_rtx was imported before" in done.stderr

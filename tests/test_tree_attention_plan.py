@@ -1,0 +1,126 @@
+"""How calls are laid out: every row once, never too many splits, always enough workspace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.plugins.tree_attention.plan import (
+    BLOCKS_PER_MULTIPROCESSOR,
+    ITEM_BYTES,
+    SPLIT_SLOTS,
+    Shape,
+    bytes_moved,
+    plan,
+    row_block,
+    row_blocks,
+    shared_memory,
+    workspace_bound,
+)
+
+LLAMA = Shape(1, 32, 8, 16, 16, 8192, 128, "fp16")
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    kv_heads, rows = draw(st.integers(1, 16)), draw(st.integers(1, 512))
+    return Shape(
+        batch=draw(st.integers(1, 32)),
+        heads=kv_heads * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        rows=rows,
+        columns=rows + draw(st.integers(0, 64)),
+        capacity=draw(st.integers(1, 65536)),
+        head_dim=draw(st.integers(1, 256)),
+        dtype=draw(st.sampled_from(sorted(ITEM_BYTES))),
+    )
+
+
+@given(shapes(), st.integers(1, 400))
+def test_every_row_is_in_exactly_one_block_and_splits_stay_in_bounds(shape: Shape, multiprocessors: int) -> None:
+    layout = plan(shape, multiprocessors)
+    blocks, heads, splits = layout.grid
+    packed = shape.rows * shape.group
+    assert (blocks - 1) * layout.variant.block_rows < packed <= blocks * layout.variant.block_rows
+    assert heads == shape.batch * shape.kv_heads
+    assert splits == 1 or blocks * heads * splits <= BLOCKS_PER_MULTIPROCESSOR * multiprocessors
+    assert splits == 1 or (splits - 1) * SPLIT_SLOTS < shape.capacity
+    assert layout.variant.block_rows in row_blocks(packed, shape.head_dim, shape.dtype)
+    assert (layout.workspace_bytes > 0) == (splits > 1)
+
+
+@given(shapes(), st.data())
+def test_the_workspace_of_the_largest_call_is_enough_for_smaller_ones(largest: Shape, data: st.DataObject) -> None:
+    smaller = replace(
+        largest,
+        batch=data.draw(st.integers(1, largest.batch)),
+        rows=data.draw(st.integers(1, largest.rows)),
+    )
+    multiprocessors = data.draw(st.integers(1, 400))
+    assert plan(smaller, multiprocessors).workspace_bytes <= workspace_bound(largest)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_blocks_in_flight_fit_into_shared_memory(head_dim: int, dtype: str, capability: int) -> None:
+    for block in row_blocks(512, head_dim, dtype):
+        variant = plan(replace(LLAMA, head_dim=head_dim, dtype=dtype, rows=block, heads=8, columns=block), 1).variant
+        assert variant.block_rows == row_block(block, head_dim, dtype)
+        tiles = 2 * variant.block_slots * variant.head_block * ITEM_BYTES[dtype]
+        assert (variant.num_stages(capability) - 1) * tiles <= shared_memory(capability) // BLOCKS_PER_MULTIPROCESSOR
+
+
+def test_a_long_cache_is_split_over_the_device_and_a_large_batch_is_not() -> None:
+    assert plan(LLAMA, 132).num_splits == 32
+    assert plan(replace(LLAMA, capacity=256), 132).num_splits == 1
+    assert plan(replace(LLAMA, batch=32), 132).num_splits == 1
+
+
+def test_heads_of_a_group_share_a_block() -> None:
+    assert plan(LLAMA, 132).grid == (1, 8, 32)
+    assert plan(LLAMA, 132).variant.block_rows == 64
+
+
+def test_bytes_moved_counts_the_cache_once_per_key_value_head() -> None:
+    rows = 2 * 32 * 16 * 128 * 2
+    assert bytes_moved(LLAMA, [1000]) == 2 * 8 * 1016 * 128 * 2 + rows + 16 * 16 + 4
+    assert bytes_moved(LLAMA, [8192]) == 2 * 8 * 8192 * 128 * 2 + rows + 16 * 16 + 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 30}, "30 query heads do not divide among 8"),
+        ({"head_dim": 512}, "head_dim 512 is beyond"),
+        ({"dtype": "int8"}, "dtype 'int8' is unknown"),
+        ({"columns": 15}, "15 columns for 16 rows"),
+        ({"rows": 0}, "rows must be at least 1"),
+        ({"batch": 10_000}, "split the batch"),
+    ],
+)
+def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(LLAMA, **change)
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (0, (1, 8, 128), "expected query"),
+        (1, (2, 2, 64, 128), "key is"),
+        (2, (1, 2, 65, 128), "value is"),
+        (3, (2,), "cache_lengths is"),
+        (4, (1, 5, 4), "tree_mask is"),
+    ],
+)
+def test_shapes_that_disagree_are_refused(position: int, wrong: tuple[int, ...], message: str) -> None:
+    inputs: list[tuple[int, ...]] = [(1, 8, 4, 128), (1, 2, 64, 128), (1, 2, 64, 128), (1,), (1, 4, 4)]
+    assert Shape.of(inputs, "fp16") == Shape(1, 8, 2, 4, 4, 64, 128, "fp16")
+    inputs[position] = wrong
+    with pytest.raises(ValueError, match=message):
+        Shape.of(inputs, "fp16")
