@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -73,6 +73,11 @@ def drive(steps: Steps[C]) -> Iterator[C]:
                 yield step
 
 
+def alone() -> int:
+    """No other request shares a pass."""
+    return 1
+
+
 class SpeculativeDecoder:
     """Decodes one request over a target engine and, unless `config` is None, a draft engine.
 
@@ -87,8 +92,11 @@ class SpeculativeDecoder:
         max_length: int,
         eos: Sequence[int],
         costs: CostModel | None = None,
+        sharing: Callable[[], int] = alone,
     ) -> None:
-        """costs: of both engines, by which rounds are planned where `config` has a budget of "cost"."""
+        """costs: of both engines, by which rounds are planned where `config` has a budget of "cost". sharing: says how
+        many requests' passes run together just now."""
+        self._sharing = sharing
         self._target = target
         self._costs = costs
         self._controller: Controller | None = None
@@ -142,7 +150,9 @@ class SpeculativeDecoder:
             # The longest path that still fits: one token is always the target's own.
             room = min(sampler.params.max_tokens - len(sampler.output), self._max_length - length)
             round_start, draft_before = perf_counter(), stats.draft_seconds
-            plan = None if self._controller is None else self._controller.plan(length, room - 1)
+            plan = None
+            if self._controller is not None:
+                plan = self._controller.plan(length, room - 1, self._sharing())
             proposal = yield from self._propose(root, room - 1, plan, sampler, streams, observe is not None)
             tree = proposal.tree
             scoring = perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
 from .bundle import EngineBundle
 from .cost import CostModel, assumed, differences, fingerprint, read_costs
-from .decoder import SpeculativeDecoder, Steps, TokenLogprob, drive
+from .decoder import SpeculativeDecoder, Steps, TokenLogprob, alone, drive
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
 from .fit import fitted
@@ -53,10 +53,12 @@ class GenerationResult:
 
 
 class Engines(NamedTuple):
-    """What a request runs on; without a draft it decodes plainly."""
+    """What a request runs on; without a draft it decodes plainly. sharing: says how many requests' passes run together
+    just now."""
 
     target: Engine
     draft: Engine | None
+    sharing: Callable[[], int] = alone
 
 
 class LLM:
@@ -280,7 +282,13 @@ class LLM:
         manifest = self.bundle.manifest
         draft = None if config is None else engines.draft
         return SpeculativeDecoder(
-            engines.target, draft, config, manifest.max_length, manifest.eos_token_ids, self._costs
+            engines.target,
+            draft,
+            config,
+            manifest.max_length,
+            manifest.eos_token_ids,
+            self._costs,
+            engines.sharing,
         )
 
 

@@ -120,6 +120,23 @@ def test_costs_follow_the_context() -> None:
     assert controller.plan(0, 100).depth > 0 and controller.plan(1000, 100).depth == 0
 
 
+def test_proposals_shrink_as_more_requests_share_a_pass() -> None:
+    """A row is nearly free alone and dear in a full pass: speculation must not slow a busy machine down."""
+    costs = table(1.0, 0.02, row=0.06)
+
+    def settled_size(sharing: int) -> int:
+        controller = Controller(costs, TREES, greedy=True)
+        for _ in range(200):
+            plan = controller.plan(0, 100, sharing)
+            if plan.depth:
+                accepted = [row for row in (1, 4) if row <= plan.size][: plan.depth]
+                controller.observe(plan, bare(), accepted[: 1 + (plan.size > 3)])
+        return controller.plan(0, 100, sharing).size
+
+    sizes = [settled_size(sharing) for sharing in (1, 4, 16)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
 def rounds(config: SpeculativeConfig, costs: CostModel | None, agreement: float) -> SpecDecodeStats:
     """200 tokens of a draft that is the target itself to the degree `agreement`."""
     truth = random_model(0, 6)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import CostModel
+from ..cost import CostModel, PassCosts
 from .token_tree import TokenTree
 
 MEMORY = 0.96  # what a round counts for after the next one: about 25 rounds are remembered
@@ -63,17 +63,18 @@ class Controller:
         grid = (len(shapes.sizes), shapes.depth)
         self._offered, self._accepted = np.zeros(grid), np.zeros(grid)
         self._depths = np.arange(1, shapes.depth + 1)
-        self._context = -1
+        self._priced = (-1, 0)  # for which context and sharing
         self._seconds = np.zeros(grid)
         self._plain_seconds = 0.0
         self._plain_rounds = 0
 
-    def plan(self, context: int, room: int) -> Plan:
-        """The next round's limits behind `context` committed tokens; at most `room` deep."""
-        step = context // CONTEXT_STEP
-        if step != self._context:
-            self._context = step
-            self._price(context)
+    def plan(self, context: int, room: int, sharing: int = 1) -> Plan:
+        """The next round's limits behind `context` committed tokens; at most `room` deep. sharing: requests whose
+        passes run together: the more there are, the dearer is a row."""
+        priced = context // CONTEXT_STEP, sharing
+        if priced != self._priced:
+            self._priced = priced
+            self._price(context, sharing)
         depth = min(room, self._shapes.depth)
         plain = Plan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
         if depth < 1:
@@ -120,14 +121,19 @@ class Controller:
         expected: NDArray[np.float64] = np.where(self._depths <= sizes[:, None], step, 0.0).cumprod(1).cumsum(1)
         return expected
 
-    def _price(self, context: int) -> None:
-        """Seconds [sizes, depths] of every plan, and of a plain token, behind so many committed ones."""
-        target, draft, shapes = self._costs.target, self._costs.draft, self._shapes
-        self._plain_seconds = target.at(1, context) + self._host.round
-        first = draft.at(2, context)  # the root, and often the last accepted token
+    def _price(self, context: int, sharing: int) -> None:
+        """Seconds [sizes, depths] of every plan, and of a plain token, behind so many committed ones: this request's
+        part of passes in which all have as many rows as itself, and its own time on the host."""
+        shapes = self._shapes
+
+        def part(passes: PassCosts, rows: int) -> float:
+            return passes.at(rows * sharing, context) / sharing
+
+        self._plain_seconds = part(self._costs.target, 1) + self._host.round
+        first = part(self._costs.draft, 2)  # the root, and often the last accepted token
         for row, size in enumerate(shapes.sizes):
-            further = draft.at(min(shapes.frontier, size), context)
+            further = part(self._costs.draft, min(shapes.frontier, size))
             for depth in range(1, shapes.depth + 1):
                 tokens = (depth if shapes.chain else size) + shapes.given
-                verify = target.at(tokens + 1, context) + self._host.round + self._host.token * tokens
+                verify = part(self._costs.target, tokens + 1) + self._host.round + self._host.token * tokens
                 self._seconds[row, depth - 1] = first + (depth - 1) * further + verify
