@@ -1,4 +1,4 @@
-PY := .venv/bin/python
+PY ?= .venv/bin/python
 DRAFTWOOD := .venv/bin/draftwood
 FOLDERS := builder cli models plugins runtime
 PAIR := models/demo
@@ -12,9 +12,12 @@ setup: .venv/ready
 	python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
 	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build]' --group dev
-	mkdir -p build/typing/draftwood
-	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done
+	$(LINK)
 	touch $@
+
+# The folders as one package, for mypy, and for a Python into which nothing of this can be installed.
+LINK = mkdir -p build/typing/draftwood && \
+	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done
 
 BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head
 
@@ -54,8 +57,10 @@ bench: $(BUNDLE)/manifest.json
 	$(PY) benchmarks/papers.py $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
 	$(PY) benchmarks/plots.py benchmarks/results/papers.json benchmarks/results/papers.svg
 
-gpu-check: setup
-	$(PY) -m pytest -m gpu
+# Needs no setup: any Python with torch will do, `PY=/path/to/python make gpu-check`.
+gpu-check:
+	@$(LINK)
+	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) benchmarks/gpu_check.py
 
 size:
 	@git ls-files '*.py' | xargs wc -l | sort -n

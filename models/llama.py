@@ -2,12 +2,15 @@
 
 Parameters carry the names of Hugging Face checkpoints, so `load_state_dict` takes one as it is. There are two ways in:
 `full` reads whole sequences causally and can be differentiated; `forward` scores the rows of a token tree behind a
-key/value cache that it extends in place.
+key/value cache that it extends in place. `forward_static` does the same over tensors whose shapes and addresses never
+change, so that a CUDA graph of it can be replayed: what varies from pass to pass lies in device memory.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +41,74 @@ class Rotary(NamedTuple):
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
-class LayerCache(NamedTuple):
-    """One layer's keys and values, each [B, H_kv, C, D], and the slot of this pass's first row."""
+# query [B, H, T, D], key and value caches [B, H_kv, C, D], cache_lengths int32 [B], tree_mask bool [B, T, S], scale ->
+# [B, H, T, D]; as the TreeAttention operator is defined (plugins/tree_attention/op.py).
+TreeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
-    keys: Tensor
-    values: Tensor
+
+def dense_tree_attention(
+    query: Tensor, keys: Tensor, values: Tensor, cache_lengths: Tensor, tree_mask: Tensor, scale: float
+) -> Tensor:
+    """TreeAttention in standard operations, which read every slot of the cache. A row that sees nothing gives zeros."""
+    relative = torch.arange(keys.shape[2], device=keys.device) - cache_lengths[:, None]  # [B, C]
+    columns = tree_mask.shape[2]
+    gathered = tree_mask.gather(2, relative.clamp(0, columns - 1)[:, None].expand(-1, query.shape[2], -1))
+    visible = ((relative < 0)[:, None] | (gathered & (relative < columns)[:, None]))[:, None]  # [B, 1, T, C]
+    grouped = query.shape[1] != keys.shape[1]
+    output = functional.scaled_dot_product_attention(query, keys, values, visible, scale=scale, enable_gqa=grouped)
+    return output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+
+
+class LayerAttention(Protocol):
+    """What the rows of a pass attend to. Called once per layer."""
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """query [B, H, T, D] and this pass's own keys and values [B, H_kv, T, D], rotated -> [B, H, T, D]."""
+
+
+def causal(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The rows are whole sequences, and see only each other."""
+    grouped = query.shape[1] != keys.shape[1]
+    return functional.scaled_dot_product_attention(query, keys, values, None, is_causal=True, enable_gqa=grouped)
+
+
+class GrowingCache(NamedTuple):
+    """Rows are appended at slot `start` of a cache [2 * layers, B, H_kv, C, D] and see its slots through an additive
+    mask [B or 1, 1, T, start + T]."""
+
+    cache: Tensor
     start: int
+    mask: Tensor
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this pass's rows [B, H_kv, T, D]; returns everything up to and including them, as views."""
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See LayerAttention."""
         end = self.start + keys.shape[2]
-        self.keys[:, :, self.start : end] = keys
-        self.values[:, :, self.start : end] = values
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        cached = self.cache[2 * layer : 2 * layer + 2]
+        cached[0, :, :, self.start : end] = keys
+        cached[1, :, :, self.start : end] = values
+        grouped = query.shape[1] != keys.shape[1]
+        return functional.scaled_dot_product_attention(
+            query, cached[0, :, :, :end], cached[1, :, :, :end], self.mask, enable_gqa=grouped
+        )
+
+
+class StaticCache(NamedTuple):
+    """Rows are written to `slots`, int64 [T], of a cache [2 * layers, 1, H_kv, C, D] and see it as TreeAttention says:
+    nothing here depends on a number the host would have to know."""
+
+    cache: Tensor
+    slots: Tensor
+    cache_lengths: Tensor
+    tree_mask: Tensor
+    attend: TreeAttention
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See LayerAttention."""
+        cached = self.cache[2 * layer : 2 * layer + 2]
+        cached[0].index_copy_(2, self.slots, keys)
+        cached[1].index_copy_(2, self.slots, values)
+        scale = 1 / math.sqrt(query.shape[-1])
+        return self.attend(query, cached[0], cached[1], self.cache_lengths, self.tree_mask, scale)
 
 
 class RMSNorm(nn.Module):
@@ -62,6 +120,8 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, rows: Tensor) -> Tensor:
+        if rows.is_cuda:  # one launch instead of eight, of some forty in a layer
+            return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
         wide = rows.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * normed.to(rows.dtype)
@@ -73,23 +133,17 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.num_heads != config.num_kv_heads
+        self.num_heads = config.num_heads
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, config.query_size, bias)
         self.k_proj = nn.Linear(config.hidden_size, config.kv_size, bias)
         self.v_proj = nn.Linear(config.hidden_size, config.kv_size, bias)
         self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias)
 
-    def forward(self, rows: Tensor, rotary: Rotary, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """Without `cache` the rows see only each other; without `mask`, causally."""
-        query = rotary.rotate(self.heads(self.q_proj(rows)))
-        keys = rotary.rotate(self.heads(self.k_proj(rows)))
-        values = self.heads(self.v_proj(rows))
-        if cache is not None:
-            keys, values = cache.append(keys, values)
-        attended = functional.scaled_dot_product_attention(
-            query, keys, values, mask, is_causal=mask is None, enable_gqa=self.grouped
-        )
+    def forward(self, rows: Tensor, rotary: Rotary, attention: LayerAttention, layer: int) -> Tensor:
+        turned = rotary.rotate(torch.cat((self.heads(self.q_proj(rows)), self.heads(self.k_proj(rows))), 1))
+        query, keys = turned[:, : self.num_heads], turned[:, self.num_heads :]
+        attended = attention(layer, query, keys, self.heads(self.v_proj(rows)))
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 
@@ -121,8 +175,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, rows: Tensor, rotary: Rotary, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        rows = rows + self.self_attn(self.input_layernorm(rows), rotary, mask, cache)
+    def forward(self, rows: Tensor, rotary: Rotary, attention: LayerAttention, layer: int) -> Tensor:
+        rows = rows + self.self_attn(self.input_layernorm(rows), rotary, attention, layer)
         output: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
         return output
 
@@ -136,14 +190,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(
-        self, token_ids: Tensor, rotary: Rotary, mask: Tensor | None, cache: Tensor | None, start: int
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, rotary: Rotary, attention: LayerAttention) -> Tensor:
         """Rows [B, T, hidden_size] before the final norm."""
         rows: Tensor = self.embed_tokens(token_ids)
         for index, layer in enumerate(self.layers):
-            layer_cache = None if cache is None else LayerCache(cache[2 * index], cache[2 * index + 1], start)
-            rows = layer(rows, rotary, mask, layer_cache)
+            rows = layer(rows, rotary, attention, index)
         return rows
 
 
@@ -166,7 +217,7 @@ class Llama(nn.Module):
     def full(self, token_ids: Tensor) -> LlamaOutput:
         """Read whole sequences, int64 [B, T], causally; every row is scored. Differentiable."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
-        return self.score(self.model(token_ids, self.rotary(positions), None, None, 0))
+        return self.score(self.model(token_ids, self.rotary(positions), causal))
 
     def forward(
         self,
@@ -183,11 +234,34 @@ class Llama(nn.Module):
         0 sees, `bindings.MASKED` does not. cache: [2 * layers, B, H_kv, C, D], keys and values of a layer one after the
         other; slots `write_index` to `write_index + T` are overwritten. output_rows: int64 [R], the rows to score.
         """
-        rows = self.model(token_ids, self.rotary(position_ids), mask, cache, write_index)
+        rows = self.model(token_ids, self.rotary(position_ids), GrowingCache(cache, write_index, mask))
+        return self.score(rows[:, output_rows])
+
+    def forward_static(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        cache_lengths: Tensor,
+        tree_mask: Tensor,
+        cache: Tensor,
+        write_indices: Tensor,
+        output_rows: Tensor,
+        attend: TreeAttention = dense_tree_attention,
+    ) -> LlamaOutput:
+        """Score T rows of one sequence (B = 1) and append them to its cache, in work that a CUDA graph can repeat.
+
+        cache_lengths: int32 [1], committed rows. tree_mask: bool [1, T, S], S at least the speculative rows so far and
+        T together. write_indices: int64 [1], the slot of the first row. The rest is as for `forward`.
+        """
+        slots = write_indices + torch.arange(token_ids.shape[1], device=token_ids.device)
+        attention = StaticCache(cache, slots, cache_lengths, tree_mask, attend)
+        rows = self.model(token_ids, self.rotary(position_ids), attention)
         return self.score(rows[:, output_rows])
 
     def rotary(self, position_ids: Tensor) -> Rotary:
-        return Rotary(self.rope_cosine[position_ids].unsqueeze(1), self.rope_sine[position_ids].unsqueeze(1))
+        dtype = self.model.embed_tokens.weight.dtype  # cast once, not in every layer
+        tables = (table[position_ids].unsqueeze(1).to(dtype) for table in (self.rope_cosine, self.rope_sine))
+        return Rotary._make(tables)
 
     def score(self, rows: Tensor) -> LlamaOutput:
         """Final norm and vocabulary projection."""

@@ -6,6 +6,7 @@ Engines differ from transformers, and one pass from another of a different width
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,28 @@ from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 from trees import Tree, trees
 
-from draftwood.builder import export as export_module
+from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, causal_batch, prefill
 from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.openvino import OpenVinoEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-BACKENDS = ["onnxruntime", "torch", pytest.param("torch on cuda", marks=ON_GPU)]
+OPENVINO = pytest.mark.skipif(find_spec("openvino") is None, reason="needs the [openvino] extra")
+BACKENDS = [
+    "onnxruntime",
+    pytest.param("openvino", marks=OPENVINO),
+    "torch",
+    pytest.param("torch on cuda", marks=ON_GPU),
+]
 WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
 TOLERANCE = 2e-4
 Open = Callable[..., Engine]
 few = settings(max_examples=8, deadline=None)
-
 
 BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))  # its longest path: 0, 2, 4, 6, 7
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
@@ -65,7 +72,7 @@ def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Open:
         if backend.startswith("torch"):
             return TorchEngine(checkpoint.tensor, spec, "cuda" if backend.endswith("cuda") else "cpu")
         export(checkpoint, role, capacity, file, lambda name: None)
-        return OnnxRuntimeEngine(file, spec)
+        return (OpenVinoEngine if backend == "openvino" else OnnxRuntimeEngine)(file, spec)
 
     return opened
 
@@ -97,7 +104,7 @@ def engine_spec(checkpoint: Checkpoint, backend: str, role: str, capacity: int =
         backend=backend,
         file="",
         model=checkpoint.config,
-        widths=WIDTHS,
+        widths=WIDTHS[1:] if backend == "openvino" else WIDTHS,
         capacity=capacity,
         precision="fp32",
         outputs=bindings.output_names(role),
@@ -234,6 +241,8 @@ def test_i10_a_growing_cache_keeps_what_it_holds(one: Engine) -> None:
     """It starts with 256 slots, doubles, and stops at the engine's capacity; speculative rows move along."""
     text = random_text(240)
     cache = filled(one, text)
+    if cache.capacity == CAPACITY:
+        pytest.skip("caches of this engine have their full size at once")
     assert cache.capacity == 256
     one.forward(BUSHY.batch(one.spec, 240, stop=6), cache)
     before = contents(cache)
@@ -284,7 +293,7 @@ def test_how_weights_are_stored_changes_nothing(dtype: str, shards: int, open_en
 
 def test_weights_beside_the_graph_change_nothing(gqa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large models keep their weights in a second file."""
-    monkeypatch.setattr(export_module, "EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
     checkpoint, written = Checkpoint(gqa), list[str]()
     export(checkpoint, bindings.TARGET, CAPACITY, tmp_path / "target.onnx", written.append)
     assert (tmp_path / "target.onnx.data").stat().st_size > 4 * checkpoint.config.num_parameters
@@ -320,7 +329,7 @@ def test_a_pass_that_was_not_compiled_is_refused(one: Engine) -> None:
     with pytest.raises(EngineError, match=r"33 rows do not fit .* 32.*--widths"):
         causal_batch(one.spec, random_text(33), 0)
     odd = TokenBatch.padded([1, 2, 3], [0, 1, 2], np.tri(3, dtype=np.bool_), 3)
-    with pytest.raises(EngineError, match=r"mask of 3 x 3 .* 1, 2, 4, 8, 16, 32 rows"):
+    with pytest.raises(EngineError, match=r"mask of 3 x 3 .* 2, 4, 8, 16, 32 rows"):
         one.forward(odd, one.new_cache())
     cache = one.new_cache()
     one.forward(BUSHY.batch(one.spec, 0), cache)

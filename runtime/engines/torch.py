@@ -1,8 +1,15 @@
-"""torch: the parity reference on any machine, and a way to a GPU. The only file of the runtime that imports torch."""
+"""torch: the parity reference on any machine, and a way to a GPU that TensorRT does not serve.
+
+On a CPU a pass is fp32 arithmetic over a growing cache. On CUDA it is a CUDA graph over a cache of fixed size, with the
+plugin's attention kernel: what the runtime and the kernel are worth can be measured on any GPU. The only file of the
+runtime that imports torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -12,40 +19,157 @@ from numpy.typing import NDArray
 from ...models import bindings
 from ...models.acceptance_head import AcceptanceHead, TrainedHead
 from ...models.errors import EngineError
-from ...models.llama import Llama
+from ...models.llama import Llama, LlamaOutput, TreeAttention
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+from .layout import Layout, PassShape, feed, output_of, refuse_growth
 
 DEVICES = ("cpu", "cuda")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Weights = Callable[[str], NDArray[Any]]  # Hugging Face's name of a tensor -> the tensor, of any floating dtype
 
 
 class TorchKVCache(StackedKVCache):
-    """The buffer lives on the engine's device."""
+    """A growing buffer on the CPU."""
 
     buffer: torch.Tensor
 
     def __init__(self, engine: TorchEngine) -> None:
-        self._device = engine.device
+        self._engine = engine
         super().__init__(engine.spec)
 
+    def score(self, batch: TokenBatch, start: int) -> ForwardOutput:
+        """Run a batch whose first row goes to slot `start`."""
+        width, columns = batch.mask.shape
+        mask = np.zeros((1, 1, width, self.length + columns), np.float32)
+        mask[0, 0, :, self.length :][~batch.mask] = bindings.MASKED
+        feeds = [torch.from_numpy(array) for array in (batch.token_ids[None], batch.position_ids[None], mask)]
+        scored = self._engine.model(*feeds, self.buffer, start, torch.from_numpy(batch.output_rows))
+        return output_of({name: value.numpy() for name, value in self._engine.outputs(scored).items()})
+
     def _allocate(self, capacity: int) -> None:
-        model = self._spec.model
-        shape = (2 * model.num_layers, 1, model.num_kv_heads, capacity, model.head_dim)
-        self.buffer = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        self.buffer = self._engine.new_buffer(capacity)
+
+
+class StaticTorchKVCache(StackedKVCache):
+    """A buffer of fixed size on the engine's device, and the passes captured over it."""
+
+    buffer: torch.Tensor
+
+    def __init__(self, engine: TorchEngine, attend: TreeAttention) -> None:
+        self._engine = engine
+        self._attend = attend
+        self._passes: dict[PassShape, StaticPass] = {}
+        super().__init__(engine.spec)
+
+    def score(self, batch: TokenBatch, start: int) -> ForwardOutput:
+        """Run a batch whose first row goes to slot `start`."""
+        shape = PassShape.of(batch, self.capacity)
+        if shape not in self._passes:
+            with self._engine.on_stream():
+                self._passes[shape] = StaticPass(self._engine, self.buffer, shape, self._attend)
+        return self._passes[shape].run(batch, self.length, start)
+
+    def _allocate(self, capacity: int) -> None:
+        refuse_growth(self._spec, capacity)
+        self.buffer = self._engine.new_buffer(self._spec.capacity)
+
+    def _move(self, rows: NDArray[np.int64]) -> None:
+        with self._engine.lock, self._engine.on_stream():
+            kept = self.buffer.index_select(3, torch.from_numpy(rows).to(self._engine.device))
+            self.buffer.narrow(3, self.length, len(rows)).copy_(kept)
+
+
+class StaticPass:
+    """One shape of pass over one cache. What it reads and writes never moves, so that on CUDA the work is captured as a
+    graph after its first run, and replayed from then on: one copy in, one launch, results out, one wait."""
+
+    def __init__(self, engine: TorchEngine, cache: torch.Tensor, shape: PassShape, attend: TreeAttention) -> None:
+        self._engine, self._cache, self._attend = engine, cache, attend
+        on_gpu = engine.device.type == "cuda"
+        inputs = Layout.inputs(engine.spec, shape)
+        self._outputs = Layout.outputs(engine.spec, shape)
+        self._host_inputs = torch.zeros(inputs.nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self._host_outputs = torch.zeros(self._outputs.nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self._feeds = inputs.views(self._host_inputs.numpy())
+        self._device_inputs = torch.zeros(inputs.nbytes, dtype=torch.uint8, device=engine.device)
+        self._device_outputs = torch.zeros(self._outputs.nbytes, dtype=torch.uint8, device=engine.device)
+        self._arguments = device_views(inputs, self._device_inputs)
+        self._results = device_views(self._outputs, self._device_outputs)
+        self._output = output_of(self._outputs.views(self._host_outputs.numpy()))
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, batch: TokenBatch, length: int, start: int) -> ForwardOutput:
+        """Score a batch behind `length` committed rows, its first row at slot `start`."""
+        feed(self._feeds, batch, length, start)
+        with self._engine.on_stream():
+            if self._graph is None:
+                self._compute()
+            else:
+                self._graph.replay()
+            needed = self._outputs.needed_bytes(batch.num_tokens)
+            self._host_outputs[:needed].copy_(self._device_outputs[:needed], non_blocking=True)
+        self._engine.synchronize()
+        if self._graph is None and self._engine.device.type == "cuda":
+            self._graph = self._captured()
+        return self._output
+
+    def _compute(self) -> None:
+        self._device_inputs.copy_(self._host_inputs, non_blocking=True)
+        feeds = self._arguments
+        scored = self._engine.model.forward_static(
+            feeds[bindings.INPUT_IDS.name],
+            feeds[bindings.POSITION_IDS.name],
+            feeds[bindings.CACHE_LENGTHS.name],
+            feeds[bindings.TREE_MASK.name],
+            self._cache,
+            feeds[bindings.WRITE_INDICES.name],
+            feeds[bindings.OUTPUT_ROWS.name],
+            self._attend,
+        )
+        for name, value in self._engine.outputs(scored).items():
+            self._results[name].copy_(value)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """The work as a graph. It was run before: kernels are compiled, and libraries have their workspace."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on with engines of their own meanwhile.
+        engine = self._engine
+        with torch.cuda.graph(graph, engine.graph_pool, engine.stream, capture_error_mode="thread_local"):
+            self._compute()
+        return graph
+
+
+def device_views(layout: Layout, block: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors in a block of bytes; they share its memory."""
+    views = {}
+    for name, field in layout.fields.items():
+        content = block[field.offset : field.offset + field.nbytes]
+        views[name] = content.view(getattr(torch, field.dtype.name)).view(field.shape)
+    return views
 
 
 class TorchEngine:
-    """`models/llama.py` in fp32 behind the Engine protocol. What goes in and comes out are arrays in host memory."""
+    """`models/llama.py` behind the Engine protocol. What goes in and comes out are arrays in host memory."""
 
     def __init__(
-        self, weights: Weights, spec: EngineSpec, device: str = "cpu", head: TrainedHead | None = None
+        self,
+        weights: Weights,
+        spec: EngineSpec,
+        device: str = "cpu",
+        head: TrainedHead | None = None,
+        precision: str = "fp32",
+        attend: TreeAttention | None = None,
     ) -> None:
-        """Copy the weights to `device`, "cpu" or "cuda". head: for a spec whose outputs name `acceptance`.
+        """Copy the weights to `device`, "cpu" or "cuda".
 
-        Raises EngineError when there is no such device, or no head.
+        head: for a spec whose outputs name `acceptance`. precision: of weights, activations and caches. attend: the
+        tree attention to run, over caches of fixed size; None takes the plugin's kernel on CUDA, and on a CPU plain
+        attention over growing caches. Raises EngineError when there is no such device, precision or head.
         """
         if device not in DEVICES:
             raise EngineError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
+        if precision not in DTYPES:
+            raise EngineError(f"precision {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
         if device == "cuda" and not torch.cuda.is_available():
             raise EngineError(
                 "torch finds no CUDA device: install a CUDA build of torch and a driver, or choose device cpu"
@@ -54,44 +178,72 @@ class TorchEngine:
             raise EngineError("this engine's outputs name acceptance: open it with the acceptance head they come from")
         self.spec = spec
         self.device = torch.device(device)
+        self.dtype = DTYPES[precision]
+        # Draft and target have one each.
+        self.stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # of torch
+        self.graph_pool = torch.cuda.graph_pool_handle() if device == "cuda" else None  # results are copied out of it
+        self.lock = Lock()  # one pass at a time: there is one stream, and what runs on it may be captured
+        self._attend = kernel_attention() if attend is None and device == "cuda" else attend
         with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
             model = Llama(spec.model, spec.capacity)
-        state = {name: self._tensor(np.array(weights(name), np.float32)) for name in model.state_dict()}
-        model.load_state_dict(state, assign=True)
-        self._model = model.to(self.device)
         wanted = head if bindings.ACCEPTANCE.name in spec.outputs else None
-        self._head = None if wanted is None else AcceptanceHead.from_trained(wanted).to(self.device)
+        with self.on_stream():
+            state = {name: self._weight(weights(name)) for name in model.state_dict()}
+            model.load_state_dict(state, assign=True)
+            self.model = model.to(self.device)
+            self._head = None if wanted is None else AcceptanceHead.from_trained(wanted).to(self.device)
 
-    def new_cache(self) -> TorchKVCache:
-        return TorchKVCache(self)
+    def new_cache(self) -> TorchKVCache | StaticTorchKVCache:
+        return TorchKVCache(self) if self._attend is None else StaticTorchKVCache(self, self._attend)
 
-    def forward(self, batch: TokenBatch, cache: TorchKVCache) -> ForwardOutput:
+    def forward(self, batch: TokenBatch, cache: TorchKVCache | StaticTorchKVCache) -> ForwardOutput:
         """See Engine.forward."""
-        width, columns = batch.mask.shape
         start = cache.reserve(batch)
-        mask = np.zeros((1, 1, width, cache.length + columns), np.float32)
-        mask[0, 0, :, cache.length :][~batch.mask] = bindings.MASKED
-        with torch.inference_mode():
-            scored = self._model(
-                self._tensor(batch.token_ids[None]),
-                self._tensor(batch.position_ids[None]),
-                self._tensor(mask),
-                cache.buffer,
-                start,
-                self._tensor(batch.output_rows),
-            )
-            logits = scored.logits[0]
-            cache.speculative += batch.num_tokens
-            if bindings.TOP_IDS.name not in self.spec.outputs:
-                return ForwardOutput(logits.cpu().numpy(), None, None)
-            top = torch.log_softmax(logits, dim=-1).topk(bindings.top_columns(self.spec.model.vocab_size))
-            ranked = ForwardOutput(logits.cpu().numpy(), top.indices.cpu().numpy(), top.values.cpu().numpy())
-            if self._head is None:
-                return ranked
-            return ranked._replace(acceptance=self._head.acceptance(scored.hidden[0].float()).cpu().numpy())
+        with torch.inference_mode(), self.lock:
+            output = cache.score(batch, start)
+        cache.speculative += batch.num_tokens
+        return output
 
     def close(self) -> None:
-        del self._model
+        del self.model
 
-    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def outputs(self, scored: LlamaOutput) -> dict[str, torch.Tensor]:
+        """What the spec's outputs name, [1, R, ...], on the device."""
+        logits = scored.logits.float()
+        outputs = {bindings.LOGITS.name: logits}
+        if bindings.TOP_IDS.name in self.spec.outputs:
+            top = torch.log_softmax(logits, dim=-1).topk(bindings.top_columns(self.spec.model.vocab_size))
+            outputs |= {bindings.TOP_IDS.name: top.indices, bindings.TOP_LOGPROBS.name: top.values}
+        if self._head is not None:
+            outputs[bindings.ACCEPTANCE.name] = self._head.acceptance(scored.hidden.float())
+        return outputs
+
+    def new_buffer(self, capacity: int) -> torch.Tensor:
+        """A zeroed cache of `capacity` slots."""
+        model = self.spec.model
+        shape = (2 * model.num_layers, 1, model.num_kv_heads, capacity, model.head_dim)
+        with self.on_stream():
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Work inside goes to this engine's stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        """Wait for this engine's stream."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def _weight(self, array: NDArray[Any]) -> torch.Tensor:
+        # numpy knows bf16 only by the package ml_dtypes, and torch does not know that.
+        known = array.dtype if array.dtype in (np.float16, np.float32) else np.float32
+        return torch.from_numpy(np.array(array, known)).to(self.device, self.dtype)
+
+
+def kernel_attention() -> TreeAttention:
+    """The plugin's kernel. Raises EngineError where Triton's language is not installed."""
+    try:
+        from ...plugins.tree_attention.launch import tree_attention
+    except ImportError as error:
+        raise EngineError(f"the attention kernel needs the package triton ({error}): pip install triton") from error
+    return tree_attention

@@ -1,0 +1,73 @@
+"""TensorRT in a GPU check: build the demo pair's bundle, load it, run it, and compare texts."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gpu_check_engine import CONFIGS, DEMO, parting, prompts
+from gpu_check_report import Findings, NotPossible, require
+
+from draftwood.models.bindings import DRAFT, TARGET
+from draftwood.models.errors import DraftwoodError
+from draftwood.plugins.tensorrt import PACKAGES
+from draftwood.runtime import LLM, SamplingParams
+from draftwood.runtime.engines.cuda import CudaDevice
+
+PRECISION, TOKENS = "fp16", 96
+
+
+def check(backend: str) -> Findings:
+    """Both forms of attention, our kernel and TensorRT's own. Raises NotPossible where the package is missing or does
+    not serve this GPU."""
+    if importlib.util.find_spec(PACKAGES[backend]) is None:
+        raise NotPossible(f"the package {backend} is not installed")
+    try:
+        capability = CudaDevice().compute_capability
+    except DraftwoodError as error:
+        raise NotPossible(str(error)) from error
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for plugin in (True, False):
+            name = "our kernel" if plugin else "TensorRT's attention"
+            figures[name] = one_bundle(Path(folder) / name, backend, capability, plugin)
+    text = "; ".join(f"{name}: {each['tokens_per_second']} tokens/s" for name, each in figures.items())
+    return Findings(f"{backend} {PRECISION}, {text}", {backend: figures})
+
+
+def one_bundle(output: Path, backend: str, capability: str, plugin: bool) -> dict[str, Any]:
+    """Build, load and run one bundle."""
+    from draftwood.builder.pipeline import BuildOptions, build
+
+    targets = (capability,) if backend == "tensorrt-rtx" else ()
+    try:
+        options = BuildOptions(
+            DEMO / TARGET,
+            DEMO / DRAFT,
+            output,
+            backend=backend,
+            precision=PRECISION,
+            max_length=512,
+            compute_capability=targets,
+            plugin=plugin,
+        )
+        build(options, lambda step: lambda: None)
+    except DraftwoodError as error:
+        raise NotPossible(f"{backend} does not build for SM {capability}: {error}") from error
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    texts = prompts(2)
+    with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 7"]) as speculative:
+        for llm in (plain, speculative):  # captures the graphs
+            llm.generate(list(texts), params)
+        wanted = plain.generate(list(texts), params)
+        found = speculative.generate(list(texts), params)
+    # Half precision may part at a near tie; most of a text must agree.
+    shared = [parting(one.token_ids, other.token_ids) for one, other in zip(found, wanted, strict=True)]
+    require(max(shared) > TOKENS // 4, f"speculative and plain text part at tokens {shared}")
+    return {
+        "tokens_per_second": round(found[0].stats.tokens_per_second, 1),
+        "plain_tokens_per_second": round(wanted[0].stats.tokens_per_second, 1),
+        "same_tokens": shared,
+    }

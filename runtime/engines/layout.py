@@ -1,0 +1,134 @@
+"""Tensors of a pass packed into one block of memory, so that they cross to a device, or back, in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models import bindings
+from ...models.bindings import Binding
+from ...models.errors import EngineError
+from .base import EngineSpec, ForwardOutput, TokenBatch
+
+ALIGNMENT = 256  # bytes; what cudaMalloc guarantees, and TensorRT expects of an address
+
+
+class PassShape(NamedTuple):
+    """What the buffers of a pass depend on: its rows, the columns of its mask, and how many rows are scored."""
+
+    width: int
+    columns: int
+    outputs: int
+
+    @classmethod
+    def of(cls, batch: TokenBatch, limit: int) -> PassShape:
+        """The shape that runs a batch. Columns are the width doubled until they reach what the batch sees, or `limit`:
+        a draft that appends pass after pass then needs few shapes, and masked columns cost almost nothing."""
+        width, seen = batch.mask.shape
+        columns = width
+        while columns < seen:
+            columns *= 2
+        return cls(width, max(seen, min(columns, limit)), len(batch.output_rows))
+
+
+class Field(NamedTuple):
+    """Where one tensor lies in its block."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+class Layout(NamedTuple):
+    """Tensors by name, each at an aligned offset; in order, so that a copy may stop inside the last one."""
+
+    fields: Mapping[str, Field]
+    nbytes: int
+
+    @classmethod
+    def of(cls, items: Sequence[Binding], spec: EngineSpec, shape: PassShape) -> Layout:
+        model = spec.model
+        axes = {
+            "B": 1,
+            "T": shape.width,
+            "S": shape.columns,
+            "R": shape.outputs,
+            "V": model.vocab_size,
+            "K": bindings.top_columns(model.vocab_size),
+        }
+        fields: dict[str, Field] = {}
+        end = 0
+        for item in items:
+            field = Field(np.dtype(item.dtype), tuple(axes[axis] for axis in item.shape), end)
+            fields[item.name] = field
+            end = aligned(end + field.nbytes)
+        return cls(fields, end)
+
+    @classmethod
+    def inputs(cls, spec: EngineSpec, shape: PassShape) -> Layout:
+        return cls.of(bindings.inputs(bindings.COMPACT), spec, shape)
+
+    @classmethod
+    def outputs(cls, spec: EngineSpec, shape: PassShape) -> Layout:
+        """The logits, by far the largest, come last: padding rows at their end need not be copied."""
+        items = (bindings.ACCEPTANCE, bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.LOGITS)
+        return cls.of([item for item in items if item.name in spec.outputs], spec, shape)
+
+    def views(self, block: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """The tensors in a block of `nbytes` bytes; they share its memory."""
+        return {
+            name: block[field.offset : field.offset + field.nbytes].view(field.dtype).reshape(field.shape)
+            for name, field in self.fields.items()
+        }
+
+    def needed_bytes(self, rows: int) -> int:
+        """Bytes from the start that hold everything about the first `rows` scored rows."""
+        logits = self.fields[bindings.LOGITS.name]
+        return logits.offset + min(rows, logits.shape[1]) * logits.shape[2] * logits.dtype.itemsize
+
+
+def refuse_growth(spec: EngineSpec, capacity: int) -> None:
+    """A graph holds addresses and a plan sizes: a static cache has all its slots at once, and never more. Raises
+    EngineError when more are asked for."""
+    if capacity > spec.capacity:
+        raise EngineError(
+            f"the {spec.role} engine's caches have {spec.capacity} slots and cannot grow to {capacity}: "
+            "run fewer requests at a time, or rebuild with a larger --max-length"
+        )
+
+
+def aligned(nbytes: int) -> int:
+    """The next size at which something else may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def feed(views: Mapping[str, NDArray[Any]], batch: TokenBatch, length: int, start: int) -> None:
+    """Write a batch, behind `length` committed rows and with its first row at slot `start`, into the inputs of a pass
+    that may see more columns than the batch does."""
+    views[bindings.INPUT_IDS.name][0] = batch.token_ids
+    views[bindings.POSITION_IDS.name][0] = batch.position_ids
+    views[bindings.CACHE_LENGTHS.name][0] = length
+    views[bindings.WRITE_INDICES.name][0] = start
+    views[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
+    mask, seen = views[bindings.TREE_MASK.name][0], batch.mask.shape[1]
+    mask[:, :seen] = batch.mask
+    mask[:, seen:] = False
+
+
+def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:
+    """The one sequence's results, as views."""
+
+    def result(name: str) -> NDArray[Any] | None:
+        return views[name][0] if name in views else None
+
+    ids, logprobs, acceptance = (
+        result(item.name) for item in (bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.ACCEPTANCE)
+    )
+    return ForwardOutput(views[bindings.LOGITS.name][0], ids, logprobs, acceptance)

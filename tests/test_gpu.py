@@ -1,0 +1,98 @@
+"""What only a GPU can show of the engines; for the kernel see test_tree_attention_gpu.py. `make gpu-check` says more,
+measures, and needs no pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpu_check_engine
+import numpy as np
+import pytest
+import torch
+from bundling import DEMO
+from gpu_check_engine import CONFIGS
+from host_device import moved
+
+from draftwood.models.bindings import DRAFT, TARGET
+from draftwood.runtime import LLM, SamplingParams
+from draftwood.runtime.engines.cuda import CudaDevice
+from draftwood.runtime.engines.device import CacheGeometry, RowMove
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_the_torch_engine_computes_what_the_cpu_computes() -> None:
+    gpu_check_engine.parity("cuda", ("fp32", "fp16", "bf16"))
+
+
+def test_speculation_changes_no_token() -> None:
+    gpu_check_engine.same_text("cuda", 64, 2)
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    pytest.importorskip("cuda.bindings.driver")
+    yield CudaDevice()
+
+
+def test_rows_are_moved_on_the_device(device: CudaDevice) -> None:
+    rng = np.random.default_rng(0)
+    for row_bytes in (256, 24, 12, 6):
+        geometry = CacheGeometry(5, 4, 700, row_bytes, 4 * 700 * row_bytes + 256)
+        sources = 30 + np.sort(rng.choice(600, 300, replace=False))
+        content, stream = device.pinned(geometry.nbytes), device.new_stream()
+        content[:] = rng.integers(0, 255, geometry.nbytes, np.uint8)
+        memory, found = device.allocate(geometry.nbytes), device.pinned(geometry.nbytes)
+        device.upload(memory.address, content, stream)
+        device.move_rows(RowMove(memory.address, geometry, 30, sources), stream)
+        device.download(found, memory.address, stream)
+        device.synchronize(stream)
+        moved(RowMove(content.ctypes.data, geometry, 30, sources))
+        np.testing.assert_array_equal(found, content)
+
+
+def test_copies_are_captured_and_replayed(device: CudaDevice) -> None:
+    stream, memory, source, target = device.new_stream(), device.allocate(512), device.pinned(512), device.pinned(512)
+
+    def copies() -> None:
+        device.upload(memory.address, source, stream)
+        device.download(target, memory.address, stream)
+
+    graph = device.capture(copies, stream)
+    for value in (1, 2):
+        source[:] = value
+        device.replay(graph, stream)
+        device.synchronize(stream)
+        assert (target == value).all()
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_a_bundle_generates_with_tensorrt(backend: str, plugin: bool, device: CudaDevice, tmp_path: Path) -> None:
+    """fp32, so that speculation must not change a token."""
+    pytest.importorskip(backend.replace("-", "_"))
+    from draftwood.builder.pipeline import BuildOptions, build
+    from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES
+
+    targets: tuple[str, ...] = ()
+    if backend == "tensorrt-rtx":
+        targets = (device.compute_capability,)
+        if device.compute_capability not in RTX_COMPUTE_CAPABILITIES:
+            pytest.skip(f"TensorRT-RTX does not compile for SM {device.compute_capability}")
+    output = tmp_path / "bundle"
+    options = BuildOptions(
+        DEMO / TARGET,
+        DEMO / DRAFT,
+        output,
+        backend=backend,
+        precision="fp32",
+        max_length=512,
+        compute_capability=targets,
+        plugin=plugin,
+    )
+    build(options, lambda step: lambda: None)
+    params = SamplingParams(max_tokens=64, temperature=0)
+    with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 7"]) as speculative:
+        for prompt in ("def fibonacci(n):\n", "import os\n"):
+            assert speculative.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids

@@ -1,0 +1,280 @@
+"""The TensorRT engine without TensorRT: generations over a stand-in package, what is refused, and with what advice.
+
+Nothing here runs a plan: that is what `make gpu-check` and tests marked `gpu` do on a machine with a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_tensorrt
+import numpy as np
+import pytest
+from bundling import DEMO
+from checkpoints import write_checkpoint
+from fake_tensorrt import HEADER, FakeTensorRT
+from host_device import HostDevice
+from test_engines import BUSHY, CAPACITY, WIDTHS, random_text
+
+from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.export import export
+from draftwood.models import bindings
+from draftwood.models.errors import EngineError
+from draftwood.plugins.tree_attention.library import MAGIC
+from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
+from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.engines import tensorrt
+from draftwood.runtime.engines.base import Engine, EngineSpec
+from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily
+from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.tensorrt import RuntimeCacheFile, TensorRTEngine, profile_for
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.sampling import Sampler
+
+FAMILIES = (WidthFamily(1, 1, 1), WidthFamily(2, 8, 16), WidthFamily(32, 32, 32))
+PLAN = Plan("tensorrt-rtx", "1.7.1", ("8.9",), None, FAMILIES, 128, LayerReport(100, 0, 2, 4), False)
+GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+CONFIGS = {
+    "chain": SpeculativeConfig("chain", budget="fixed", max_draft_len=4),
+    "tree": SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=15, max_draft_len=5),
+    "graph": SpeculativeConfig("topk", merge="gsd", budget="fixed", max_total_draft_tokens=24, max_draft_len=6),
+}
+
+
+class HostGpu(HostDevice):
+    """What the engine opens instead of a GPU."""
+
+    name = "Host"
+    compute_capability = "8.9"
+
+
+class Machine:
+    """A machine with a stand-in GPU and package. `open` opens a checkpoint as an engine over its exported graph."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.device = HostGpu()
+        self.package = FakeTensorRT(self.device, FAMILIES, columns=128)
+        self.plan: Plan | None = PLAN
+
+    def spec(self, checkpoint: Checkpoint, role: str) -> EngineSpec:
+        names = bindings.output_names(role)
+        return EngineSpec(
+            role, "tensorrt-rtx", f"{role}.plan", checkpoint.config, WIDTHS, CAPACITY, "fp32", names, self.plan
+        )
+
+    def open(self, checkpoint_folder: Path, role: str = bindings.TARGET) -> TensorRTEngine:
+        checkpoint = Checkpoint(checkpoint_folder)
+        graph, plan = self.folder / f"{role}.onnx", self.folder / f"{role}.plan"
+        export(checkpoint, role, CAPACITY, graph, lambda name: None, form=bindings.COMPACT)
+        plan.write_bytes(HEADER + str(graph).encode())
+        return TensorRTEngine(plan, self.spec(checkpoint, role))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    (tmp_path / "bundle").mkdir()
+    made = Machine(tmp_path / "bundle")
+    monkeypatch.setattr(tensorrt, "load_tensorrt", lambda backend: made.package)
+    monkeypatch.setattr(tensorrt, "tensorrt_logger", lambda backend: None)
+    monkeypatch.setattr(tensorrt, "CudaDevice", lambda: made.device)
+    monkeypatch.setattr(tensorrt, "installed_packages", lambda: {"tensorrt-rtx": "1.7.1"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("gqa"), "gqa")
+
+
+def generate(
+    target: Engine, draft: Engine | None, config: SpeculativeConfig | None
+) -> tuple[list[int], SpecDecodeStats]:
+    stats, prompt = SpecDecodeStats(), random_text(70)
+    decoder = SpeculativeDecoder(target, draft, config, 400, ())
+    sampler = Sampler(GREEDY, prompt, (), target.spec.model.vocab_size)
+    chunks = decoder.generate(prompt, sampler, seeded_streams(0), stats)
+    return [token for chunk in chunks for token in chunk.token_ids], stats
+
+
+def test_speculation_gives_the_text_of_plain_decoding(machine: Machine, tmp_path: Path) -> None:
+    """And that of ONNX Runtime over the ordinary graph."""
+    checkpoint = Checkpoint(DEMO / bindings.TARGET)
+    export(checkpoint, bindings.TARGET, CAPACITY, tmp_path / "plain.onnx", lambda name: None)
+    onnx = OnnxRuntimeEngine(tmp_path / "plain.onnx", replace(machine.spec(checkpoint, bindings.TARGET), plan=None))
+    engines = {role: machine.open(DEMO / role, role) for role in bindings.ROLES}
+    expected, _ = generate(onnx, None, None)
+    assert generate(engines[bindings.TARGET], None, None)[0] == expected
+    for name, config in CONFIGS.items():
+        tokens, stats = generate(engines[bindings.TARGET], engines[bindings.DRAFT], config)
+        assert tokens == expected, name
+        assert stats.num_accepted_tokens > 0, name
+    assert engines[bindings.TARGET].stream != engines[bindings.DRAFT].stream
+
+
+def test_an_execution_has_the_profile_of_its_width() -> None:
+    assert [profile_for(FAMILIES, width) for width in (1, 2, 8, 16, 32)] == [0, 1, 1, 1, 2]
+    overlapping = (WidthFamily(1, 1, 8), WidthFamily(1, 4, 8), WidthFamily(1, 8, 64))
+    assert [profile_for(overlapping, width) for width in (1, 4, 5, 8, 9)] == [0, 1, 2, 2, 2]
+    with pytest.raises(EngineError, match="no optimisation profile for 24 rows: rebuild"):
+        profile_for(FAMILIES, 24)
+
+
+def test_masks_are_no_wider_than_the_plan_allows(machine: Machine, gqa: Path) -> None:
+    machine.package.columns = 12
+    engine = machine.open(gqa)
+    cache = engine.new_cache()
+    for first in (0, 4, 8):
+        row = BUSHY.batch(engine.spec, 0, first=0, stop=4)
+        mask = np.zeros((4, first + 4), np.bool_)
+        mask[:, first:] = row.mask
+        engine.forward(replace(row, mask=mask), cache)
+    assert cache.speculative == 12  # 12 columns, where doubling alone would have asked for 16
+    mask = np.eye(1, 13, 12, dtype=np.bool_)
+    with pytest.raises(EngineError, match=r"13 speculative rows exceed the 12 the target's plan .* --widths"):
+        engine.forward(replace(BUSHY.batch(engine.spec, 0, stop=1), mask=mask), cache)
+    assert cache.speculative == 12
+
+
+def test_memory_of_an_open_engine(machine: Machine, gqa: Path) -> None:
+    engine = machine.open(gqa)
+    model, memory = engine.spec.model, engine.memory
+    assert memory.kv_cache == 2 * model.num_layers * model.num_kv_heads * CAPACITY * model.head_dim * 4
+    assert (memory.workspace, memory.weights) == (4096, (machine.folder / "target.plan").stat().st_size)
+    assert memory.device == memory.weights + memory.workspace + memory.kv_cache
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"compute_capabilities": ("9.0",)},
+            r"built for SM 9\.0 .* Host is SM 8\.9: rebuild with --compute-capability 8",
+        ),
+        ({"version": "1.6.0"}, r"pip install 'tensorrt-rtx==1\.6\.0', or rebuild"),
+        ({"package": "tensorrt"}, r"tensorrt is not installed: pip install 'tensorrt==1\.7\.1'"),
+        ({"kernel": Kernel("0" * 64, "OTHER")}, r"attention kernel is of format OTHER .* rebuild"),
+    ],
+)
+def test_a_plan_for_another_machine_is_refused(
+    change: dict[str, Any], message: str, machine: Machine, gqa: Path
+) -> None:
+    machine.plan = PLAN._replace(**change)
+    with pytest.raises(EngineError, match=message):
+        machine.open(gqa)
+
+
+def test_a_plan_with_a_kernel_of_this_release_registers_the_plugin(
+    machine: Machine, gqa: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(tensorrt, "register", registered.append)
+    machine.open(gqa)
+    assert not registered
+    machine.plan = PLAN._replace(kernel=Kernel("0" * 64, MAGIC.decode()))
+    machine.open(gqa)
+    assert registered == [machine.package]
+
+
+def test_a_package_that_cannot_be_loaded_is_an_engine_error(
+    machine: Machine, gqa: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(backend: str) -> None:
+        raise ModuleNotFoundError("cannot be imported (libnvinfer.so.11): pip install 'draftwood[tensorrt]'")
+
+    monkeypatch.setattr(tensorrt, "load_tensorrt", missing)
+    with pytest.raises(EngineError, match=r"libnvinfer.* pip install 'draftwood\[tensorrt\]'"):
+        machine.open(gqa)
+
+
+def test_opening_a_plan_needs_no_torch_onnx_or_triton() -> None:
+    code = (
+        "import sys; import draftwood.runtime.engines.tensorrt\n"
+        "heavy = {'torch', 'onnx', 'onnx_ir', 'onnxruntime', 'triton', 'tensorrt', 'tensorrt_rtx'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_tensorrt_refuses_is_explained(machine: Machine, gqa: Path) -> None:
+    checkpoint = Checkpoint(gqa)
+    spec, file = machine.spec(checkpoint, bindings.TARGET), machine.folder / "target.plan"
+    file.write_bytes(b"something else")
+    with pytest.raises(EngineError, match=r"target.plan is refused by tensorrt-rtx 1.7.1: INVALID, .* 0x10; rebuild"):
+        TensorRTEngine(file, spec)
+    with pytest.raises(EngineError, match="manifest says nothing about the target's tensorrt-rtx plan: rebuild"):
+        TensorRTEngine(file, replace(spec, plan=None))
+    machine.package.aliased = False
+    with pytest.raises(
+        EngineError, match=r"in place: present_key.0 is aliased to nothing instead of past_key.0; rebuild"
+    ):
+        machine.open(gqa)
+    machine.package.aliased = True
+    engine = machine.open(gqa)
+    with pytest.raises(EngineError, match=r"has no tensor 'past_key\.2'"):
+        TensorRTEngine(file, replace(engine.spec, model=replace(engine.spec.model, num_layers=3)))
+    machine.package.families = (WidthFamily(1, 1, 1), WidthFamily(4, 4, 4), WidthFamily(8, 8, 32))
+    engine = machine.open(gqa)
+    with pytest.raises(EngineError, match=r"TensorRT refuses input_ids of shape \(1, 8\)"):
+        engine.forward(BUSHY.batch(engine.spec, 0), engine.new_cache())
+
+
+def test_a_machine_without_a_gpu_is_told_what_to_do(gqa: Path, tmp_path: Path) -> None:
+    if tensorrt.this_machine().compute_capability is not None:
+        pytest.skip("this machine has a GPU")
+    spec = Machine(tmp_path).spec(Checkpoint(gqa), bindings.TARGET)
+    with pytest.raises(EngineError, match=r"no NVIDIA driver or no GPU: .* or rebuild with --backend onnxruntime"):
+        TensorRTEngine(tmp_path / "target.plan", spec)
+
+
+def test_compiled_kernels_are_kept_beside_the_bundle(machine: Machine, gqa: Path) -> None:
+    stored = machine.folder.with_name(".bundle.runtime-cache") / "target.bin"
+    for content in (b"kernels", b"kernels+", b"kernels++"):  # each opening reads what the one before has written
+        engine = machine.open(gqa)
+        engine.forward(BUSHY.batch(engine.spec, 0), engine.new_cache())
+        engine.close()
+        assert stored.read_bytes() == content
+    assert {file.name for file in machine.folder.iterdir()} == {"target.onnx", "target.plan"}
+
+
+def test_kernels_that_cannot_be_kept_are_no_error(tmp_path: Path) -> None:
+    cache = RuntimeCacheFile(tmp_path / "bundle" / "target.plan", "target")
+    assert cache.read() is None
+    cache.file.parent.parent.mkdir(exist_ok=True)
+    cache.file.parent.write_text("a file where a folder should be")
+    cache.write(b"kernels")
+    assert cache.read() is None
+
+
+def test_the_stand_in_has_only_names_of_the_real_package() -> None:
+    """Every attribute the engine was tested with exists in TensorRT-RTX."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    real = {
+        fake_tensorrt.ExecutionContext: trt.IExecutionContext,
+        fake_tensorrt.RuntimeCache: trt.IRuntimeCache,
+        fake_tensorrt.RuntimeConfig: trt.IRuntimeConfig,
+        fake_tensorrt.CudaEngine: trt.ICudaEngine,
+    }
+    for stand_in, original in real.items():
+        names = {name for name in vars(stand_in) if not name.startswith("_")}
+        assert names and names <= set(dir(original)), original
+    assert {"num_io_tensors", "num_optimization_profiles"} <= set(dir(trt.ICudaEngine))
+    runtime = FakeTensorRT(HostDevice(), FAMILIES, 128).Runtime(None)
+    assert vars(runtime).keys() <= set(dir(trt.Runtime))
+    for name in ("ExecutionContextAllocationStrategy", "TensorIOMode", "CudaGraphStrategy"):
+        assert vars(getattr(FakeTensorRT, name)).keys() <= set(dir(getattr(trt, name)))
+    assert hasattr(trt.DynamicShapesKernelSpecializationStrategy, "EAGER")
+    assert (trt.DataType.HALF.itemsize, trt.DataType.BF16.itemsize, trt.DataType.FLOAT.itemsize) == (2, 2, 4)
+
+
+def test_this_machine_names_the_kernels_it_runs() -> None:
+    found = tensorrt.this_machine()
+    assert isinstance(found, Device) and found.kernel == MAGIC.decode()
+    for package in found.packages:
+        assert importlib.util.find_spec(package.replace("-", "_")) is not None
