@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from ..models.errors import DraftwoodError
-from . import bench, build, generate, inspect, train_head
+from . import bench, build, generate, inspect, profile, serve, train_head, triton
 
-COMMANDS = (build, inspect, generate, bench, train_head)
+COMMANDS = (build, inspect, profile, generate, bench, train_head, serve, triton)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,111 @@
+"""draftwood serve: a bundle behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import os
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..models.errors import ConfigError
+from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING, AsyncLLM
+from ..runtime.llm import LLM
+from .options import add_engines, add_speculation, speculative
+
+API_KEY = "DRAFTWOOD_API_KEY"
+MAX_BODY_BYTES = 4 << 20
+
+
+def seconds(text: str) -> float:
+    """A length of time."""
+    value = float(text)
+    if not 0 < value < threading.TIMEOUT_MAX:
+        raise ValueError
+    return value
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
+    parser.add_argument("bundle", type=Path)
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    http.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: the folder)")
+    http.add_argument(
+        "--api-key", default=os.environ.get(API_KEY), help=f"what clients must send (default: ${API_KEY}, if set)"
+    )
+    http.add_argument(
+        "--max-body-bytes", type=int, default=MAX_BODY_BYTES, help=f"of one request (default {MAX_BODY_BYTES})"
+    )
+    http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--max-running", type=int, default=MAX_RUNNING, help=f"requests that take turns (default {MAX_RUNNING})"
+    )
+    load.add_argument(
+        "--max-waiting",
+        type=int,
+        default=MAX_WAITING,
+        help=f"further ones, before others are told to come back (default {MAX_WAITING})",
+    )
+    load.add_argument("--kv-cache-bytes", type=int, help="lowers --max-running to what fits into this memory")
+    load.add_argument(
+        "--request-timeout", type=seconds, metavar="SECONDS", help="until a request is ended (default: none)"
+    )
+    load.add_argument(
+        "--drain-timeout",
+        type=seconds,
+        default=60,
+        metavar="SECONDS",
+        help="to finish requests on SIGTERM (default 60)",
+    )
+    add_speculation(parser)
+    add_engines(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    for package in ("fastapi", "uvicorn"):
+        if find_spec(package) is None:
+            raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
+    from ..runtime.serving.http_server import listen, serve
+    from ..runtime.serving.openai import create_app
+    from ..runtime.serving.openai_guard import Limits
+
+    name = args.served_model_name or args.bundle.resolve().name
+    with listen(args.host, args.port) as listener:
+        llm = LLM(args.bundle, speculative(args), args.threads, args.draft_threads, args.provider)
+        with (
+            llm,
+            AsyncLLM(
+                llm, max_running=args.max_running, max_waiting=args.max_waiting, kv_cache_bytes=args.kv_cache_bytes
+            ) as async_llm,
+        ):
+            limits = Limits(args.max_body_bytes, 2 * async_llm.max_requests, args.api_key or None)
+            app = create_app(async_llm, name, limits, args.request_timeout)
+            warn_if_open(args.host, args.api_key)
+            host, port = listener.getsockname()[:2]
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+            def started() -> None:
+                print(f"draftwood: model {name!r} at {address}, {async_llm.max_running} requests at a time", flush=True)
+
+            finished = asyncio.run(serve(app, async_llm, listener, args.drain_timeout, args.log_level, started))
+    if not finished:
+        print("draftwood: requests were cut off when the server stopped", file=sys.stderr)
+    return 0 if finished else 1
+
+
+def warn_if_open(host: str, api_key: str | None) -> None:
+    """Reachable from elsewhere and without a key is allowed, but not silently."""
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if not local and not api_key:
+        print(f"draftwood: warning: {host} may be reached by others, and no --api-key is set", file=sys.stderr)

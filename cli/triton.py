@@ -1,0 +1,85 @@
+"""draftwood triton: a bundle as a Triton Inference Server model, and a local server for it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..models.errors import EngineError
+from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING
+from ..runtime.serving.triton import Placement, write_model
+from ..runtime.serving.triton_contract import ModelSettings
+from ..runtime.serving.triton_server import Ports, TritonServer
+from .options import add_engines, add_speculation, integers, speculative
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("triton", help="write a model for Triton Inference Server, and run one")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--output", metavar="REPOSITORY", type=Path, required=True, help="the model repository")
+    parser.add_argument("--name", default="draftwood", help="of the model (default draftwood)")
+    parser.add_argument("--copy-bundle", action="store_true", help="make the repository independent of the bundle")
+    placement = parser.add_argument_group("placement")
+    placement.add_argument("--instances", type=int, default=1, help="processes per device, each with its own engines")
+    placement.add_argument(
+        "--gpus", type=integers, default=(), help="devices to run on, such as 0,1 (default: the CPU)"
+    )
+    limits = parser.add_argument_group("limits of each instance")
+    limits.add_argument(
+        "--max-running",
+        type=int,
+        default=MAX_RUNNING,
+        help=f"requests decoded at the same time (default {MAX_RUNNING})",
+    )
+    limits.add_argument(
+        "--max-waiting",
+        type=int,
+        default=MAX_WAITING,
+        help=f"requests that may wait for a place; more are refused (default {MAX_WAITING})",
+    )
+    limits.add_argument(
+        "--kv-cache-bytes", type=int, default=0, help="lowers --max-running to what fits into this memory"
+    )
+    local = parser.add_argument_group("local server")
+    local.add_argument("--run", dest="start", action="store_true", help="start tritonserver and serve until Ctrl-C")
+    local.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        local.add_argument(f"--{name}-port", type=int, default=port, help=f"(default {port})")
+    add_speculation(parser)
+    add_engines(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = ModelSettings(
+        bundle=str(args.bundle),
+        speculative=speculative(args),
+        threads=args.threads,
+        draft_threads=args.draft_threads,
+        provider=args.provider,
+        max_running=args.max_running,
+        max_waiting=args.max_waiting,
+        kv_cache_bytes=args.kv_cache_bytes,
+    )
+    placement = Placement(args.instances, args.gpus)
+    folder = write_model(args.bundle, args.output, args.name, settings, placement, args.copy_bundle)
+    console = Console()
+    console.print(f"Model written to {folder}; its README.md says how to start it.", highlight=False, soft_wrap=True)
+    if not args.start:
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a container ends the server in order, too
+    ports = Ports(args.http_port, args.grpc_port, args.metrics_port)
+    with TritonServer(args.output, ports, args.host, [args.name]) as server:
+        console.print(
+            f"Ready: HTTP on {server.http}, gRPC on {server.grpc}, {server.metrics}; log in {server.log}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        code = server.wait()
+        raise EngineError(
+            f"tritonserver ended by itself with exit code {code}; see its last words:\n{server.last_words()}"
+        )

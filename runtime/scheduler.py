@@ -1,0 +1,75 @@
+"""Scheduler: who is admitted, and whose round is next. Pure logic over requests of any kind; it runs nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from ..models.errors import ConfigError, DraftwoodError
+
+R = TypeVar("R")
+
+
+class QueueFullError(DraftwoodError):
+    """Every place to run or to wait is taken: come back later."""
+
+
+class Scheduler(Generic[R]):
+    """First come, first admitted; those admitted take turns, one round each.
+
+    At most `max_running` requests run, since each of them holds caches; at most `max_waiting` wait for a place. A newly
+    admitted request takes its turn behind all others, so nobody waits longer than one round of everybody else's.
+    """
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        """Raises ConfigError for limits under which nothing could run."""
+        if max_running < 1 or max_waiting < 0:
+            raise ConfigError(
+                f"max_running must be at least 1 and max_waiting at least 0, not {max_running} and {max_waiting}"
+            )
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self._running: deque[R] = deque()  # the next turn first
+        self._waiting: deque[R] = deque()  # the earliest arrival first
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def __iter__(self) -> Iterator[R]:
+        """Everybody, over a copy: requests may be removed meanwhile."""
+        return iter([*self._running, *self._waiting])
+
+    def submit(self, request: R) -> None:
+        """Admit a request, or let it wait. Raises QueueFullError when there is no place left."""
+        if len(self._running) == self.max_running and len(self._waiting) == self.max_waiting:
+            raise QueueFullError(
+                f"{self.num_running} requests are running and {self.num_waiting} waiting, which is all this server "
+                "takes: retry later, or start it with a larger --max-waiting"
+            )
+        self._waiting.append(request)
+        self._admit()
+
+    def next(self) -> R | None:
+        """The request whose round is next; it goes to the end of the line. None when nothing runs."""
+        if not self._running:
+            return None
+        self._running.rotate(-1)
+        return self._running[-1]
+
+    def remove(self, request: R) -> None:
+        """A request ended, wherever it was; its place goes to whoever waits longest."""
+        (self._running if request in self._running else self._waiting).remove(request)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.max_running:
+            self._running.append(self._waiting.popleft())

@@ -1,0 +1,228 @@
+"""The OpenAI-compatible HTTP application over AsyncLLM: completions, chat, models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+
+from ...models.bindings import TARGET
+from ...models.errors import DraftwoodError, RequestError
+from ..async_llm import AsyncLLM, RequestStream
+from ..llm import Prompt
+from ..speculation.config import SpeculativeConfig
+from .openai_answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts
+from .openai_errors import Refusal, add_errors, refusal_of
+from .openai_guard import Limits, RequestGuard
+from .openai_protocol import ChatBody, CompletionBody, GenerationBody
+from .openai_streams import ClientGone, Numbered, merged, while_connected
+
+COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when max_tokens is left out
+CLIENT_CLOSED = 499  # nginx' name for it; nobody reads this answer
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}},
+    "4XX": {"description": "refused", "content": {"application/json": {}}},
+    "5XX": {"description": "not now", "content": {"application/json": {}}},
+}
+log = logging.getLogger(__name__)
+
+
+def create_app(async_llm: AsyncLLM, model: str, limits: Limits, request_seconds: float | None = None) -> RequestGuard:
+    """The ASGI application. model: the name clients ask for. request_seconds: until a request ends with an error."""
+    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
+    add_errors(app)
+    add_state(app, async_llm)
+    api = OpenAIApi(async_llm, model, request_seconds)
+    app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
+    app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
+    for path, route in (("/v1/completions", api.complete), ("/v1/chat/completions", api.chat)):
+        app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
+    return RequestGuard(app, limits)
+
+
+def add_state(app: FastAPI, async_llm: AsyncLLM) -> None:
+    """What orchestrators and Prometheus ask for."""
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", response_class=PlainTextResponse, responses=ANSWERS)
+    async def health() -> Response:
+        """Whether this process is of any use: its engine's thread runs."""
+        return PlainTextResponse("ok" if async_llm.alive else "dead", 200 if async_llm.alive else 503)
+
+    @app.head("/health/ready", include_in_schema=False)
+    @app.get("/health/ready", response_class=PlainTextResponse, responses=ANSWERS)
+    async def ready() -> Response:
+        """Whether new requests are taken."""
+        return PlainTextResponse("ready" if async_llm.accepting else "stopping", 200 if async_llm.accepting else 503)
+
+    @app.head("/metrics", include_in_schema=False)
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        gauges = {
+            "draftwood_requests_running": async_llm.num_running,
+            "draftwood_requests_waiting": async_llm.num_waiting,
+        }
+        text = async_llm.metrics.to_prometheus(gauges)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class OpenAIApi:
+    """The endpoints below /v1."""
+
+    def __init__(self, async_llm: AsyncLLM, model: str, request_seconds: float | None) -> None:
+        self._async_llm = async_llm
+        self._llm = async_llm.llm
+        self._request_seconds = request_seconds
+        self._max_length = self._llm.bundle.manifest.max_length
+        self._vocab_size = self._llm.bundle.manifest.engines[TARGET].model.vocab_size
+        self._texts = TokenTexts(self._llm.tokenizer)
+        self._card = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "draftwood",
+            "max_model_len": self._max_length,
+        }
+
+    async def models(self) -> Response:
+        return as_json({"object": "list", "data": [self._card]})
+
+    async def model(self, name: str) -> Response:
+        return self._unknown_model(name) or as_json(self._card)
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        if refused := self._unknown_model(body.model):
+            return refused
+        if body.echo and body.logprobs is not None:
+            raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here")
+        self._check_room(body, len(body.prompts))
+        prompts = [await asyncio.to_thread(self._llm.encode, prompt) for prompt in body.prompts]
+        echoes = [self._echo(prompt) if body.echo else "" for prompt in body.prompts]
+        shape = CompletionShape(self._texts, body.logprobs is not None)
+        return await self._answer(request, body, shape, prompts, echoes, COMPLETION_TOKENS)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        if refused := self._unknown_model(body.model):
+            return refused
+        self._check_room(body, 1)
+        messages = [message.to_template() for message in body.messages]
+        prompt = await asyncio.to_thread(self._llm.encode_chat, messages)
+        shape = ChatShape(self._texts, body.logprobs)
+        return await self._answer(request, body, shape, [prompt], [""], self._max_length)
+
+    def _unknown_model(self, name: str) -> Response | None:
+        if name == self._card["id"]:
+            return None
+        message = f"the model {name!r} does not exist; this server has {self._card['id']!r}"
+        refusal = Refusal(404, message, param="model", code="model_not_found")
+        return Response(refusal.body, refusal.status, refusal.headers)
+
+    def _check_room(self, body: GenerationBody, num_prompts: int) -> None:
+        """Raises RequestError for more choices than there could ever be room for."""
+        total, room = num_prompts * body.n, self._async_llm.max_requests
+        if total > room:
+            raise RequestError(
+                f"{total} choices are more than the {room} this server runs and queues: "
+                "send fewer prompts or a smaller n"
+            )
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._llm.tokenizer.decode(prompt)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationBody,
+        shape: Shape,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[str],
+        default_max_tokens: int,
+    ) -> Response:
+        """Generate `n` choices per prompt and send them the way the client asked for."""
+        config = self._llm.resolved(body.speculation())
+        streams = await self._submit(body, prompts, config, default_max_tokens)
+        proposal = 0 if config is None else config.max_tokens
+        num_prompt_tokens = sum(map(len, prompts))
+        echoed = [echo for echo in echoes for _ in range(body.n)]
+        answer = Answer(shape, self._texts, str(self._card["id"]), num_prompt_tokens, echoed, proposal)
+        chunks = merged(streams)
+        try:
+            if not body.stream:
+                return as_json(await while_connected(request, collected(answer, chunks)))
+            # Until there is a first chunk, an error still is an HTTP status.
+            first = await while_connected(request, anext(chunks))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+        events = server_sent(answer, first, chunks, body.stream_options.include_usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def _submit(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        config: SpeculativeConfig | None,
+        default_max_tokens: int,
+    ) -> list[RequestStream]:
+        """Queue every choice, or none."""
+        params = body.sampling_params(default_max_tokens, self._vocab_size)
+        streams: list[RequestStream] = []
+        try:
+            for prompt in prompts:
+                for choice in range(body.n):
+                    seeded = replace(params, seed=None if params.seed is None else params.seed + choice)
+                    stream = self._async_llm.generate(
+                        prompt, seeded, speculative=config, deadline_s=self._request_seconds
+                    )
+                    streams.append(stream)
+        except DraftwoodError:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return streams
+
+
+async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> dict[str, Any]:
+    """The whole answer."""
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            answer.add(index, chunk)
+    return answer.whole()
+
+
+async def server_sent(
+    answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None], include_usage: bool
+) -> AsyncIterator[bytes]:
+    """The answer as server-sent events. An error in the middle is an event of its own."""
+    null_usage = {"usage": None} if include_usage else {}
+    try:
+        async with aclosing(chunks):
+            for opening in answer.openings():
+                yield event(opening | null_usage)
+            if chunk := answer.add(*first):
+                yield event(chunk | null_usage)
+            async for index, added in chunks:
+                if chunk := answer.add(index, added):
+                    yield event(chunk | null_usage)
+        if include_usage:
+            yield event(answer.last())
+    except Exception as error:
+        if not isinstance(error, DraftwoodError):
+            log.exception("a request failed while it was answered")
+        yield b"data: " + refusal_of(error).body + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"
+
+
+def as_json(content: Mapping[str, Any]) -> Response:
+    return Response(json.dumps(content, allow_nan=False), media_type="application/json")

@@ -1,0 +1,234 @@
+"""What OpenAI clients read: choices, log-probabilities, usage and metrics of both APIs, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
+
+from ..decoder import TokenLogprob
+from ..explain import token_texts
+from ..metrics import SpecDecodeStats
+from ..text import StreamChunk
+from ..tokenizer import Tokenizer
+
+
+class Part(NamedTuple):
+    """Some of a choice's text, or all of it. offset: characters of the choice before it."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    offset: int = 0
+
+
+class TokenTexts:
+    """What a token is called in an answer; shared by all requests."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._text_of = token_texts(tokenizer)
+
+    def text(self, token: int) -> str:
+        return self._text_of(token)
+
+    def bytes(self, token: int) -> list[int] | None:
+        """UTF-8 of the token; None where it is only a part of a character."""
+        alone = self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if "\ufffd" in alone else list(self.text(token).encode())
+
+
+class Shape(Protocol):
+    """How one of the two APIs writes a choice."""
+
+    prefix: str  # of an answer's id
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice's first chunk, before there is any text; None where the API has none."""
+
+    def chunk(self, index: int, part: Part) -> dict[str, Any]: ...
+
+    def whole(self, index: int, part: Part) -> dict[str, Any]: ...
+
+
+class CompletionShape:
+    """/v1/completions. logprobs: whether they were asked for."""
+
+    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, texts: TokenTexts, logprobs: bool) -> None:
+        self._texts, self._logprobs = texts, logprobs
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, index: int, part: Part) -> dict[str, Any]:
+        logprobs = self._written(part.logprobs, part.offset) if self._logprobs else None
+        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
+
+    whole = chunk
+
+    def _written(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, list[Any]]:
+        text = self._texts.text
+        tokens = [text(item.token_id) for item in logprobs]
+        tops = [self._by_text(item.top) for item in logprobs]
+        offsets = [offset + sum(map(len, tokens[:index])) for index in range(len(tokens))]
+        values = [finite(item.logprob) for item in logprobs]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
+        """As the API has it: where two tokens look the same, only the more probable one is shown."""
+        shown: dict[str, float] = {}
+        for token, logprob in top.items():
+            shown.setdefault(self._texts.text(token), finite(logprob))
+        return shown
+
+
+class ChatShape:
+    """/v1/chat/completions. logprobs: whether they were asked for."""
+
+    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, texts: TokenTexts, logprobs: bool) -> None:
+        self._texts, self._logprobs = texts, logprobs
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, index: int, part: Part) -> dict[str, Any]:
+        delta = {"content": part.text} if part.text or part.finish_reason is None else {}
+        return {"index": index, "delta": delta, **self._rest(part)}
+
+    def whole(self, index: int, part: Part) -> dict[str, Any]:
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        return {"index": index, "message": message, **self._rest(part)}
+
+    def _rest(self, part: Part) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs:
+            tokens = [
+                self._token(item.token_id, item.logprob)
+                | {"top_logprobs": [self._token(token, value) for token, value in item.top.items()]}
+                for item in part.logprobs
+            ]
+            logprobs = {"content": tokens, "refusal": None}
+        return {"logprobs": logprobs, "finish_reason": part.finish_reason}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": self._texts.bytes(token)}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice so far."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    offset: int = 0  # characters of its tokens' texts
+
+
+class Answer:
+    """One answer in the making, to be sent whole or in chunks."""
+
+    def __init__(
+        self, shape: Shape, texts: TokenTexts, model: str, num_prompt_tokens: int, echoes: Sequence[str], proposal: int
+    ) -> None:
+        """echoes: what each choice's text begins with. proposal: tokens one may have at most; 0: no speculation."""
+        self.choices = [Choice(text=echo) for echo in echoes]
+        self._shape, self._texts = shape, texts
+        self._head = {"id": shape.prefix + uuid4().hex, "created": int(time.time()), "model": model}
+        self._num_prompt_tokens = num_prompt_tokens
+        self._proposal = proposal
+
+    def openings(self) -> list[dict[str, Any]]:
+        """The chunks before the first token: roles, and the prompts where they are echoed."""
+        opening = [self._shape.opening(index) for index in range(len(self.choices))]
+        echoes = [
+            self._shape.chunk(index, Part(choice.text, [], None))
+            for index, choice in enumerate(self.choices)
+            if choice.text
+        ]
+        return [self._chunk([choice]) for choice in (*opening, *echoes) if choice is not None]
+
+    def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
+        """Note what a round added; the chunk to send for it, None when there is nothing to tell yet."""
+        choice = self.choices[index]
+        part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
+        choice.text += chunk.text
+        choice.logprobs += chunk.logprobs
+        choice.num_tokens += len(chunk.token_ids)
+        choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
+        choice.offset += sum(len(self._texts.text(item.token_id)) for item in chunk.logprobs)
+        if not (part.text or part.logprobs or part.finish_reason):
+            return None
+        return self._chunk([self._shape.chunk(index, part)])
+
+    def whole(self) -> dict[str, Any]:
+        """The finished answer."""
+        choices = [
+            self._shape.whole(index, Part(choice.text, choice.logprobs, choice.finish_reason))
+            for index, choice in enumerate(self.choices)
+        ]
+        return {**self._head, "object": self._shape.whole_object, "choices": choices, **self._account()}
+
+    def last(self) -> dict[str, Any]:
+        """The chunk with usage and metrics."""
+        return self._chunk([]) | self._account()
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self._shape.chunk_object, "choices": choices}
+
+    def _account(self) -> dict[str, Any]:
+        tokens = usage(self._num_prompt_tokens, sum(choice.num_tokens for choice in self.choices))
+        if not self._proposal:
+            return {"usage": tokens}
+        stats = [choice.stats for choice in self.choices]
+        return {"usage": tokens, "metrics": speculative_metrics(stats, self._proposal)}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; the number is vLLM's."""
+    return max(logprob, -9999.0)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def speculative_metrics(stats: Sequence[SpecDecodeStats], max_tokens: int) -> dict[str, Any]:
+    """vLLM's `metrics` of an answer, over all its choices. max_tokens: the most tokens a proposal may have.
+
+    acceptance_histogram[j]: proposals of which j tokens were accepted; the sums over it are num_spec_steps and
+    num_accepted_draft_tokens.
+    """
+    total = SpecDecodeStats()
+    histogram = [0] * (max_tokens + 1)
+    for each in stats:
+        total.num_drafts += each.num_drafts
+        total.num_draft_tokens += each.num_draft_tokens
+        total.num_accepted_tokens += each.num_accepted_tokens
+        for accepted, rounds in enumerate(each.accepted_per_round):
+            histogram[accepted] += rounds
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": total.mean_acceptance_length,
+            "draft_acceptance_rate": total.acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_accepted_draft_tokens": total.num_accepted_tokens,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_spec_steps": total.num_drafts,
+            "num_spec_tokens": max_tokens,
+        }
+    }

@@ -1,0 +1,242 @@
+"""What OpenAI clients send: the bodies of /v1/completions and /v1/chat/completions, as this server understands them.
+
+Names are OpenAI's, with vLLM's additions. A field left out or null keeps the default of SamplingParams. A field this
+server does not know, or knows and cannot honour, is refused by name, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from math import prod
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from ...models.errors import RequestError
+from ..llm import Prompt, Speculation, is_batch
+from ..sampling import LogitsProcessor, SamplingParams
+from ..speculation.config import SpeculativeConfig
+
+# Known fields that change nothing about the text, whatever they say.
+IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+# Fields that are not supported, and the values of them that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+MAX_CHOICES = 128  # OpenAI's limit of n
+MAX_STOPS = 16
+MAX_PROPOSAL = 1024  # of any size in `speculative`: nothing that large fits an engine, and some grow exponentially
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+# Without fail_fast a wrong list costs one error message per item.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+SPECULATIVE_CONFIG = TypeAdapter(SpeculativeConfig)
+
+
+class Body(BaseModel):
+    """Types as JSON has them: no "1" for 1, no 1 for true, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if not cls._asks_for_nothing(name, value)}
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        if name == "speculative":
+            return False  # null says: do not speculate
+        return value is None or name in IGNORED or value in NEUTRAL.get(name, ())
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with usage and metrics. include_obfuscation only pads what OpenAI itself sends."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationBody(Body):
+    """What both APIs share."""
+
+    model: str
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices per prompt; choice i is drawn with seed + i")
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, description="0 is greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=0)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit, -100 to 100")
+    # Beyond OpenAI's, with vLLM's names.
+    top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6)  # beyond that, logits overflow
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    # Ours.
+    speculative: Literal[False] | dict[str, Any] | None = Field(
+        None, description="SpeculativeConfig's fields for this request; false or null decodes plainly"
+    )
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens to generate; None: as the API has it."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """SamplingParams.logprobs."""
+        raise NotImplementedError
+
+    def sampling_params(self, default_max_tokens: int, vocab_size: int) -> SamplingParams:
+        """Raises RequestError for values out of range."""
+        names = {field.name for field in fields(SamplingParams)} & self.model_fields_set
+        values = {name: getattr(self, name) for name in names - {"logprobs", "max_tokens"}}
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
+        if self.logit_bias:
+            values["logits_processors"] = (logit_bias(self.logit_bias, vocab_size),)
+        values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+        return SamplingParams(**values, max_tokens=self.token_limit or default_max_tokens, logprobs=self.num_logprobs)
+
+    def speculation(self) -> Speculation:
+        """How to speculate for this request. Raises RequestError or ConfigError."""
+        if "speculative" not in self.model_fields_set:
+            return "own"
+        return speculative_config(self.speculative) if isinstance(self.speculative, dict) else None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions. prompt: text or token ids, one or several."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True, min_length=1)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = Field(False, description="the text begins with the prompt's; not together with logprobs")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompt, or prompts, as a list."""
+        prompt = cast(Prompt | list[Prompt], self.prompt)
+        return prompt if prompt and is_batch(prompt) else [cast(Prompt, prompt)]
+
+
+class TextPart(BaseModel):
+    """A part of a message; there are only texts here."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message; further fields reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """What chat templates expect: content is one text."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
+    """A SpeculativeConfig from JSON. Raises RequestError, or ConfigError when it is not lossless."""
+    unknown = sorted(set(values) - {field.name for field in fields(SpeculativeConfig)})
+    if unknown:
+        raise RequestError(f"speculative.{unknown[0]} is unknown: it takes the fields of SpeculativeConfig")
+    try:
+        typed = SPECULATIVE_CONFIG.validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RequestError(f"speculative.{place}: {first['msg']}") from error
+    sizes = {name: getattr(typed, name) for name in values if isinstance(getattr(typed, name), int)}
+    shapes = (*typed.branching, len(typed.branching), len(typed.topology))
+    depths = [prod(typed.branching[: depth + 1]) for depth in range(min(len(typed.branching), 16))]
+    if max((*sizes.values(), *shapes, *depths), default=0) > MAX_PROPOSAL:
+        raise RequestError(f"speculative asks for more than {MAX_PROPOSAL} tokens or rows: no engine takes that many")
+    # pydantic fills a dataclass without its __post_init__, where everything that is not lossless is refused.
+    return replace(typed)
+
+
+def logit_bias(biases: Mapping[str, float], vocab_size: int) -> LogitsProcessor:
+    """Adds to the logits of some tokens. Raises RequestError for what is no token or out of OpenAI's range."""
+    added = np.zeros(vocab_size)
+    for token, bias in biases.items():
+        if not token.isascii() or not token.isdigit() or len(token) > 9 or int(token) >= vocab_size:
+            raise RequestError(f"logit_bias: {token!r} is not a token id between 0 and {vocab_size - 1}")
+        if not -100 <= bias <= 100:
+            raise RequestError(f"logit_bias of token {token} must be between -100 and 100, not {bias}")
+        added[int(token)] = bias
+
+    def process(output: Any, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+        return logits + added
+
+    return process

@@ -1,0 +1,338 @@
+"""AsyncLLM: many requests over one LLM; fair, isolated, and each as it would be alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from fakes import FakeCache, FakeEngine, mixture, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from draftwood.models.errors import ConfigError, RequestError
+from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig, StreamChunk
+from draftwood.runtime.async_llm import (
+    AsyncLLM,
+    DeadlineError,
+    QueueFullError,
+    Request,
+    RequestStream,
+    ShutdownError,
+)
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.llm import Speculation
+
+T = TypeVar("T")
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+
+
+class WatchedEngine(FakeEngine):
+    """Knows its caches that still exist."""
+
+    caches: weakref.WeakSet[FakeCache]
+
+    def new_cache(self) -> FakeCache:
+        cache = super().new_cache()
+        self.caches.add(cache)
+        return cache
+
+
+def fake_engine(self: EngineBundle, role: str, *rest: object) -> WatchedEngine:
+    """What EngineBundle.open_engine is replaced by."""
+    spec = self.manifest.engines[role]
+    target = random_model(0, spec.model.vocab_size, sharpness=2.0)
+    draft = mixture(target, random_model(1, spec.model.vocab_size), 0.6)
+    engine = WatchedEngine(target if role == "target" else draft, spec.model.vocab_size, role)
+    engine.caches = weakref.WeakSet()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineBundle, "open_engine", fake_engine)
+        yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
+
+
+def run(work: Callable[[AsyncLLM], Awaitable[T]], llm: LLM, **limits: int) -> T:
+    """`work` in an event loop of its own, over an AsyncLLM that is closed afterwards."""
+
+    async def inside() -> T:
+        with AsyncLLM(llm, **limits) as async_llm:
+            return await asyncio.wait_for(work(async_llm), 30)
+
+    return asyncio.run(inside())
+
+
+async def collect(stream: RequestStream) -> list[StreamChunk]:
+    return [chunk async for chunk in stream]
+
+
+def tokens_of(chunks: list[StreamChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def test_a_request_gives_the_chunks_of_the_llm(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, seed=5, logprobs=2, ignore_eos=True)
+    chunks = run(lambda served: collect(served.generate("hello", params)), llm)
+    expected = list(llm.stream("hello", params))
+    assert [chunk[:5] for chunk in chunks] == [chunk[:5] for chunk in expected]
+    assert chunks[-1].stats.accepted_per_round == expected[-1].stats.accepted_per_round
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, Speculation]:
+    prompt = draw(st.lists(st.integers(3, 60), min_size=1, max_size=6))
+    params = SamplingParams(
+        max_tokens=draw(st.integers(1, 12)),
+        temperature=draw(st.sampled_from([0.0, 0.8])),
+        seed=draw(st.integers(0, 3)),
+        top_k=draw(st.sampled_from([0, 5])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
+        stop=draw(st.sampled_from([(), ("e", "a")])),
+    )
+    chain = SpeculativeConfig("chain", budget="fixed", max_draft_len=3)
+    graph = SpeculativeConfig("topk", budget="fixed", merge="gsd")
+    own: Speculation = "own"
+    return prompt, params, draw(st.sampled_from([own, None, chain, graph]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(requests(), min_size=2, max_size=6), st.integers(1, 4))
+def test_every_text_is_the_one_it_is_alone(
+    llm: LLM, mix: list[tuple[list[int], SamplingParams, Speculation]], max_running: int
+) -> None:
+    async def together(served: AsyncLLM) -> list[list[StreamChunk]]:
+        streams = [served.generate(prompt, params, speculative=how) for prompt, params, how in mix]
+        return await asyncio.gather(*map(collect, streams))
+
+    for (prompt, params, how), chunks in zip(mix, run(together, llm, max_running=max_running), strict=True):
+        alone = list(llm.stream(prompt, params, speculative=how))
+        assert [chunk[:5] for chunk in chunks] == [chunk[:5] for chunk in alone]
+
+
+def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two running, the third waits; the two get a round each, in turn."""
+    turns: list[str] = []
+
+    async def three(served: AsyncLLM) -> None:
+        def noted(request: Request) -> None:
+            turns.append(request.id)
+            one_round(request)
+
+        one_round = served._round
+        monkeypatch.setattr(served, "_round", noted)
+        streams = [served.generate("same prompt", LONG, request_id=name) for name in "abc"]
+        assert (served.num_running, served.num_waiting) == (2, 1)
+        await asyncio.gather(*map(collect, streams))
+
+    run(three, llm, max_running=2)
+    rounds = turns.count("a")
+    assert rounds > 20 and turns.count("b") == turns.count("c") == rounds
+    shared = turns[turns.index("b") - 1 : turns.index("c")]
+    assert shared in (["a", "b"] * (len(shared) // 2), ["a", "b"] * (len(shared) // 2) + ["a"])
+
+
+def test_a_full_queue_refuses_at_once(llm: LLM) -> None:
+    async def four(served: AsyncLLM) -> None:
+        streams = [served.generate("x", LONG) for _ in range(3)]
+        with pytest.raises(QueueFullError, match="max-waiting"):
+            served.generate("x", LONG)
+        await streams[0].aclose()
+        assert [len(tokens_of(await collect(stream))) for stream in streams[1:]] == [200, 200]
+        served.generate("x", LONG)
+
+    run(four, llm, max_running=1, max_waiting=2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "named"),
+    [
+        ("x" * 5000, {}, RequestError, "shorten it"),
+        ([10**6], {}, RequestError, "1000000"),
+        ("x", {"params": SamplingParams(stop_token_ids=(10**6,))}, RequestError, "stop_token_ids"),
+        ("x", {"speculative": SpeculativeConfig("topk", max_total_draft_tokens=64)}, ConfigError, "widest pass"),
+        ("x", {"deadline_s": 0}, RequestError, "deadline_s"),
+    ],
+)
+def test_bad_input_is_refused_before_it_is_queued(
+    llm: LLM, prompt: str | list[int], options: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    async def refused(served: AsyncLLM) -> None:
+        with pytest.raises(error, match=named):
+            served.generate(prompt, **options)
+        assert served.num_running == served.num_waiting == 0
+
+    run(refused, llm)
+
+
+def test_a_request_can_be_aborted_by_its_id(llm: LLM) -> None:
+    async def aborted(served: AsyncLLM) -> None:
+        stream, waiting = served.generate("x", LONG, request_id="one"), served.generate("x", LONG, request_id="two")
+        with pytest.raises(RequestError, match="'one' is in progress"):
+            served.generate("x", request_id="one")
+        await anext(stream)
+        assert served.abort("two") and served.abort("one") and not served.abort("three")
+        rest, never_ran = await collect(stream), await collect(waiting)
+        assert rest[-1].finish_reason == "abort" and rest[-1].stats.num_tokens >= len(tokens_of(rest))
+        assert [chunk.finish_reason for chunk in never_ran] == ["abort"] and not tokens_of(never_ran)
+        assert served.num_running == served.num_waiting == 0
+        assert 'requests_total{finish_reason="abort"} 2' in served.metrics.to_prometheus({})
+
+    run(aborted, llm, max_running=1)
+
+
+@pytest.mark.parametrize("way", ["close", "cancel", "drop"])
+def test_a_consumer_that_goes_away_frees_the_engine(llm: LLM, way: str) -> None:
+    async def gone(served: AsyncLLM) -> None:
+        stream = served.generate("x", LONG)
+        await anext(stream)
+        if way == "close":
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        elif way == "cancel":
+            task = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            del stream
+        assert await served.drain(5)
+        assert 'requests_total{finish_reason="abort"} 1' in served.metrics.to_prometheus({})
+
+    run(gone, llm)
+
+
+def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*_: object) -> NDArray[np.float64]:
+        raise AssertionError("the waiting request has run")
+
+    async def late(served: AsyncLLM) -> None:
+        running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.05)
+        params = SamplingParams(logits_processors=(slowly,))
+        waiting = served.generate("x", params, deadline_s=0.01)
+        chunks = []
+        with pytest.raises(DeadlineError, match=r"0\.05 s"):
+            async for chunk in running:
+                chunks.append(chunk)
+                served.llm.tokenizer.encode("x" * 2000)
+        assert chunks
+        with pytest.raises(DeadlineError, match=r"0\.01 s"):
+            await anext(waiting)
+        assert len(tokens_of(await collect(served.generate("x", GREEDY, deadline_s=20)))) == 12
+
+    monkeypatch.setattr(llm._target, "forward", delayed(llm._target.forward, 0.005))
+    run(late, llm, max_running=1)
+
+
+def delayed(call: Callable[..., T], seconds: float) -> Callable[..., T]:
+    def later(*arguments: Any) -> T:
+        time.sleep(seconds)
+        return call(*arguments)
+
+    return later
+
+
+def test_an_exception_in_a_round_ends_only_its_request(llm: LLM) -> None:
+    def fails(output: Any, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+        if len(output) > 4:
+            raise ZeroDivisionError("a user's own mistake")
+        return logits
+
+    async def broken(served: AsyncLLM) -> None:
+        good = asyncio.create_task(collect(served.generate("hello", LONG)))
+        params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logits_processors=(fails,))
+        with pytest.raises(ZeroDivisionError, match="own mistake"):
+            await collect(served.generate("hello", params))
+        assert tokens_of(await good) == llm.generate("hello", LONG).token_ids
+        assert 'requests_total{finish_reason="error"} 1' in served.metrics.to_prometheus({})
+
+    run(broken, llm)
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_more(llm: LLM) -> None:
+    async def drained(served: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(collect(served.generate("x", LONG))) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not await served.drain(0.001)
+        with pytest.raises(ShutdownError, match="stopping"):
+            served.generate("x", GREEDY)
+        assert await served.drain() and not served.accepting
+        assert [len(tokens_of(await task)) for task in tasks] == [200] * 3
+
+    run(drained, llm, max_running=2)
+
+
+def test_closing_ends_everybody(llm: LLM) -> None:
+    async def closed(served: AsyncLLM) -> None:
+        streams = [served.generate("x", LONG) for _ in range(3)]
+        await anext(streams[0])
+        served.close()
+        for stream in streams:
+            with pytest.raises(ShutdownError):
+                await collect(stream)
+        with pytest.raises(ShutdownError):
+            served.generate("x", GREEDY)
+
+    run(closed, llm, max_running=2)
+
+
+def test_nobody_waits_for_ever_when_the_engine_thread_breaks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(served: AsyncLLM) -> None:
+        monkeypatch.setattr(served.metrics, "record_round", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await collect(served.generate("x", GREEDY))
+        assert not served.accepting
+
+    run(broken, llm)
+
+
+def test_caches_do_not_outlive_their_requests(llm: LLM) -> None:
+    async def many(served: AsyncLLM) -> None:
+        hows: list[Speculation] = ["own", None, SpeculativeConfig("chain")]
+        for _ in range(6):
+            streams = [served.generate("x", GREEDY, speculative=how) for how in hows * 3]
+            for stream in streams[::4]:
+                await stream.aclose()
+            await asyncio.gather(*map(collect, streams))
+            assert all(len(engine.caches) <= 4 for engine in engines)  # 3 running; one idle while another is made
+
+    gc.collect()
+    engines = [engine for engine in (llm._target, llm._draft) if isinstance(engine, WatchedEngine)]
+    assert len(engines) == 2
+    llm._idle.clear()
+    run(many, llm, max_running=3)
+    gc.collect()
+    assert all(len(engine.caches) == len(llm._idle) <= 3 for engine in engines)
+
+
+def test_memory_for_caches_lowers_what_runs(llm: LLM) -> None:
+    each = llm.kv_cache_bytes
+    with AsyncLLM(llm, max_running=8, kv_cache_bytes=3 * each + 1) as served:
+        assert served.max_running == 3
+    with AsyncLLM(llm, max_running=2, kv_cache_bytes=30 * each) as served:
+        assert served.max_running == 2
+    with pytest.raises(ConfigError, match=f"{each} bytes"):
+        AsyncLLM(llm, kv_cache_bytes=each - 1)
+
+
+def test_a_bundle_is_opened_and_closed_with_it(tiny_bundle: Path) -> None:
+    async def one() -> list[int]:
+        with AsyncLLM.open(tiny_bundle, speculative=None) as served:
+            with pytest.raises(ConfigError, match="without its draft"):
+                served.generate("x", speculative=SpeculativeConfig())
+            return tokens_of(await collect(served.generate("hello", GREEDY)))
+
+    with LLM(tiny_bundle) as llm:
+        assert asyncio.run(one()) == llm.generate("hello", GREEDY).token_ids

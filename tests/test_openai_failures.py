@@ -1,0 +1,77 @@
+"""An engine that breaks under the HTTP application: the client learns that, and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftwood.runtime import LLM
+from draftwood.runtime.async_llm import AsyncLLM
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+from draftwood.runtime.serving.openai import create_app  # noqa: E402 - only where fastapi is installed
+from draftwood.runtime.serving.openai_guard import Limits  # noqa: E402
+
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "speculative": None}
+
+
+@pytest.fixture
+def llm(tiny_bundle: Path) -> Iterator[LLM]:
+    with LLM(tiny_bundle) as llm:
+        yield llm
+
+
+def break_after(llm: LLM, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, left = llm._target.forward, iter(range(passes))
+
+    def breaking(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise ZeroDivisionError("an address in memory")
+        return forward(*arguments)
+
+    monkeypatch.setattr(llm._target, "forward", breaking)
+
+
+async def post(llm: LLM, body: dict[str, Any]) -> tuple[int, str]:
+    with AsyncLLM(llm) as async_llm:
+        transport = httpx.ASGITransport(create_app(async_llm, "m", Limits(10000, 4)), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            answer = await client.post("/v1/completions", json=body)
+            assert async_llm.num_running == 0
+            assert (await client.get("/health")).status_code == 200
+            return answer.status_code, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_breaks_at_once_is_a_500_without_details(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    break_after(llm, 0, monkeypatch)
+    status, text = asyncio.run(post(llm, {**BODY, "stream": stream}))
+    assert status == 500 and json.loads(text)["error"]["type"] == "server_error" and "memory" not in text
+
+
+def test_a_stream_that_breaks_ends_with_an_error_event(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_after(llm, 6, monkeypatch)
+    with caplog.at_level(logging.ERROR):
+        status, text = asyncio.run(post(llm, {**BODY, "stream": True}))
+    *chunks, error, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert status == 200 and done == "[DONE]" and chunks
+    assert json.loads(error)["error"]["type"] == "server_error" and "memory" not in text
+    assert "an address in memory" in caplog.text
+
+
+def test_a_request_that_leaves_no_token_is_the_clients_mistake(llm: LLM) -> None:
+    vocab_size = llm.bundle.manifest.engines["target"].model.vocab_size
+    body = {**BODY, "min_tokens": 5, "stop_token_ids": list(range(vocab_size))}
+    status, text = asyncio.run(post(llm, body))
+    assert status == 400 and "no token is left" in text

@@ -1,0 +1,237 @@
+"""A real server under pressure: full queues, large and broken bodies, clients that vanish, the end of the process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from serving import Served, served
+
+from draftwood.cli.main import main
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+SHORT = {**LONG, "max_tokens": 3}
+SLOW = ("--served-model-name", "small", "--grow", "chain", "--budget", "fixed")  # drafts in vain: seconds for LONG
+RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
+ABORTED = 'draftwood_requests_total{finish_reason="abort"}'
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path) -> Iterator[Served]:
+    """One request at a time, one waiting, small bodies, a key."""
+    limits = ("--max-running", "1", "--max-waiting", "1", "--max-body-bytes", "20000", "--api-key", "secret")
+    with served(tiny_bundle, *SLOW, *limits) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[Any]:
+    headers = {"authorization": "Bearer secret"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+        yield client
+
+
+def gauge(client: Any, name: str) -> float:
+    """A number of /metrics; 0 before it is counted for the first time."""
+    text = client.get(root(client) + "/metrics").text
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def idle(client: Any) -> bool:
+    return not gauge(client, RUNNING) and not gauge(client, WAITING)
+
+
+def root(client: Any) -> str:
+    return str(client.base_url).removesuffix("/v1/")
+
+
+def error_of(answer: Any) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(client: Any) -> None:
+    with ThreadPoolExecutor() as pool, client.stream("POST", "/completions", json={**LONG, "stream": True}) as first:
+        lines = first.iter_lines()  # its end would be the connection's
+        next(lines)
+        waiting = pool.submit(client.post, "/completions", json=SHORT)
+        wait_for(lambda: gauge(client, WAITING))
+        refused = client.post("/completions", json=SHORT)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert error_of(refused)["code"] == "queue_full"
+        first.close()
+        assert waiting.result(10).json()["usage"]["completion_tokens"] == 3
+    wait_for(lambda: idle(client) and gauge(client, ABORTED) == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_whose_connection_breaks_frees_the_engine(server: Served, client: Any, stream: bool) -> None:
+    address, aborted = urlsplit(server.url), gauge(client, ABORTED)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=10)
+    headers = {"authorization": "Bearer secret", "content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": stream}), headers)
+    wait_for(lambda: gauge(client, RUNNING))
+    connection.close()
+    wait_for(lambda: idle(client), seconds=2)
+    assert gauge(client, ABORTED) == aborted + 1
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "secret", "Bearer secrét"])
+def test_without_the_key_nothing_is_answered(server: Served, key: str | None) -> None:
+    headers = {} if key is None else {"authorization": key.encode()}
+    with httpx.Client(base_url=server.url, headers=headers) as stranger:
+        answer = stranger.post("/completions", json=SHORT)
+        assert answer.status_code == 401 and error_of(answer)["code"] == "invalid_api_key"
+        for path in ("/health", "/health/ready", "/metrics"):
+            assert stranger.get(root(stranger) + path).status_code == 200
+            assert stranger.head(root(stranger) + path).status_code == 200  # how load testers ask
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        (b"", 400, "JSON object"),
+        (b"{", 400, "not valid JSON"),
+        (b"[]", 400, "JSON object"),
+        (b"\xff\xfe", 400, ""),
+        (b"[" * 15000, 400, ""),
+        (b'{"model": "small"}', 400, "prompt"),
+        (b'{"model": "small", "prompt": "x", "max_tokens": NaN}', 400, "max_tokens"),
+        (b'{"model": "small", "prompt": "x", "temperature": Infinity}', 400, "temperature"),
+        (b'{"model": "small", "prompt": "x", "seed": 1' + b"0" * 5000 + b"}", 400, ""),
+        (b'{"model": "small", "prompt": "\\ud800"}', 400, "surrogate"),
+        (b'{"model": "\\ud800", "prompt": "x"}', 404, "does not exist"),
+        (b'{"model": "small", "prompt": "x", "\\ud800": 1}', 400, ""),
+        (b'{"model": "small", "prompt": [' + b"1.5," * 4000 + b"1]}", 400, "prompt"),
+        (b'{"model": "small", "prompt": [1, "x"]}', 400, "prompt"),
+        (b'{"model": "small", "prompt": [true]}', 400, "prompt"),
+        (b'{"model": "small", "prompt": "x", "speculative": {"branching": [' + b"2," * 900 + b"2]}}", 400, "1024"),
+        (b'{"model": "small", "prompt": "x", "speculative": {"max_draft_len": 1000000000}}', 400, "1024"),
+        (b'{"model": "small", "prompt": "x", "speculative": {"grow": 5}}', 400, "speculative.grow"),
+        (b'{"model": "small", "prompt": "x", "speculative": {"budgets": 5}}', 400, "speculative.budgets"),
+        (b'{"model": "small", "prompt": "x", "n": 3}', 400, "3 choices"),
+        (b"x" * 20001, 413, "20000 bytes"),
+    ],
+)
+def test_bodies_that_are_no_requests(client: Any, body: bytes, status: int, named: str) -> None:
+    answer = client.post("/completions", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, named in error_of(answer)["message"]) == (status, True), answer.text
+    assert client.post("/completions", json=SHORT).status_code == 200
+
+
+def test_a_body_that_hides_its_size_is_cut_off(client: Any) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1000
+
+    answer = client.post("/completions", content=endless(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("PUT", "/completions", 405)])
+def test_unknown_addresses_answer_in_the_same_form(client: Any, method: str, path: str, status: int) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status and error_of(answer)
+
+
+def test_the_metrics_count_what_was_done(client: Any) -> None:
+    before = gauge(client, "vllm:spec_decode_num_draft_tokens_total")
+    answer = client.post("/completions", json={**LONG, "max_tokens": 40}).json()
+    done = answer["metrics"]["speculative_decoding"]
+    assert gauge(client, "vllm:spec_decode_num_draft_tokens_total") == before + done["num_draft_tokens"] > before
+    text = client.get(root(client) + "/metrics").text
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'[a-z_:]+(\{[a-z_]+="[^"]*"\})? [0-9.e+-]+', line) for line in samples), text
+    histogram = re.findall(r'draftwood_inter_token_latency_seconds_bucket\{le="[^"]+"\} (\d+)', text)
+    assert histogram == sorted(histogram, key=int) and int(histogram[-1]) >= 30
+
+
+def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path) -> None:
+    request = {**LONG, "max_tokens": 100}
+    with served(tiny_bundle, *SLOW, "--max-running", "2") as running:
+        with httpx.Client(base_url=running.url, timeout=30) as client, ThreadPoolExecutor() as pool:
+            alone = client.post("/completions", json=request).json()["choices"][0]["text"]
+            answers = [pool.submit(client.post, "/completions", json=request) for _ in range(4)]
+            wait_for(lambda: gauge(client, WAITING) == 2)
+            for _ in range(2):  # as timeout(1) does
+                running.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: client.get(root(client) + "/health/ready").status_code == 503)
+            refused = client.post("/completions", json=SHORT)
+            assert refused.status_code == 503 and error_of(refused)["code"] == "shutting_down"
+            assert [answer.result().json()["choices"][0]["text"] for answer in answers] == [alone] * 4
+        assert running.process.wait(10) == 0
+        assert running.process.stderr is not None and running.process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("options", [("--drain-timeout", "0.1"), ()], ids=["timeout", "second signal"])
+def test_a_drain_that_takes_too_long_is_cut_off(tiny_bundle: Path, options: tuple[str, ...]) -> None:
+    with served(tiny_bundle, *SLOW, *options) as running:
+        request = {**LONG, "n": 8, "stream": True}
+        with httpx.stream("POST", f"{running.url}/completions", json=request, timeout=30) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            for _ in range(2):  # at once they are one, sent twice
+                running.process.send_signal(signal.SIGTERM)
+            if not options:
+                time.sleep(1)
+                running.process.send_signal(signal.SIGTERM)
+            *_, error, done = lines
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert done == "data: [DONE]"
+        assert running.process.wait(10) == 1
+        assert running.process.stderr is not None and "cut off" in running.process.stderr.read()
+
+
+def test_a_request_timeout_is_504(tiny_bundle: Path) -> None:
+    with served(tiny_bundle, *SLOW, "--request-timeout", "0.05") as running:
+        answer = httpx.post(f"{running.url}/completions", json=LONG, timeout=30)
+        assert answer.status_code == 504 and error_of(answer)["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--port", "BUSY"], "choose another --host or --port"),
+        (["--port", "99999"], "choose another --host or --port"),
+        (["--host", "no.such.host.invalid"], "choose another --host or --port"),
+        (["--port", "0", "--max-running", "0"], "max_running"),
+        (["--port", "0", "--kv-cache-bytes", "1000"], "--max-length"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(
+    tiny_bundle: Path, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        assert main(["serve", str(tiny_bundle), *(option.replace("BUSY", port) for option in options)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("draftwood: error: ") and named in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf", "soon"])
+def test_timeouts_are_positive(tiny_bundle: Path, timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(tiny_bundle), "--request-timeout", timeout])
+    assert ended.value.code == 2 and f"invalid seconds value: '{timeout}'" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""The OpenAPI document, taken at its word: whatever it allows or forbids, no request makes the server fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from serving import served, with_chat_template
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
+from schemathesis import GenerationMode  # noqa: E402 - only where it is installed
+from schemathesis.checks import not_a_server_error  # noqa: E402
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance  # noqa: E402
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
+WRITTEN = ("/v1/completions", "/v1/chat/completions")
+READ = ("/v1/models", "/v1/models/{name}", "/health", "/health/ready", "/metrics")
+
+
+@pytest.fixture(scope="module")
+def document(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The document of a server whose model is called "0"; generated bodies are made to name it."""
+    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("schema"))
+    with served(bundle, "--served-model-name", "0") as running:
+        yield schemathesis.openapi.from_url(f"{running.root}/openapi.json", wait_for_schema=5)
+
+
+def test_every_operation_is_tried(document: Any) -> None:
+    assert {result.ok().path for result in document.get_all_operations()} == {*WRITTEN, *READ}
+
+
+@pytest.mark.parametrize("path", WRITTEN)
+def test_no_body_makes_the_server_fail(document: Any, path: str) -> None:
+    allowed = statuses(document[path]["POST"], GenerationMode.POSITIVE, 25)
+    forbidden = statuses(document[path]["POST"], GenerationMode.NEGATIVE, 25)
+    assert 200 in allowed <= {200, 400, 429} and 400 in forbidden
+
+
+@pytest.mark.parametrize("path", READ)
+def test_no_reading_makes_the_server_fail(document: Any, path: str) -> None:
+    assert statuses(document[path]["GET"], GenerationMode.POSITIVE, 4) <= {200, 404}
+
+
+def statuses(operation: Any, mode: GenerationMode, examples: int) -> set[int]:
+    """What generated requests are answered with; every answer is checked against the document."""
+    seen: set[int] = set()
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(operation.as_strategy(generation_mode=mode))
+    def answered(case: Any) -> None:
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            case.body["model"] = "0"
+        seen.add(case.call_and_validate(checks=CHECKS, timeout=20).status_code)
+
+    answered()
+    return seen

@@ -1,0 +1,75 @@
+"""Scheduler: turns, places and the queue, over any sequence of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.models.errors import ConfigError
+from draftwood.runtime.scheduler import QueueFullError, Scheduler
+
+
+def test_turns_go_round_and_a_newcomer_waits_for_one_round() -> None:
+    scheduler: Scheduler[str] = Scheduler(max_running=3, max_waiting=1)
+    for name in "ab":
+        scheduler.submit(name)
+    assert [scheduler.next() for _ in range(3)] == ["a", "b", "a"]
+    scheduler.submit("c")
+    assert [scheduler.next() for _ in range(4)] == ["b", "a", "c", "b"]
+
+
+def test_places_are_given_in_order_of_arrival() -> None:
+    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=3)
+    for name in "abcd":
+        scheduler.submit(name)
+    with pytest.raises(QueueFullError, match="1 requests are running and 3 waiting"):
+        scheduler.submit("e")
+    scheduler.remove("c")  # gave up while it waited
+    served = []
+    while (turn := scheduler.next()) is not None:
+        served.append(turn)
+        scheduler.remove(turn)
+    assert served == ["a", "b", "d"]
+
+
+def test_without_a_queue_a_free_place_is_still_taken() -> None:
+    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=0)
+    scheduler.submit("a")
+    with pytest.raises(QueueFullError):
+        scheduler.submit("b")
+
+
+@pytest.mark.parametrize("limits", [(0, 5), (-1, 5), (1, -1)])
+def test_limits_under_which_nothing_runs_are_refused(limits: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="max_running"):
+        Scheduler[str](*limits)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.lists(st.tuples(st.sampled_from(["submit", "next", "remove"]), st.integers(0, 9)), max_size=60),
+)
+def test_limits_hold_and_nobody_starves(max_running: int, max_waiting: int, events: list[tuple[str, int]]) -> None:
+    scheduler: Scheduler[int] = Scheduler(max_running, max_waiting)
+    inside: list[int] = []
+    for number, (event, choice) in enumerate(events):
+        if event == "submit":
+            full = len(inside) == max_running + max_waiting
+            try:
+                scheduler.submit(number)
+                inside.append(number)
+                assert not full
+            except QueueFullError:
+                assert full
+        elif event == "remove" and inside:
+            scheduler.remove(inside.pop(choice % len(inside)))
+        elif event == "next":
+            scheduler.next()
+        assert sorted(scheduler) == sorted(inside) and len(scheduler) == len(inside)
+        assert scheduler.num_running == min(max_running, len(inside))
+    turns = Counter(scheduler.next() for _ in range(3 * scheduler.num_running))
+    assert set(turns.values()) <= {3}
