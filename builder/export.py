@@ -19,78 +19,74 @@ from numpy.typing import NDArray
 
 from ..models import bindings
 from ..models.config import LlamaConfig
-from ..models.errors import CheckpointError
 from ..models.rope import rope_tables
 from ..plugins.tree_attention import op
 from .checkpoint import Checkpoint
+from .graph import IR_VERSION, GraphWriter, save
+from .quantize import QuantizedCheckpoint, dequantized
 
 if TYPE_CHECKING:  # its module imports torch, which writing a graph does not need
     from ..models.acceptance_head import TrainedHead
 
-IR_VERSION = 11
-EXTERNAL_DATA_BYTES = 32_000_000  # a protobuf is held in memory several times while it is written, and ends at 2 GB
-Weight = Callable[[], NDArray[Any]]
-
 
 def export(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | QuantizedCheckpoint,
     role: str,
-    positions: int,
+    capacity: int,
     path: Path,
     progress: Callable[[str], None],
     head: TrainedHead | None = None,
+    form: str = bindings.ADDITIVE,
+    precision: str = "fp32",
 ) -> None:
-    """Write `checkpoint` as the ONNX graph of `role` with rotary tables for `positions` positions.
+    """Write `checkpoint` as the ONNX graph of `role`, for caches of up to `capacity` slots.
 
-    head: of the draft; its calibrated probability becomes the output `acceptance`.
+    head: of the draft; its calibrated probability becomes the output `acceptance`. form: see `models/bindings.py`; the
+    compact form fixes one sequence and the capacity. precision: of weights, activations and cache; outputs are fp32.
+    Matrices of a QuantizedCheckpoint are stored in its format.
     Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the name of
     each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
     """
-    model = GraphBuilder(checkpoint, positions, head).build(role)
-    external = 4 * checkpoint.config.num_parameters > EXTERNAL_DATA_BYTES
-    try:
-        ir.save(
-            model,
-            path,
-            external_data=path.name + ".data" if external else None,
-            callback=(lambda tensor, _: progress(tensor.name or "")) if external else None,
-            max_workers=1 if external else None,
-        )
-    except ir.serde.SerdeError as error:
-        # Weights are read inside `save`, which wraps what their reader raises, several times over.
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, CheckpointError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        raise cause from None
+    builder = GraphBuilder(checkpoint, capacity, head, form, precision)
+    weight_bytes = builder.dtype.itemsize * checkpoint.config.num_parameters
+    save(builder.build(role), path, int(weight_bytes), progress)
 
 
-class GraphBuilder:
-    """Builds the graph of one checkpoint in fp32."""
+class GraphBuilder(GraphWriter):
+    """Builds the graph of one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, positions: int, head: TrainedHead | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint | QuantizedCheckpoint,
+        capacity: int,
+        head: TrainedHead | None,
+        form: str,
+        precision: str,
+    ) -> None:
         self.checkpoint = checkpoint
         self.head = head
         self.config: LlamaConfig = checkpoint.config
-        self.positions = positions
-        self.nodes: list[ir.Node] = []
-        self.initializers: dict[str, ir.Value] = {}
+        self.capacity = capacity
+        self.form = form
+        self.precision = bindings.activations(precision, form)
+        config = self.config
+        axes = {"1": 1, "H_kv": config.num_kv_heads, "D": config.head_dim, "V": config.vocab_size}
+        axes["K"] = bindings.top_columns(config.vocab_size)
+        fixed = axes if form == bindings.ADDITIVE else axes | {"B": 1, "C": capacity}
+        super().__init__(bindings.DTYPES[self.precision], fixed)
 
     def build(self, role: str) -> ir.Model:
         """The whole graph; inputs and outputs as `models/bindings.py` names them."""
         config = self.config
-        feeds = {item.name: self.graph_input(item.name, item.dtype, item.shape) for item in bindings.INPUTS}
+        feeds = {item.name: self.input(item) for item in bindings.inputs(self.form)}
         caches: list[ir.Value] = []
         presents: list[ir.Value] = []
         embedding = "model.embed_tokens.weight"
         hidden = self.node("Gather", "embed_tokens", [self.stored(embedding), feeds["input_ids"]], axis=0)
-        cosine, sine = rope_tables(config, self.positions)
+        cosine, sine = rope_tables(config, self.capacity)
         rotary = [self.constant("rope.cos", cosine), self.constant("rope.sin", sine), feeds["position_ids"]]
         for layer in range(config.num_layers):
-            past = [
-                self.graph_input(bindings.past(kind, layer), "float32", bindings.CACHE_SHAPE) for kind in bindings.KINDS
-            ]
+            past = [self.cache_input(bindings.past(kind, layer), bindings.CACHE_SHAPE) for kind in bindings.KINDS]
             attended, present = self.attention(layer, hidden, past, rotary, feeds)
             hidden = self.node("Add", f"layers.{layer}/attention_residual", [hidden, attended])
             hidden = self.node("Add", f"layers.{layer}/mlp_residual", [hidden, self.mlp(layer, hidden)])
@@ -100,8 +96,8 @@ class GraphBuilder:
         hidden = self.node("Gather", "select_rows", [hidden, feeds["output_rows"]], axis=1)
         hidden = self.norm("norm", "model.norm.weight", hidden)
         head = embedding if config.tie_embeddings else "lm_head.weight"
-        logits = self.linear("lm_head", hidden, [head], [])
-        outputs = [self.graph_output(logits, bindings.LOGITS)]
+        logits = self.widened("lm_head/fp32", self.linear("lm_head", hidden, [head], []))
+        outputs = [self.output(logits, bindings.LOGITS)]
         if role == bindings.DRAFT:
             outputs += self.ranking(logits)
             if self.head is not None:
@@ -111,10 +107,11 @@ class GraphBuilder:
             [*outputs, *presents],
             nodes=self.nodes,
             initializers=list(self.initializers.values()),
-            opset_imports={"": op.OPSET, op.DOMAIN: op.VERSION},
+            opset_imports={"": op.OPSET} if self.form == bindings.ADDITIVE else {"": op.OPSET, op.DOMAIN: op.VERSION},
             name=role,
         )
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="draftwood", functions=[op.function()])
+        functions = [] if self.form == bindings.ADDITIVE else [op.function(self.precision, self.capacity)]
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="draftwood", functions=functions)
 
     def attention(
         self,
@@ -145,20 +142,21 @@ class GraphBuilder:
             written.name = bindings.present(kind, layer)
             written.type, written.shape = cache.type, cache.shape
             present.append(written)
-        scale = 1.0 / math.sqrt(config.head_dim)
-        attended = self.node(
-            op.NAME,
-            f"{scope}/tree_attention",
-            [query, *present, feeds["attention_mask"]],
-            domain=op.DOMAIN,
-            scale=scale,
-        )
+        attended = self.attend(f"{scope}/tree_attention", query, present, feeds)
         attended = self.node("Transpose", f"{scope}/merge_heads", [attended], perm=[0, 2, 1, 3])
         flat = self.constant("flat_heads", np.array([0, 0, config.query_size]))
         attended = self.node("Reshape", f"{scope}/flatten", [attended, flat])
         output = prefix + "self_attn.o_proj"
         biases = [output + ".bias"] if config.attention_bias else []
         return self.linear(f"{scope}/o_proj", attended, [output + ".weight"], biases), present
+
+    def attend(self, name: str, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]) -> ir.Value:
+        """[B, H, T, D] -> [B, H, T, D], by the standard operator or by ours."""
+        scale = 1.0 / math.sqrt(self.config.head_dim)
+        if self.form == bindings.ADDITIVE:
+            return self.node("Attention", name, [query, *present, feeds["attention_mask"]], scale=scale)
+        masks = [feeds["cache_lengths"], feeds["tree_mask"]]
+        return self.node(op.NAME, name, [query, *present, *masks], domain=op.DOMAIN, scale=scale)
 
     def mlp(self, layer: int, hidden: ir.Value) -> ir.Value:
         """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
@@ -181,7 +179,7 @@ class GraphBuilder:
         columns = self.constant("top_columns", np.array([bindings.top_columns(self.config.vocab_size)]))
         logprobs = self.node("LogSoftmax", "ranking/log_softmax", [logits], axis=-1)
         values, ids = self.nodes_out("TopK", "ranking/top_k", [logprobs, columns], 2, axis=-1)
-        return [self.graph_output(ids, bindings.TOP_IDS), self.graph_output(values, bindings.TOP_LOGPROBS)]
+        return [self.output(ids, bindings.TOP_IDS), self.output(values, bindings.TOP_LOGPROBS)]
 
     def acceptance(self, head: TrainedHead, hidden: ir.Value) -> ir.Value:
         """The SpecDec++ head: L blocks x + SiLU(W x + b), then the calibrated probability of acceptance."""
@@ -196,8 +194,9 @@ class GraphBuilder:
         odds, shift = config.logit_projection(weights["output.weight"], weights["output.bias"])
         logit = self.node("MatMul", f"{scope}/odds", [hidden, self.constant(f"{scope}.odds.weight", odds)])
         logit = self.node("Add", f"{scope}/shift", [logit, self.constant(f"{scope}.odds.bias", shift)])
+        logit = self.widened(f"{scope}/fp32", logit)
         rows = self.node("Squeeze", f"{scope}/rows", [logit, self.constant("last_axis", np.array([-1]))])
-        return self.graph_output(self.node("Sigmoid", f"{scope}/probability", [rows]), bindings.ACCEPTANCE)
+        return self.output(self.node("Sigmoid", f"{scope}/probability", [rows]), bindings.ACCEPTANCE)
 
     def heads(self, name: str, rows: ir.Value, count: int) -> ir.Value:
         """[B, T, count * D] -> [B, count, T, D]."""
@@ -214,16 +213,20 @@ class GraphBuilder:
         size = sum(self.checkpoint.shape(weight)[0] for weight in weights)
         shape = (self.checkpoint.shape(weights[0])[1], size)
 
-        matrix = self.lazy(f"{name}.weight", shape, lambda: self.concatenated(weights, shape))
+        matrix = (
+            dequantized(self, f"{name}.weight", self.checkpoint, weights)
+            if isinstance(self.checkpoint, QuantizedCheckpoint)
+            else self.lazy(f"{name}.weight", shape, lambda: self.concatenated(weights, shape))
+        )
         product = self.node("MatMul", name, [rows, matrix])
         if not biases:
             return product
         vector = self.lazy(f"{name}.bias", (size,), lambda: self.concatenated(biases, (size,)))
         return self.node("Add", f"{name}_bias", [product, vector])
 
-    def concatenated(self, names: Sequence[str], shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Transposed tensors side by side along the last axis, widened on the way: no second copy in memory."""
-        merged = np.empty(shape, np.float32)
+    def concatenated(self, names: Sequence[str], shape: tuple[int, ...]) -> NDArray[Any]:
+        """Transposed tensors side by side along the last axis, converted on the way: no second copy in memory."""
+        merged = np.empty(shape, self.dtype.numpy())
         start = 0
         for name in names:
             stored = self.checkpoint.tensor(name).T
@@ -233,69 +236,4 @@ class GraphBuilder:
 
     def stored(self, name: str) -> ir.Value:
         """A tensor of the checkpoint as it is."""
-        return self.lazy(
-            name, self.checkpoint.shape(name), lambda: self.checkpoint.tensor(name).astype(np.float32, copy=False)
-        )
-
-    def lazy(self, name: str, shape: tuple[int, ...], read: Weight) -> ir.Value:
-        """An initializer that is read only when the file is written: one weight in memory at a time."""
-        if name not in self.initializers:
-            tensor = ir.LazyTensor(lambda: ir.Tensor(read(), name=name), ir.DataType.FLOAT, ir.Shape(shape), name=name)
-            self.initializers[name] = ir.Value(
-                name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.FLOAT), const_value=tensor
-            )
-        return self.initializers[name]
-
-    def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
-        if name not in self.initializers:
-            tensor = ir.Tensor(array, name=name)
-            self.initializers[name] = ir.Value(
-                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
-        return self.initializers[name]
-
-    def node(self, kind: str, name: str, inputs: Sequence[ir.Value], domain: str = "", **attributes: Any) -> ir.Value:
-        return self.nodes_out(kind, name, inputs, 1, domain, **attributes)[0]
-
-    def nodes_out(
-        self,
-        kind: str,
-        name: str,
-        inputs: Sequence[ir.Value],
-        outputs: int,
-        domain: str = "",
-        **attributes: Any,
-    ) -> Sequence[ir.Value]:
-        """Append one node named `name`; its outputs are named after it."""
-        node = ir.node(kind, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
-        for index, value in enumerate(node.outputs):
-            value.name = name if outputs == 1 else f"{name}.{index}"
-        self.nodes.append(node)
-        return node.outputs
-
-    def graph_input(self, name: str, dtype: str, axes: Sequence[str]) -> ir.Value:
-        return ir.Value(name=name, shape=self.shape(axes), type=self.type(dtype))
-
-    def graph_output(self, value: ir.Value, binding: bindings.Binding) -> ir.Value:
-        value.name, value.shape, value.type = (
-            binding.name,
-            self.shape(binding.shape),
-            self.type(binding.dtype),
-        )
-        return value
-
-    def shape(self, axes: Sequence[str]) -> ir.Shape:
-        """Axis names, those the checkpoint fixes as numbers."""
-        config = self.config
-        fixed = {
-            "1": 1,
-            "H_kv": config.num_kv_heads,
-            "D": config.head_dim,
-            "V": config.vocab_size,
-            "K": bindings.top_columns(config.vocab_size),
-        }
-        return ir.Shape([fixed.get(axis, axis) for axis in axes])
-
-    @staticmethod
-    def type(dtype: str) -> ir.TensorType:
-        return ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+        return self.lazy(name, self.checkpoint.shape(name), lambda: self.checkpoint.tensor(name))

@@ -31,8 +31,9 @@ from .acceptance_data import Examples, collect, load_frozen
 from .calibration import Floats, calibration, fit_temperature
 from .checkpoint import Checkpoint
 from .head_training import HeadResult, HeadTraining, Point
-from .pipeline import Begin, Step, refuse_different_sizes
+from .pipeline import refuse_different_sizes
 from .plots import training_svg
+from .progress import Begin, Step
 from .tokenizer import convert_tokenizer, same_vocabulary
 
 FIGURES, PLOT = "training.json", "training.svg"

@@ -15,7 +15,7 @@ from .inspect import describe
 from .options import given, integers
 
 if TYPE_CHECKING:
-    from ..builder.pipeline import Step
+    from ..builder.progress import Step
 
 
 def add_parser(commands: Any) -> None:
@@ -29,8 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the target")
     parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the draft")
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
-    parser.add_argument("--backend", default=hidden, help="what runs the engines: onnxruntime (default)")
-    parser.add_argument("--precision", default=hidden, help="of the weights: fp32 (default)")
+    parser.add_argument(
+        "--backend",
+        default=hidden,
+        help="what runs the engines: onnxruntime (default), openvino, tensorrt or tensorrt-rtx",
+    )
+    parser.add_argument(
+        "--precision",
+        default=hidden,
+        help="of the weights: fp32 (default), int8 or int4; on TensorRT fp16 (default), bf16 or fp32",
+    )
+    parser.add_argument(
+        "--draft-backend", default=hidden, help="the target's if not given, but onnxruntime beside openvino"
+    )
+    parser.add_argument("--draft-precision", default=hidden, help="the target's if not given, but int8 beside int4")
     parser.add_argument(
         "--max-length", type=int, default=hidden, metavar="N", help="tokens of prompt and output (default: the models')"
     )
@@ -40,7 +52,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance-head", type=Path, default=hidden, metavar="DIR", help="what draftwood train-head wrote"
     )
+    group = parser.add_argument_group("TensorRT")
+    group.add_argument(
+        "--compute-capability",
+        nargs="+",
+        action=AsTuple,
+        default=hidden,
+        metavar="8.9",
+        help="GPUs to compile for, tensorrt-rtx only (default: 8.0 8.6 8.9 12.0)",
+    )
+    group.add_argument(
+        "--plugin",
+        action=argparse.BooleanOptionalAction,
+        default=hidden,
+        help="attention by our kernel or by TensorRT's own (default: ours where Triton is installed)",
+    )
+    group.add_argument(
+        "--workspace", type=int, default=hidden, metavar="MIB", help="limit of an engine's scratch memory"
+    )
+    group.add_argument(
+        "--timing-cache",
+        type=Path,
+        default=hidden,
+        metavar="FILE",
+        help="measurements to reuse and extend, tensorrt only",
+    )
+    group.add_argument(
+        "--graphs", type=Path, default=hidden, metavar="DIR", help="keep the ONNX graphs the plans were compiled from"
+    )
     parser.set_defaults(run=run)
+
+
+class AsTuple(argparse.Action):
+    """Several values as a tuple, which is what a frozen dataclass holds."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, tuple(values))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,5 +107,13 @@ def run(args: argparse.Namespace) -> int:
 
         bundle = build(given(args, BuildOptions), begin)
     console.print(describe(bundle))
-    console.print(f"Next: draftwood generate {bundle.folder} --prompt 'Once upon a time'", markup=False)
+    plans = [spec.plan for spec in bundle.manifest.engines.values() if spec.plan is not None]
+    if all(plan.executed for plan in plans):
+        console.print(f"Next: draftwood generate {bundle.folder} --prompt 'Once upon a time'", markup=False)
+    else:
+        console.print(
+            "The plans were not executed: this machine cannot run them.\n"
+            f"Next: copy {bundle.folder} to one that can, and ask draftwood inspect there",
+            markup=False,
+        )
     return 0

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from ..models.bindings import ADDITIVE, COMPACT, activations
 from ..models.errors import DraftwoodError
 from ..runtime.bundle import EngineBundle
+from ..runtime.engines.base import EngineSpec
+from ..runtime.engines.compatibility import PACKAGES, Plan
 
 
 def add_parser(commands: Any) -> None:
@@ -23,24 +26,39 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(args.bundle)
-    obstacles = {role: obstacle(bundle, role) for role in bundle.manifest.engines}
+    trials = {role: open_once(bundle, role) for role in bundle.manifest.engines}
     if args.json:
-        print(json.dumps(bundle.manifest.to_json() | {"obstacles": obstacles}))
+        obstacles = {role: trial.obstacle for role, trial in trials.items()}
+        memory = {role: trial.memory for role, trial in trials.items()}
+        print(json.dumps(bundle.manifest.to_json() | {"obstacles": obstacles, "memory": memory}))
         return 0
     console = Console()
     console.print(describe(bundle))
-    for role, problem in obstacles.items():
-        console.print(f"The {role} engine {'runs here' if problem is None else 'cannot run here: ' + problem}.")
+    for role, trial in trials.items():
+        words = " runs here" if trial.obstacle is None else f": {trial.obstacle}"
+        if trial.memory is not None:
+            used = (f"{size / 1e6:.1f} MB {name.replace('_', ' ')}" for name, size in trial.memory.items())
+            words += f" and takes {', '.join(used)}"
+        console.print(f"The {role} engine{words}.", markup=False, soft_wrap=True)
     return 0
 
 
-def obstacle(bundle: EngineBundle, role: str) -> str | None:
-    """Why this machine cannot open an engine; None when it can."""
+class Trial(NamedTuple):
+    """What came of opening an engine. obstacle: why this machine cannot; None when it can. memory: bytes by use, where
+    the engine knows them."""
+
+    obstacle: str | None
+    memory: dict[str, int] | None
+
+
+def open_once(bundle: EngineBundle, role: str) -> Trial:
     try:
-        bundle.open_engine(role).close()
+        engine = bundle.open_engine(role)
     except DraftwoodError as error:
-        return str(error)
-    return None
+        return Trial(str(error), None)
+    memory = getattr(engine, "memory", None)
+    engine.close()
+    return Trial(None, None if memory is None else memory._asdict())
 
 
 def describe(bundle: EngineBundle) -> Table:
@@ -50,20 +68,40 @@ def describe(bundle: EngineBundle) -> Table:
     table.add_column("")
     for role in manifest.engines:
         table.add_column(role)
-    engines = manifest.engines.values()
+    engines = list(manifest.engines.values())
     rows = {
         "parameters": [f"{spec.model.num_parameters / 1e6:.2f}M" for spec in engines],
         "layers × hidden": [f"{spec.model.num_layers} × {spec.model.hidden_size}" for spec in engines],
         "heads : KV heads": [f"{spec.model.num_heads} : {spec.model.num_kv_heads}" for spec in engines],
         "backend": [f"{spec.backend} {spec.precision}" for spec in engines],
         "size": [f"{manifest.engine_bytes(role) / 1e6:.1f} MB" for role in manifest.engines],
-        "cache slots": [str(spec.capacity) for spec in engines],
+        "cache slots": [f"{spec.capacity}, {cache_bytes(spec) / 1e6:.1f} MB when full" for spec in engines],
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],
         "largest error": [f"{manifest.parity[role]:.0e} of the largest logit" for role in manifest.engines],
     }
+    plans = [spec.plan for spec in engines if spec.plan is not None]
+    if plans:
+        rows |= {
+            "compiled by": [f"{plan.package} {plan.version}" for plan in plans],
+            "compiled for": [f"SM {', '.join(plan.compute_capabilities)}" for plan in plans],
+            "attention": [attention(plan) for plan in plans],
+            "compared": ["the plan" if plan.executed else "its graph: not executed" for plan in plans],
+        }
     for name, cells in rows.items():
         table.add_row(name, *cells)
-    table.caption = (
-        f"vocabulary {next(iter(engines)).model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"
-    )
+    table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"
     return table
+
+
+def cache_bytes(spec: EngineSpec) -> int:
+    """Keys and values of one sequence that fills the cache."""
+    form = COMPACT if spec.backend in PACKAGES else ADDITIVE
+    model, itemsize = spec.model, 4 if activations(spec.precision, form) == "fp32" else 2
+    return 2 * model.num_layers * model.num_kv_heads * spec.capacity * model.head_dim * itemsize
+
+
+def attention(plan: Plan) -> str:
+    """Whose attention a plan computes."""
+    if plan.kernel is None:
+        return f"TensorRT's own, {plan.layers.attention or 'no'} fused layers of {plan.layers.total}"
+    return f"kernel {plan.kernel.fingerprint[:12]}, {plan.layers.plugin} layers of {plan.layers.total}"

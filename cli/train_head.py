@@ -19,7 +19,7 @@ from .options import given
 
 if TYPE_CHECKING:
     from ..builder.head_training import HeadResult
-    from ..builder.pipeline import Step
+    from ..builder.progress import Step
 
 
 WORTHWHILE = 1e-3  # nats per token a head should gain over a constant

@@ -25,9 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--copy-bundle", action="store_true", help="make the repository independent of the bundle")
     placement = parser.add_argument_group("placement")
     placement.add_argument("--instances", type=int, default=1, help="processes per device, each with its own engines")
-    placement.add_argument(
-        "--gpus", type=integers, default=(), help="devices to run on, such as 0,1 (default: the CPU)"
-    )
+    placement.add_argument("--gpus", type=integers, default=(), help="devices to run on with CUDA, such as 0,1")
     limits = parser.add_argument_group("limits of each instance")
     limits.add_argument(
         "--max-running",
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         speculative=speculative(args),
         threads=args.threads,
         draft_threads=args.draft_threads,
-        provider=args.provider,
+        provider="cuda" if args.gpus else args.provider,
         max_running=args.max_running,
         max_waiting=args.max_waiting,
         kv_cache_bytes=args.kv_cache_bytes,

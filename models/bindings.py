@@ -1,7 +1,7 @@
 """Every tensor that crosses the border of an exported graph: name, shape and dtype, once.
 
-Axes: B sequences, T rows of this pass (a compiled width), R rows whose logits are wanted, C cache capacity,
-K = top-k columns, V vocabulary, H_kv key/value heads, D head size.
+Axes: B sequences, T rows of this pass (a compiled width), S speculative rows up to and including them, R rows whose
+logits are wanted, C cache capacity, K = top-k columns, V vocabulary, H_kv key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ class Binding(NamedTuple):
 INPUT_IDS = Binding("input_ids", "int64", ("B", "T"))
 POSITION_IDS = Binding("position_ids", "int64", ("B", "T"))
 ATTENTION_MASK = Binding("attention_mask", "float32", ("B", "1", "T", "C"))  # additive: 0 sees, -inf does not
+CACHE_LENGTHS = Binding("cache_lengths", "int32", ("B",))  # committed rows: every row sees all of them
+TREE_MASK = Binding("tree_mask", "bool", ("B", "T", "S"))  # column j is slot cache_lengths + j
 WRITE_INDICES = Binding("write_indices", "int64", ("B",))  # first cache slot of this pass's rows
 OUTPUT_ROWS = Binding("output_rows", "int64", ("R",))  # rows that go through the vocabulary projection
-INPUTS = (INPUT_IDS, POSITION_IDS, ATTENTION_MASK, WRITE_INDICES, OUTPUT_ROWS)
+
+# The two forms of one graph. ADDITIVE: the host makes the mask over the whole cache, which grows; the fastest on a CPU.
+# COMPACT: lengths and tree mask only, over a cache of fixed size, which is what a TensorRT kernel reads.
+ADDITIVE, COMPACT = "additive", "compact"
 
 LOGITS = Binding("logits", "float32", ("B", "R", "V"))
 TOP_IDS = Binding("top_ids", "int64", ("B", "R", "K"))  # draft only, most probable first
@@ -46,6 +51,22 @@ def present(kind: str, layer: int) -> str:
 
 CACHE_SHAPE = ("B", "H_kv", "C", "D")
 KINDS = ("key", "value")
+# Type of weights, activations and cache by precision; logits and what is made of them are fp32 in any case.
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+LOW_BIT = ("int8", "int4")  # how matrices are stored; see `activations` for what is computed with them
+
+
+def activations(precision: str, form: str) -> str:
+    """Precision of activations and cache: low-bit matrices meet fp32 rows on a CPU and fp16 rows on a GPU."""
+    if precision not in LOW_BIT:
+        return precision
+    return "fp16" if form == COMPACT else "fp32"
+
+
+def inputs(form: str) -> tuple[Binding, ...]:
+    """Inputs of a graph of one form besides the cache, in order."""
+    masks = {ADDITIVE: (ATTENTION_MASK,), COMPACT: (CACHE_LENGTHS, TREE_MASK)}[form]
+    return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS)
 
 
 def output_names(role: str, acceptance_head: bool = False) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""AsyncLLM: many requests at a time over one LLM, for servers. One thread runs a round of each in turn."""
+"""AsyncLLM: many requests at a time over one LLM, for servers. One thread runs the passes that they wait for together:
+requests join and leave between passes (continuous batching)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Condition, Thread
 from time import monotonic
@@ -12,9 +12,12 @@ from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-from ..models.errors import ConfigError, DraftwoodError, RequestError
-from .llm import LLM, Prompt, Speculation
+from ..models.errors import ConfigError, RequestError
+from .batching import Waiting, next_together, run_together
+from .engines.base import Engine, ForwardOutput, Pass
+from .llm import LLM, Engines, Prompt, Speculation
 from .metrics import SpecDecodeStats
+from .request_stream import DeadlineError, Request, RequestStream, ShutdownError
 from .sampling import SamplingParams
 from .scheduler import QueueFullError, Scheduler
 from .serving.metrics import Drafted, ServingMetrics
@@ -22,91 +25,15 @@ from .text import StreamChunk
 
 __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "ShutdownError"]
 
-
 MAX_RUNNING, MAX_WAITING = 8, 64  # unless told otherwise
 
 
-class DeadlineError(DraftwoodError):
-    """A request's time was over before its text was."""
-
-
-class ShutdownError(DraftwoodError):
-    """No request is taken any more, or one was cut off, because the server stops."""
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One request on its way. Only the engine's thread advances `chunks`; anybody may set `aborted`."""
-
-    id: str
-    chunks: Iterator[StreamChunk]
-    num_prompt_tokens: int
-    loop: asyncio.AbstractEventLoop
-    arrived: float  # all times in seconds, monotonic
-    deadline: float | None
-    delivered: asyncio.Queue[StreamChunk | Exception]
-    stats: SpecDecodeStats | None = None  # the request's own, from its first round on
-    drafted: Drafted = field(default_factory=Drafted)
-    last_round: float | None = None
-    aborted: bool = False
-
-    def deliver(self, item: StreamChunk | Exception) -> None:
-        """Hand an item to the consumer's event loop."""
-        try:
-            self.loop.call_soon_threadsafe(self.delivered.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody reads any more
-            self.aborted = True
-
-
-class RequestStream:
-    """The chunks of one request, as an asynchronous iterator. The last one has a finish_reason and the final stats:
-    "stop", "length", or "abort". Closing it, cancelling the task that waits for it, or dropping it aborts the request.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        return self._request.id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._request.num_prompt_tokens
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> StreamChunk:
-        """Raises DeadlineError, ShutdownError, or whatever went wrong in a round of this request."""
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            item = await self._request.delivered.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if isinstance(item, Exception):
-            self._ended = True
-            raise item
-        self._ended = item.finish_reason is not None
-        return item
-
-    async def aclose(self) -> None:
-        """Abort the request unless it ended; the engine is free from the next round on."""
-        self._ended = True
-        self._request.aborted = True
-
-    def __del__(self) -> None:
-        self._request.aborted = True
-
-
 class AsyncLLM:
-    """Runs the requests of many tasks over one LLM: a round of each in turn.
+    """Runs the requests of many tasks over one LLM, the passes of several in one where the engines' caches allow it.
 
-    Every request has caches and randomness of its own, so its text is the one it would get alone. What goes wrong in a
-    round ends that request only.
+    Every request has caches and randomness of its own, so its text is the one it would get alone. The cost model knows
+    how many share a pass and proposes less the more there are; it does so only for requests whose text cannot depend on
+    it: greedy ones, and sampled ones without a seed. What goes wrong in a round ends that request only.
     """
 
     def __init__(
@@ -128,6 +55,7 @@ class AsyncLLM:
         self.llm = llm
         self.metrics = ServingMetrics()
         self._scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
+        self._pools = llm.pools(max_running)
         self._changed = Condition()  # guards the scheduler and the two flags
         self._draining = self._closed = False
         self._owns_llm = False
@@ -191,7 +119,7 @@ class AsyncLLM:
         tokens = self.llm.encode(prompt)
         request = Request(
             id=request_id or uuid4().hex,
-            chunks=self.llm.stream(tokens, params, speculative=speculative),
+            steps=self.llm.steps(tokens, params, speculative=speculative, engines=self._engines_of(params)),
             num_prompt_tokens=len(tokens),
             loop=asyncio.get_running_loop(),
             arrived=arrived,
@@ -242,11 +170,18 @@ class AsyncLLM:
     ) -> None:
         self.close()
 
+    def _engines_of(self, params: SamplingParams) -> Engines | None:
+        """The pools, and how many share their passes where a request's proposals may depend on it."""
+        reproducible = params.seed is not None and not params.greedy
+        if self._pools is None or reproducible:
+            return self._pools
+        return self._pools._replace(sharing=lambda: max(1, self._scheduler.num_running))
+
     def _run(self) -> None:
         """The engine's thread."""
         try:
-            while (request := self._next()) is not None:
-                self._round(request)
+            while running := self._next():
+                self._serve(running)
             failure: Exception = ShutdownError("the server stopped before this text was finished")
         except Exception as error:  # a bug outside of any round: nobody may wait for ever because of it
             failure = error
@@ -255,8 +190,8 @@ class AsyncLLM:
             for request in self._scheduler:
                 self._end(request, "error", failure)
 
-    def _next(self) -> Request | None:
-        """Whose round is next, once everybody who gave up is gone. Blocks while there is nothing to do; None: stop."""
+    def _next(self) -> tuple[Request, ...]:
+        """Who runs, once everybody who gave up is gone. Blocks while there is nothing to do; nobody: stop."""
         with self._changed:
             while not self._closed:
                 now = monotonic()
@@ -268,29 +203,71 @@ class AsyncLLM:
                         seconds = request.deadline - request.arrived
                         error = DeadlineError(f"the text was not finished within its deadline of {seconds:g} s")
                         self._end(request, "deadline", error)
-                chosen = self._scheduler.next()
-                if chosen is not None:
-                    return chosen
+                if running := self._scheduler.running:
+                    return running
                 self._changed.wait()
-        return None
+        return ()
 
-    def _round(self, request: Request) -> None:
-        """One round of one request; the first one reads the prompt, too."""
-        start = monotonic()
-        if request.last_round is None:
-            self.metrics.record_start(request.num_prompt_tokens, start - request.arrived)
+    def _serve(self, running: Sequence[Request]) -> None:
+        """The next pass, for as many of those who wait for it as it holds."""
+        for request in running:
+            if request.wanted is None:
+                self.metrics.record_start(request.num_prompt_tokens, monotonic() - request.arrived)
+                self._advance(request, None)
+        waiting = [Waiting(request, request.wanted) for request in running if request.wanted is not None]
+        if not waiting:
+            return
+        served = next_together(waiting, self._order)
         try:
-            chunk = next(request.chunks)
+            outputs = run_together(served)
+        except Exception:  # perhaps one request's fault: each on its own shows whose
+            for each in served:
+                self._serve_alone(each)
+            return
+        for each, output in zip(served, outputs, strict=True):
+            self._turn_over(each.request)
+            self._advance(each.request, output)
+
+    def _serve_alone(self, waiting: Waiting[Request]) -> None:
+        self._turn_over(waiting.request)
+        try:
+            output = waiting.wanted.run()
         except Exception as error:  # whatever it is, it is this request's alone
             with self._changed:
-                self._end(request, "error", error)
+                self._end(waiting.request, "error", error)
             return
-        self._record(request, chunk)
-        if chunk.finish_reason is None:
-            request.deliver(chunk)
-            return
+        self._advance(waiting.request, output)
+
+    def _turn_over(self, request: Request) -> None:
+        request.wanted = None
         with self._changed:
-            self._end(request, chunk.finish_reason, chunk)
+            self._scheduler.served(request)
+
+    @property
+    def _order(self) -> list[Engine]:
+        """The draft's passes first."""
+        engines = self._pools or self.llm.engines
+        return [engine for engine in (engines.draft, engines.target) if engine is not None]
+
+    def _advance(self, request: Request, answer: ForwardOutput | None) -> None:
+        """Let a request go on until it waits for its next pass, or ends; hand out the chunks on the way."""
+        while True:
+            try:
+                step = request.steps.send(answer)
+            except Exception as error:  # whatever it is, it is this request's alone
+                with self._changed:
+                    self._end(request, "error", error)
+                return
+            if isinstance(step, Pass):
+                request.wanted = step
+                return
+            answer = None
+            self._record(request, step)
+            if step.finish_reason is not None:
+                with self._changed:
+                    self._end(request, step.finish_reason, step)
+                return
+            request.deliver(step)
 
     def _record(self, request: Request, chunk: StreamChunk) -> None:
         now, drafted = monotonic(), Drafted.of(chunk.stats)
@@ -301,7 +278,8 @@ class AsyncLLM:
 
     def _end(self, request: Request, reason: str, last: StreamChunk | Exception) -> None:
         """Give the request's caches back, its place to the next one, and its consumer the last item."""
-        request.chunks.close()  # type: ignore[attr-defined]  # a generator: only it knows what it holds
+        request.steps.close()
+        request.wanted = None
         self._scheduler.remove(request)
         self.metrics.record_end(reason, monotonic() - request.arrived)
         request.deliver(last)

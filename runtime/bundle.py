@@ -1,7 +1,7 @@
 """EngineBundle: a folder of compiled engines, tokenizer and manifest; checked when opened, written all or nothing.
 
 Layout: `manifest.json` (written last, and carrying its own checksum), `target.onnx`, `draft.onnx`, with `<name>.data`
-beside them when large, `tokenizer.json` and its companions.
+beside them when large, or `target.plan`, `draft.plan`; `tokenizer.json` and its companions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..models.bindings import ROLES
 from ..models.config import LlamaConfig
 from ..models.errors import BundleError
 from .engines.base import Engine, EngineSpec
+from .engines.compatibility import PACKAGES, Plan
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # raised when an older release could misread a newer bundle
@@ -39,7 +40,8 @@ class Manifest:
     """What a bundle holds.
 
     max_length: tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
-    parity: largest difference, in logits, between each engine and the torch reference when the bundle was built.
+    parity: largest difference, in logits, between each engine and the torch reference when the bundle was built; of a
+    plan that was not executed then, the difference of the graph it was compiled from.
     files: every file but the manifest, by name.
     """
 
@@ -62,7 +64,7 @@ class Manifest:
             "builder": self.builder,
             "max_length": self.max_length,
             "eos_token_ids": list(self.eos_token_ids),
-            "engines": {role: asdict(spec) for role, spec in self.engines.items()},
+            "engines": {role: spec_fields(spec) for role, spec in self.engines.items()},
             "parity": dict(self.parity),
             "files": {name: record._asdict() for name, record in self.files.items()},
         }
@@ -135,6 +137,14 @@ class EngineBundle:
             from .engines.onnxruntime import OnnxRuntimeEngine
 
             return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider)
+        if spec.backend == "openvino":
+            from .engines.openvino import OpenVinoEngine
+
+            return OpenVinoEngine(self.folder / spec.file, spec, threads)
+        if spec.backend in PACKAGES:
+            from .engines.tensorrt import TensorRTEngine
+
+            return TensorRTEngine(self.folder / spec.file, spec)
         raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
 
 
@@ -194,9 +204,15 @@ def checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def spec_fields(spec: EngineSpec) -> dict[str, Any]:
+    """JSON-ready content of a spec."""
+    return asdict(spec) | {"plan": None if spec.plan is None else spec.plan.to_json()}
+
+
 def read_spec(fields: Mapping[str, Any]) -> EngineSpec:
     tuples = {name: tuple(fields[name]) for name in ("widths", "outputs")}
-    return EngineSpec(**{**fields, **tuples, "model": LlamaConfig.from_dict(fields["model"])})
+    plan = None if fields.get("plan") is None else Plan.from_json(fields["plan"])
+    return EngineSpec(**{**fields, **tuples, "model": LlamaConfig.from_dict(fields["model"]), "plan": plan})
 
 
 def plain_name(name: str) -> str:

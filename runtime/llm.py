@@ -190,7 +190,8 @@ class LLM:
         return Engines(pooled(self._target), None if self._draft is None else pooled(self._draft))
 
     @property
-    def _engines(self) -> Engines:
+    def engines(self) -> Engines:
+        """Its own, for one request at a time."""
         return Engines(self._target, self._draft)
 
     @property
@@ -259,7 +260,7 @@ class LLM:
         writer = TextWriter(self.tokenizer, prompt, sampler.params)
         reusable = engines is None and config == self.speculative  # other caches take the idle ones' place
         idle = self._idle.pop() if self._idle and engines is None else None
-        decoder = idle if idle is not None and reusable else self._new_decoder(config, engines or self._engines)
+        decoder = idle if idle is not None and reusable else self._new_decoder(config, engines or self.engines)
         steps = decoder.steps(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe)
         answer: ForwardOutput | None = None
         try:

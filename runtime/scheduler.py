@@ -1,4 +1,4 @@
-"""Scheduler: who is admitted, and whose round is next. Pure logic over requests of any kind; it runs nothing."""
+"""Scheduler: who is admitted, and whose turn is next. Pure logic over requests of any kind; it runs nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class QueueFullError(DraftwoodError):
 
 
 class Scheduler(Generic[R]):
-    """First come, first admitted; those admitted take turns, one round each.
+    """First come, first admitted; those admitted take turns, and as many as fit share one.
 
     At most `max_running` requests run, since each of them holds caches; at most `max_waiting` wait for a place. A newly
-    admitted request takes its turn behind all others, so nobody waits longer than one round of everybody else's.
+    admitted request takes its turn behind all others, so nobody waits longer than one turn of everybody else's.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -58,12 +58,15 @@ class Scheduler(Generic[R]):
         self._waiting.append(request)
         self._admit()
 
-    def next(self) -> R | None:
-        """The request whose round is next; it goes to the end of the line. None when nothing runs."""
-        if not self._running:
-            return None
-        self._running.rotate(-1)
-        return self._running[-1]
+    @property
+    def running(self) -> tuple[R, ...]:
+        """Those admitted, the next turn first."""
+        return tuple(self._running)
+
+    def served(self, request: R) -> None:
+        """A running request had its turn: it goes to the end of the line."""
+        self._running.remove(request)
+        self._running.append(request)
 
     def remove(self, request: R) -> None:
         """A request ended, wherever it was; its place goes to whoever waits longest."""

@@ -23,12 +23,12 @@ from draftwood.runtime.async_llm import (
     AsyncLLM,
     DeadlineError,
     QueueFullError,
-    Request,
     RequestStream,
     ShutdownError,
 )
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.llm import Speculation
+from draftwood.runtime.request_stream import Request
 
 T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -56,10 +56,12 @@ def fake_engine(self: EngineBundle, role: str, *rest: object) -> WatchedEngine:
     return engine
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_bundle: Path) -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=["pooled", "one by one"])
+def llm(tiny_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Requests whose passes run together, and requests whose engines cannot do that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineBundle, "open_engine", fake_engine)
+        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",) if request.param == "pooled" else ())
         yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
 
 
@@ -125,12 +127,12 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
 
     async def three(served: AsyncLLM) -> None:
-        def noted(request: Request) -> None:
+        def noted(request: Request, chunk: StreamChunk) -> None:
             turns.append(request.id)
-            one_round(request)
+            record(request, chunk)
 
-        one_round = served._round
-        monkeypatch.setattr(served, "_round", noted)
+        record = served._record
+        monkeypatch.setattr(served, "_record", noted)
         streams = [served.generate("same prompt", LONG, request_id=name) for name in "abc"]
         assert (served.num_running, served.num_waiting) == (2, 1)
         await asyncio.gather(*map(collect, streams))
@@ -138,8 +140,9 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     run(three, llm, max_running=2)
     rounds = turns.count("a")
     assert rounds > 20 and turns.count("b") == turns.count("c") == rounds
-    shared = turns[turns.index("b") - 1 : turns.index("c")]
-    assert shared in (["a", "b"] * (len(shared) // 2), ["a", "b"] * (len(shared) // 2) + ["a"])
+    shared = turns[: turns.index("c")]
+    for end in range(len(shared)):  # a round has several passes: one may be ahead by that, never by more
+        assert abs(shared[:end].count("a") - shared[:end].count("b")) <= 2
 
 
 def test_a_full_queue_refuses_at_once(llm: LLM) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from draftwood.builder import pipeline
 from draftwood.builder.export import export as original_export
-from draftwood.builder.pipeline import BuildOptions, Step, build
+from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.progress import Step
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.runtime.bundle import MANIFEST, EngineBundle, checksum
 
@@ -218,13 +219,13 @@ def test_an_engine_that_computes_something_else_is_not_bundled(
     """Negative control of parity: an exporter that scales attention wrongly."""
     export = original_export
 
-    def wrong(checkpoint: Any, role: str, positions: int, path: Path, progress: Callable[[str], None]) -> None:
-        export(checkpoint, role, positions, path, progress)
+    def wrong(checkpoint: Any, role: str, capacity: int, path: Path, *rest: Any, **options: Any) -> None:
+        export(checkpoint, role, capacity, path, *rest, **options)
         import onnx
 
         model = onnx.load(path)
         for node in model.graph.node:
-            if node.op_type == "TreeAttention":
+            if node.op_type == "Attention":
                 node.attribute[0].f *= 1.01
         onnx.save(model, path)
 

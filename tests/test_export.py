@@ -11,7 +11,7 @@ import onnx
 import pytest
 from checkpoints import SHAPES, edit_weights, write_checkpoint
 
-from draftwood.builder import export as export_module
+from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.export import export
 from draftwood.models import bindings
@@ -19,29 +19,33 @@ from draftwood.models.errors import CheckpointError
 from draftwood.plugins.tree_attention import op
 
 
+@pytest.mark.parametrize("form", [bindings.ADDITIVE, bindings.COMPACT])
 @pytest.mark.parametrize("role", bindings.ROLES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_graphs_are_valid_and_readable(shape: str, role: str, tmp_path: Path) -> None:
-    """The checker infers every shape; every node has a name of its own; attention is one local function per layer."""
+def test_graphs_are_valid_and_readable(shape: str, role: str, form: str, tmp_path: Path) -> None:
+    """The checker infers every shape; every node has a name of its own; attention is one node per layer, of the
+    standard operator where the host makes the mask, and of our local function where it comes compact."""
     checkpoint = Checkpoint(write_checkpoint(tmp_path / "checkpoint", shape))
-    export(checkpoint, role, 128, tmp_path / "graph.onnx", lambda name: None)
+    export(checkpoint, role, 128, tmp_path / "graph.onnx", lambda name: None, form=form)
     model = onnx.load(tmp_path / "graph.onnx")
     onnx.checker.check_model(model, full_check=True)
     names = Counter(node.name for node in model.graph.node)
     assert names[""] == 0 and set(names.values()) == {1}
-    attention = [node.name for node in model.graph.node if (node.domain, node.op_type) == (op.DOMAIN, op.NAME)]
+    domain, name = ("", "Attention") if form == bindings.ADDITIVE else (op.DOMAIN, op.NAME)
+    attention = [node.name for node in model.graph.node if (node.domain, node.op_type) == (domain, name)]
     layers = range(checkpoint.config.num_layers)
     assert attention == [f"layers.{layer}/attention/tree_attention" for layer in layers]
-    assert [(function.domain, function.name) for function in model.functions] == [(op.DOMAIN, op.NAME)]
+    functions = [(function.domain, function.name) for function in model.functions]
+    assert functions == ([] if form == bindings.ADDITIVE else [(op.DOMAIN, op.NAME)])
     caches = [(kind, layer) for layer in layers for kind in bindings.KINDS]
-    inputs = [item.name for item in bindings.INPUTS] + [bindings.past(*cache) for cache in caches]
+    inputs = [item.name for item in bindings.inputs(form)] + [bindings.past(*cache) for cache in caches]
     outputs = [*bindings.output_names(role), *(bindings.present(*cache) for cache in caches)]
     assert [value.name for value in model.graph.input] == inputs
     assert [value.name for value in model.graph.output] == outputs
 
 
 def test_large_weights_stand_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_module, "EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
     checkpoint, written = Checkpoint(write_checkpoint(tmp_path / "checkpoint")), list[str]()
     export(checkpoint, bindings.TARGET, 128, tmp_path / "graph.onnx", written.append)
     onnx.checker.check_model(str(tmp_path / "graph.onnx"), full_check=True)
@@ -55,7 +59,7 @@ def test_damaged_weights_stop_the_export(
     name: str, external_data_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN is found while the weights are written, whichever file they go to."""
-    monkeypatch.setattr(export_module, "EXTERNAL_DATA_BYTES", external_data_bytes)
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", external_data_bytes)
     folder = write_checkpoint(tmp_path / "checkpoint")
     edit_weights(folder, lambda tensors: tensors[name][..., 3].fill_(float("nan")))
     with pytest.raises(CheckpointError, match=f"{name} holds NaN"):

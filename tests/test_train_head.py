@@ -14,7 +14,7 @@ from draftwood.builder.acceptance_data import Examples, collect, load_frozen, mi
 from draftwood.builder.calibration import calibration, fit_temperature, sigmoid
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.head_training import HeadResult, HeadTraining
-from draftwood.builder.pipeline import Step
+from draftwood.builder.progress import Step
 from draftwood.builder.train_head import acceptance_loss, fit, judge
 from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead, HeadConfig

@@ -13,17 +13,14 @@ from ...models.errors import EngineError
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 class BoundPass(NamedTuple):
-    """Buffers of one (width, outputs) shape, bound once; a pass refills them in place."""
+    """Buffers of one shape of pass, bound once; a pass refills `feeds` in place."""
 
     binding: Any
-    token_ids: NDArray[np.int64]
-    position_ids: NDArray[np.int64]
-    mask: NDArray[np.float32]  # [W, C]
-    write_indices: NDArray[np.int64]
-    output_rows: NDArray[np.int64]
+    feeds: dict[str, NDArray[Any]]  # by input name
     output: ForwardOutput
     keep_alive: list[Any]
 
@@ -31,26 +28,29 @@ class BoundPass(NamedTuple):
 class OnnxRuntimeKVCache(StackedKVCache):
     """Every layer's input and output alias a slice of the buffer, so that a pass appends in place."""
 
-    buffer: NDArray[np.float32]
+    buffer: NDArray[Any]
 
     def __init__(self, engine: OnnxRuntimeEngine) -> None:
         self._engine = engine
         super().__init__(engine.spec)
 
-    def bound(self, width: int, outputs: int) -> BoundPass:
-        """The buffers for a pass of this shape, bound on first use."""
-        key = (width, outputs)
+    def bound(self, width: int, outputs: int, columns: int) -> BoundPass:
+        """The buffers for a pass of `width` rows, `outputs` of them scored, that see `columns` speculative slots; bound
+        on first use."""
+        # An additive mask spans the whole cache, however many of its slots are speculative.
+        key = (width, outputs, columns if self._engine.form == bindings.COMPACT else 0)
         if key not in self._passes:
-            self._passes[key] = self._engine.bind(self._values, self.capacity, width, outputs)
+            self._passes[key] = self._engine.bind(self._values, self.capacity, *key)
         return self._passes[key]
 
     def _allocate(self, capacity: int) -> None:
         # ONNX Runtime's attention pays for capacity, not length: a buffer that starts small is faster, too.
-        model = self._engine.spec.model
-        shape = (2 * model.num_layers, 1, model.num_kv_heads, capacity, model.head_dim)
-        self.buffer = np.zeros(shape, np.float32)
+        spec = self._engine.spec
+        slots = spec.capacity if self._engine.form == bindings.COMPACT else capacity
+        shape = (2 * spec.model.num_layers, 1, spec.model.num_kv_heads, slots, spec.model.head_dim)
+        self.buffer = np.zeros(shape, self._engine.cache_dtype)
         self._values = [self._engine.as_value(layer) for layer in self.buffer]
-        self._passes: dict[tuple[int, int], BoundPass] = {}
+        self._passes: dict[tuple[int, int, int], BoundPass] = {}
 
 
 class OnnxRuntimeEngine:
@@ -66,6 +66,9 @@ class OnnxRuntimeEngine:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        # 4: low-bit matrices round a row's activations to int8, block by block, which is several times faster. 1: fp32.
+        accuracy = "4" if spec.precision in bindings.LOW_BIT else "1"
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", accuracy)
         # Two sessions share the cores: a pool that goes on spinning after its pass steals them from the other one.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         name = PROVIDERS[provider]
@@ -83,6 +86,9 @@ class OnnxRuntimeEngine:
             )
         self._ort = onnxruntime
         self.spec = spec
+        types = {value.name: value.type for value in self._session.get_inputs()}
+        self.form = bindings.COMPACT if bindings.TREE_MASK.name in types else bindings.ADDITIVE
+        self.cache_dtype = CACHE_DTYPES[types[bindings.past(bindings.KINDS[0], 0)]]
 
     def new_cache(self) -> OnnxRuntimeKVCache:
         return OnnxRuntimeKVCache(self)
@@ -92,14 +98,20 @@ class OnnxRuntimeEngine:
         width, slots = batch.mask.shape
         start = cache.reserve(batch)
         end = cache.length + slots
-        bound = cache.bound(width, len(batch.output_rows))
-        bound.token_ids[0] = batch.token_ids
-        bound.position_ids[0] = batch.position_ids
-        bound.output_rows[:] = batch.output_rows
-        bound.write_indices[0] = start
-        bound.mask[:, : cache.length] = 0.0
-        bound.mask[:, cache.length : end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
-        bound.mask[:, end:] = bindings.MASKED
+        bound = cache.bound(width, len(batch.output_rows), slots)
+        feeds = bound.feeds
+        feeds[bindings.INPUT_IDS.name][0] = batch.token_ids
+        feeds[bindings.POSITION_IDS.name][0] = batch.position_ids
+        feeds[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
+        feeds[bindings.WRITE_INDICES.name][0] = start
+        if self.form == bindings.COMPACT:
+            feeds[bindings.CACHE_LENGTHS.name][0] = cache.length
+            feeds[bindings.TREE_MASK.name][0] = batch.mask
+        else:
+            mask = feeds[bindings.ATTENTION_MASK.name][0, 0]
+            mask[:, : cache.length] = 0.0
+            mask[:, cache.length : end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
+            mask[:, end:] = bindings.MASKED
         self._session.run_with_iobinding(bound.binding)
         cache.speculative += batch.num_tokens
         return bound.output
@@ -114,8 +126,8 @@ class OnnxRuntimeEngine:
             raise EngineError("ONNX Runtime copied a buffer instead of sharing it; this release cannot append in place")
         return value
 
-    def bind(self, cache: list[Any], capacity: int, width: int, outputs: int) -> BoundPass:
-        """Allocate and bind the buffers of a pass of `width` rows, `outputs` of them scored, over one cache."""
+    def bind(self, cache: list[Any], capacity: int, width: int, outputs: int, columns: int) -> BoundPass:
+        """Allocate and bind the buffers of one shape of pass (see OnnxRuntimeKVCache.bound) over one cache."""
         model = self.spec.model
         binding = self._session.io_binding()
         keep_alive: list[Any] = []
@@ -127,11 +139,11 @@ class OnnxRuntimeEngine:
             (binding.bind_ortvalue_input if is_input else binding.bind_ortvalue_output)(name, value)
             return buffer
 
-        sizes = {"B": 1, "1": 1, "T": width, "C": capacity, "R": outputs, "V": model.vocab_size}
-        feeds = [
-            array(item.name, tuple(sizes[axis] for axis in item.shape), item.dtype, True) for item in bindings.INPUTS
-        ]
-        token_ids, position_ids, mask, write_indices, output_rows = feeds
+        sizes = {"B": 1, "1": 1, "T": width, "S": columns, "C": capacity, "R": outputs, "V": model.vocab_size}
+        feeds = {
+            item.name: array(item.name, tuple(sizes[axis] for axis in item.shape), item.dtype, True)
+            for item in bindings.inputs(self.form)
+        }
         for layer in range(model.num_layers):
             for offset, kind in enumerate(bindings.KINDS):
                 value = cache[2 * layer + offset]
@@ -149,4 +161,4 @@ class OnnxRuntimeEngine:
         if bindings.ACCEPTANCE.name in self.spec.outputs:
             acceptance = array(bindings.ACCEPTANCE.name, (1, outputs), bindings.ACCEPTANCE.dtype, False)[0]
         output = ForwardOutput(logits[0], top_ids, top_logprobs, acceptance)
-        return BoundPass(binding, token_ids, position_ids, mask[0, 0], write_indices, output_rows, output, keep_alive)
+        return BoundPass(binding, feeds, output, keep_alive)

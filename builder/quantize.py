@@ -1,0 +1,184 @@
+"""Weight-only formats: a matrix as small integers with one scale per block of neighbouring inputs.
+
+    weight[n, k] = codes[n, k] * scales[n, k // block]        codes: signed integers of 8 or 4 bits, no zero points
+
+Activations, cache, norms, biases and the embedding stay fp32. There is no per-tensor dynamic int8 (one scale for all
+rows of a pass): a row's logits would depend on its siblings, by 10 %, and a verified token would no longer be the one
+that plain decoding gives.
+
+Everything is computed one tensor at a time. `QuantizedCheckpoint.tensor` is what an engine holds, bit for bit, so that
+the torch reference runs on exactly the engine's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from ..models.errors import ConfigError
+from ..runtime.engines import openvino
+from ..runtime.engines.compatibility import PACKAGES
+from .checkpoint import Checkpoint, tensor_shapes
+from .graph import GraphWriter
+
+BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
+CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Quantized(NamedTuple):
+    """A matrix [N, K]. codes: int8 [N, K] within the range of the format; scales: float32 [N, K / block]."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """float32 [N, K]: what DequantizeLinear computes from these codes and scales, bit for bit."""
+        rows, blocks = self.scales.shape
+        return (self.codes.reshape(rows, blocks, -1) * self.scales[..., None]).reshape(self.codes.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. transposed: codes are stored as [K, N],
+    which is what ONNX Runtime fuses, and not as [N, K], which is what OpenVINO fuses."""
+
+    bits: int
+    block: int = BLOCKS[0]
+    transposed: bool = False
+
+    @property
+    def dtype(self) -> ir.DataType:
+        return {8: ir.DataType.INT8, 4: ir.DataType.INT4}[self.bits]
+
+    def block_of(self, name: str, inputs: int) -> int:
+        """How many of a matrix's inputs share a scale. Raises ConfigError when no block divides them."""
+        for block in BLOCKS:
+            if block <= self.block and inputs % block == 0:
+                return block
+        raise ConfigError(
+            f"{name} has {inputs} inputs, no multiple of {BLOCKS[-1]}, and cannot be stored in blocks: "
+            "build this model with --precision fp32"
+        )
+
+    def quantize(self, name: str, matrix: NDArray[np.float32]) -> Quantized:
+        """Round [N, K] to codes; each block takes the scale, among a few, that leaves the smallest square error."""
+        largest = 2 ** (self.bits - 1) - 1
+        rows, inputs = matrix.shape
+        blocks = matrix.reshape(rows, -1, self.block_of(name, inputs))
+        peaks = np.abs(blocks).max(-1)
+        least = np.full(peaks.shape, np.inf, np.float32)
+        scales = np.ones(peaks.shape, np.float32)
+        codes = np.zeros(blocks.shape, np.int8)
+        for share in CLIPPING if self.bits == 4 else CLIPPING[-1:]:
+            scale = np.where(peaks > 0, share * peaks / np.float32(largest), np.float32(1))
+            rounded = np.clip(np.rint(blocks / scale[..., None]), -largest - 1, largest)
+            error = np.square(rounded * scale[..., None] - blocks).sum(-1)
+            better = error < least
+            least[better], scales[better], codes[better] = error[better], scale[better], rounded[better]
+        return Quantized(codes.reshape(rows, inputs), scales)
+
+
+# By backend and precision.
+FORMATS = {
+    ("onnxruntime", "int8"): WeightFormat(8, 32, transposed=True),
+    ("onnxruntime", "int4"): WeightFormat(4, 32, transposed=True),
+    ("openvino", "int8"): WeightFormat(8, openvino.BLOCKS["int8"]),
+    ("openvino", "int4"): WeightFormat(4, openvino.BLOCKS["int4"]),
+    **{(package, f"int{bits}"): WeightFormat(bits, transposed=True) for package in PACKAGES for bits in (8, 4)},
+}
+
+
+def refuse_dynamic(precision: str) -> None:
+    """Raises ConfigError for int8 with one scale for all rows of a pass, which other programs call dynamic."""
+    if precision in ("int8-dynamic", "dynamic-int8"):
+        raise ConfigError(
+            f"{precision} gives all rows of a pass one scale: a row's logits then depend on its siblings, and "
+            "speculative decoding no longer gives the target's own text. Choose int8, which rounds each row by itself"
+        )
+
+
+class QuantizedCheckpoint:
+    """A checkpoint seen through a weight format: every tensor as fp32, matrices rounded to the format.
+
+    Two things are put in order on the way, and change no result: a feed-forward size that is no multiple of the
+    block is filled up with channels of zeros, and an embedding that is also the vocabulary projection is stored twice,
+    because only the projection is quantised.
+    """
+
+    def __init__(self, source: Checkpoint, form: WeightFormat) -> None:
+        """Raises ConfigError when a matrix cannot be stored in blocks."""
+        self.source, self.form = source, form
+        inner = -(-source.config.intermediate_size // form.block) * form.block
+        self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
+        self._shapes = tensor_shapes(self.config)
+        for name, shape in self._shapes.items():
+            if self.rounds(name):
+                form.block_of(name, shape[1])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def rounds(self, name: str) -> bool:
+        """Whether a tensor is stored in the format."""
+        return len(self._shapes[name]) == 2 and name != EMBEDDING
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """One tensor, fp32, as the engine has it. Raises CheckpointError as the source does."""
+        return self.quantized(name).dequantized() if self.rounds(name) else self.stored(name)
+
+    def quantized(self, name: str) -> Quantized:
+        """Codes and scales of a matrix."""
+        return self.form.quantize(name, self.stored(name))
+
+    def stored(self, name: str) -> NDArray[np.float32]:
+        """A tensor before rounding, in the shape it has here."""
+        stored = self.source.tensor(EMBEDDING if name == HEAD and self.source.config.tie_embeddings else name)
+        padding = [(0, size - have) for size, have in zip(self._shapes[name], stored.shape, strict=True)]
+        return np.pad(stored.astype(np.float32, copy=False), padding)
+
+
+def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, weights: Sequence[str]) -> ir.Value:
+    """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written."""
+    form = checkpoint.form
+    inputs = checkpoint.shape(weights[0])[1]
+    outputs = sum(checkpoint.shape(weight)[0] for weight in weights)
+    block = form.block_of(name, inputs)
+    waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
+
+    def merged() -> Quantized:
+        return Quantized(*map(np.concatenate, zip(*map(checkpoint.quantized, weights), strict=True)))
+
+    def codes() -> NDArray[Any]:
+        waiting[:] = [merged()]
+        return waiting[0].codes.astype(form.dtype.numpy())
+
+    def scales() -> NDArray[Any]:
+        return writer.cast((waiting.pop() if waiting else merged()).scales)
+
+    def stored(part: str, dtype: ir.DataType, columns: int, read: Callable[[], NDArray[Any]]) -> ir.Value:
+        if form.transposed:
+            return initializer(
+                writer, f"{name}.{part}", dtype, (columns, outputs), lambda: np.ascontiguousarray(read().T)
+            )
+        return initializer(writer, f"{name}.{part}", dtype, (outputs, columns), read)
+
+    parts = [stored("codes", form.dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
+    axis = 0 if form.transposed else 1
+    matrix = writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=axis, block_size=block)
+    return matrix if form.transposed else writer.node("Transpose", f"{name}/transposed", [matrix], perm=[1, 0])
+
+
+def initializer(
+    writer: GraphWriter, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], NDArray[Any]]
+) -> ir.Value:
+    """A weight of another type than the graph's, read when it is written."""
+    tensor = ir.LazyTensor(lambda: ir.Tensor(read(), name=name), dtype, ir.Shape(shape), name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(dtype), const_value=tensor)
+    writer.initializers[name] = value
+    return value

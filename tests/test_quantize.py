@@ -1,0 +1,249 @@
+"""Weight formats: how far rounding goes, that the reference runs on an engine's very weights, and that engines do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from bundling import DEMO
+from checkpoints import write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowbit import BACKENDS, assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
+from numpy.typing import NDArray
+from precision import compare, read, spec_of
+from torch.nn.functional import cross_entropy
+from trees import Tree
+
+from draftwood.builder import graph
+from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
+from draftwood.builder.export import export
+from draftwood.builder.parity import largest_difference
+from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.quantize import BLOCKS, FORMATS, QuantizedCheckpoint, WeightFormat
+from draftwood.cli.main import main
+from draftwood.models import bindings
+from draftwood.models.config import LlamaConfig
+from draftwood.models.errors import BundleError, ConfigError
+from draftwood.models.llama import Llama
+from draftwood.runtime import SpeculativeConfig
+from draftwood.runtime.engines.torch import TorchEngine
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
+    return {name: checkpoint.tensor(name).astype(np.float32) for name in tensor_shapes(checkpoint.config)}
+
+
+formats = st.builds(WeightFormat, st.sampled_from([8, 4]), st.sampled_from(BLOCKS))
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> NDArray[np.float32]:
+    """Of any scale, with empty blocks and outliers."""
+    rows, blocks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    matrix = rng.standard_normal((rows, 128 * blocks)).astype(np.float32) * np.float32(10.0 ** draw(st.integers(-6, 4)))
+    matrix[:, : draw(st.integers(0, 128))] = 0
+    matrix[0, -1] *= draw(st.sampled_from([1, 50]))
+    return matrix
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrix=matrices(), form=formats)
+def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
+    matrix: NDArray[np.float32], form: WeightFormat
+) -> None:
+    codes, scales = stored = form.quantize("matrix", matrix)
+    largest = 2 ** (form.bits - 1) - 1
+    assert codes.min() >= -largest - 1 and codes.max() <= largest and (scales > 0).all()
+    blocks = matrix.reshape(len(matrix), -1, form.block)
+    errors = stored.dequantized().reshape(blocks.shape) - blocks
+    step = np.abs(blocks).max(-1, keepdims=True) / largest
+    rounded = np.rint(blocks / np.where(step > 0, step, 1)) * step
+    assert (np.square(errors).sum(-1) <= np.square(rounded - blocks).sum(-1) * 1.001).all()
+    assert (errors[np.broadcast_to(step == 0, blocks.shape)] == 0).all()
+
+
+def test_four_bits_err_less_in_smaller_blocks_and_less_than_unclipped() -> None:
+    """What the search for a scale is worth: 7 to 13 % of the square error of normally distributed weights."""
+    matrix = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
+    errors = [np.square(WeightFormat(4, b).quantize("m", matrix).dequantized() - matrix).mean() for b in BLOCKS]
+    assert errors == sorted(errors, reverse=True)
+    for block, error in zip(BLOCKS, errors, strict=True):
+        blocks = matrix.reshape(64, -1, block)
+        step = np.abs(blocks).max(-1, keepdims=True) / 7
+        assert error < 0.95 * np.square(np.rint(blocks / step) * step - blocks).mean()
+    assert np.square(WeightFormat(8).quantize("m", matrix).dequantized() - matrix).mean() < errors[-1] / 100
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_dequantize_linear_gives_the_oracles_weights_bit_for_bit(bits: int, transposed: bool, tmp_path: Path) -> None:
+    """ONNX Runtime's own DequantizeLinear over the exported codes, without any fusion."""
+    checkpoint = QuantizedCheckpoint(Checkpoint(DEMO / "draft"), WeightFormat(bits, 64, transposed))
+    export(checkpoint, bindings.TARGET, 64, tmp_path / "graph.onnx", lambda name: None)
+    model = onnx.load(tmp_path / "graph.onnx")
+    name = "layers.1/mlp/down_proj.weight/dequantized"
+    model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    [node] = [node for node in model.graph.node if node.name == name]
+    kept = [item for item in model.graph.initializer if item.name in node.input]
+    alone = onnx.helper.make_graph([node], "one", [], model.graph.output[-1:], kept)
+    proto = onnx.helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version)
+    found = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {})[0]
+    expected = checkpoint.tensor("model.layers.1.mlp.down_proj.weight")
+    np.testing.assert_array_equal(found, expected.T if transposed else expected)
+
+
+@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", ["gqa", "tied", "biases", "demo draft"])
+def test_engines_compute_with_exactly_the_oracles_weights(
+    shape: str, backend: str, precision: str, tmp_path: Path
+) -> None:
+    """With fp32 activations an engine agrees with torch on the dequantised weights as closely as an fp32 engine does;
+    with rounded ones, its own arithmetic, it stays near."""
+    folder = DEMO / "draft" if shape == "demo draft" else write_checkpoint(tmp_path / "checkpoint", shape)
+    weights = held(folder, backend, precision)
+    for computed, limit in (("fp32", 2e-5), (precision, 0.1)):
+        engine = open_engine(folder, backend, precision, tmp_path / "draft.onnx", bindings.DRAFT, computed)
+        difference = largest_difference(engine, TorchEngine(weights.tensor, engine.spec))
+        assert 0 < difference < limit
+    assert difference > 1e-4  # rounding happens
+
+
+def test_parity_sees_another_weight(tmp_path: Path) -> None:
+    """One code of one matrix differs by one: no bundle."""
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    engine = open_engine(folder, "onnxruntime", "int4", tmp_path / "target.onnx", computed="fp32")
+    weights = held(folder, "onnxruntime", "int4")
+
+    def other(name: str) -> NDArray[np.float32]:
+        tensor = weights.tensor(name)
+        if name == "model.layers.0.self_attn.o_proj.weight":
+            tensor[0, 0] += np.abs(tensor[0, :32]).max() / 7
+        return tensor
+
+    with pytest.raises(BundleError, match="differs from the torch reference"):
+        largest_difference(engine, TorchEngine(other, engine.spec))
+
+
+@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, tmp_path: Path) -> None:
+    open_engine(DEMO / "target", "onnxruntime", precision, tmp_path / "target.onnx")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(tmp_path / "target.onnx"), options)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("MatMulNBits") == 4 * 4 + 1 and "MatMul" not in kinds
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tensorrt_reads_the_same_form(bits: int, transposed: bool, tmp_path: Path) -> None:
+    tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="needs the [tensorrt-rtx] extra")
+    checkpoint = QuantizedCheckpoint(Checkpoint(DEMO / "draft"), WeightFormat(bits, 128, transposed))
+    file = tmp_path / "target.onnx"
+    export(checkpoint, bindings.TARGET, 256, file, lambda name: None, form=bindings.COMPACT)
+    logger = tensorrt_rtx.Logger(tensorrt_rtx.Logger.ERROR)
+    network = tensorrt_rtx.Builder(logger).create_network()
+    parser = tensorrt_rtx.OnnxParser(network, logger)
+    assert parser.parse_from_file(str(file)), parser.get_error(0).desc()
+    kinds = [network.get_layer(index).type for index in range(network.num_layers)]
+    assert kinds.count(tensorrt_rtx.LayerType.DEQUANTIZE) == 2 * 4 + 1
+
+
+def test_only_matrices_are_rounded_and_a_tied_embedding_is_kept(tmp_path: Path) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "checkpoint", "tied", attention_bias=True))
+    view = QuantizedCheckpoint(source, WeightFormat(4))
+    embedding = source.tensor("model.embed_tokens.weight")
+    np.testing.assert_array_equal(view.tensor("model.embed_tokens.weight"), embedding)
+    head = view.tensor("lm_head.weight")
+    assert 0 < np.abs(head - embedding).max() < 0.2 * np.abs(embedding).max()
+    for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias"):
+        np.testing.assert_array_equal(view.tensor(name), source.tensor(name))
+    # 48 feed-forward channels fill up to one block; the new ones are zero on both sides.
+    assert (source.config.intermediate_size, view.config.intermediate_size) == (48, 128)
+    assert (view.tensor("model.layers.0.mlp.up_proj.weight")[48:] == 0).all()
+    assert (view.tensor("model.layers.0.mlp.down_proj.weight")[:, 48:] == 0).all()
+
+
+def test_a_size_without_blocks_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", "head_dim 6")
+    with pytest.raises(ConfigError, match=r"q_proj.weight has 30 inputs, no multiple of 32.*--precision fp32"):
+        QuantizedCheckpoint(Checkpoint(folder), FORMATS["onnxruntime", "int4"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int8-dynamic"}, "a row's logits then depend on its siblings.*Choose int8"),
+        ({"precision": "int3"}, "'int3' is not available for onnxruntime; choose fp32, int8, int4"),
+        ({"draft_precision": "bf16"}, "'bf16' is not available for onnxruntime; choose fp32, int8, int4"),
+        ({"draft_backend": "abacus"}, "'abacus' is not available for the draft beside onnxruntime"),
+        ({"draft_backend": "tensorrt-rtx"}, "'tensorrt-rtx' is not available for the draft beside onnxruntime"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_the_reason(options: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BuildOptions(tmp_path, tmp_path, tmp_path, **options)  # type: ignore[arg-type] # keys are fields
+
+
+def test_the_command_line_refuses_dynamic_int8_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--output", str(tmp_path / "out")]
+    assert main(["build", *folders, "--draft-precision", "int8-dynamic"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("draftwood: error: int8-dynamic gives all rows") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_benchmark_reads_a_text_as_the_model_does() -> None:
+    checkpoint = Checkpoint(DEMO / "draft")
+    texts = [[1, 5, 9, 300], [1, *range(20, 100)]]
+    engine = TorchEngine(checkpoint.tensor, spec_of(checkpoint, bindings.DRAFT, "torch", "fp32"))
+    model = Llama(checkpoint.config, 128)
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in tensors(checkpoint).items()})
+    with torch.inference_mode():
+        logits = [model.full(torch.tensor([text])).logits[0, :-1] for text in texts]
+    labels = torch.tensor([token for text in texts for token in text[1:]])
+    reading = read(engine, texts)
+    assert reading.loss == pytest.approx(cross_entropy(torch.cat(logits), labels).item(), abs=1e-4)
+    assert compare(reading, reading, reading)["acceptance"] == 1.0
+
+
+def test_large_low_bit_weights_stand_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = open_engine(DEMO / "draft", "onnxruntime", "int4", tmp_path / "whole.onnx")
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
+    beside = open_engine(DEMO / "draft", "onnxruntime", "int4", tmp_path / "beside.onnx")
+    config: LlamaConfig = beside.spec.model
+    matrices = config.num_parameters - 2 * config.vocab_size * config.hidden_size + config.vocab_size * 128
+    data = (tmp_path / "beside.onnx.data").stat().st_size
+    assert data < 4 * config.vocab_size * config.hidden_size + 0.7 * matrices + 4 * 64 * 1024 + 10_000
+    assert_same_bits(*(one_by_one(engine, [1], [5, 6]) for engine in (whole, beside)))
+
+
+@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+def test_onnx_runtime_gives_a_chain_the_bits_of_plain_decoding(precision: str, tmp_path: Path) -> None:
+    """In passes of two rows or more, and in chains: its attention adds in vector lanes, so that a tree, whose paths
+    leave slots out, may differ in the last bit, and rounded activations may make more of it."""
+    engine = open_engine(DEMO / "target", "onnxruntime", precision, tmp_path / "target.onnx")
+    tokens = tuple(range(20, 30))
+    chain = Tree(tokens, tuple(range(-1, 9)))
+    expected = one_by_one(engine, range(5, 45), tokens)
+    for width in (16, 32, 64):
+        assert_same_bits(in_one_pass(engine, range(5, 45), chain, range(10), width), expected)
+
+
+@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+def test_speculative_text_is_plain_text(precision: str, tmp_path: Path) -> None:
+    options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", precision=precision)
+    manifest = build(options, lambda step: lambda: None).manifest
+    assert manifest.engines["target"].widths[0] == 2 and manifest.engines["draft"].widths[0] == 1
+    prompts = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n    "]
+    chain = SpeculativeConfig("chain", max_draft_len=5, budget="fixed")
+    assert greedy_texts(options.output, chain, prompts, 100) == greedy_texts(options.output, None, prompts, 100)
