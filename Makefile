@@ -11,7 +11,12 @@ setup: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build]' --group dev
+	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build]'
+	touch $@
+
+# What checks need on top: every backend and server, so that tests run against the real ones.
+.venv/dev: .venv/ready
+	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,openvino,kernel,tensorrt-rtx,serve,triton]' --group dev
 	$(LINK)
 	touch $@
 
@@ -41,17 +46,17 @@ demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0 --configs plain,chain:4,topk:7
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,dyspec:7
 
-test: setup
+test: .venv/dev
 	$(PY) -m pytest
 
-lint: setup
+lint: .venv/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: setup
+types: .venv/dev
 	$(PY) -m mypy
 
-bench: $(BUNDLE)/manifest.json
+bench: .venv/dev $(BUNDLE)/manifest.json
 	$(PY) benchmarks/host_time.py $(BUNDLE) --output benchmarks/results
 	$(PY) benchmarks/bandwidth.py --output benchmarks/results
 	$(PY) benchmarks/papers.py $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("draftwood", "onnxruntime", "numpy", "torch")
+PACKAGES = ("draftwood", "onnxruntime", "openvino", "numpy", "torch")
 
 
 def machine() -> dict[str, Any]:

@@ -15,6 +15,7 @@ FLOORS = ("plugins", "models", "runtime", "builder", "cli")
 # Module -> where it may be imported: files, or folders ending with a slash.
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnxruntime.py",),
+    "openvino": ("runtime/engines/openvino.py", "runtime/engines/openvino_graph.py"),
     "tensorrt": ("plugins/tensorrt.py",),
     "torch": (
         "plugins/tree_attention/launch.py",

@@ -1,0 +1,132 @@
+"""Every TensorRT name this project uses exists in both packages and takes as many parameters as it is given, though
+neither can be executed without a GPU, and TensorRT not even be imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from bundling import ROOT
+from tensorrt_names import Names, Use, from_text, missing, overridden, public_names, uses
+
+from draftwood.plugins.tensorrt import load_tensorrt
+
+# By file: the variables that hold objects of the package, and their classes.
+FILES: dict[str, Mapping[str, str]] = {
+    "builder/compile.py": {
+        "network": "INetworkDefinition",
+        "layer": "IAttentionInputLayer",
+        "layer.attention": "IAttention",
+    },
+    "builder/tensorrt_builder.py": {},
+    "plugins/tensorrt.py": {},
+    "plugins/tree_attention/plugin.py": {
+        "registry": "IPluginRegistry",
+        "found": "PluginTensorDesc",
+        "field": "PluginField",
+    },
+    "runtime/engines/tensorrt.py": {
+        "self._runtime": "Runtime",
+        "self._engine": "ICudaEngine",
+        "engine": "ICudaEngine",
+        "config": "IRuntimeConfig",
+        "context": "IExecutionContext",
+        "self._context": "IExecutionContext",
+        "self._cache": "IRuntimeCache",
+    },
+}
+# Asked of TensorRT-RTX only: what it compiles on first use, and why it refuses a plan.
+RTX_ONLY = {
+    ("Runtime", "engine_header_size"),
+    ("Runtime", "get_engine_validity"),
+    ("", "DynamicShapesKernelSpecializationStrategy"),
+    ("DynamicShapesKernelSpecializationStrategy", "EAGER"),
+    ("", "CudaGraphStrategy"),
+    ("CudaGraphStrategy", "DISABLED"),
+    ("IRuntimeConfig", "dynamic_shapes_kernel_specialization_strategy"),
+    ("IRuntimeConfig", "cuda_graph_strategy"),
+    ("IRuntimeConfig", "create_runtime_cache"),
+    ("IRuntimeConfig", "set_runtime_cache"),
+    ("IRuntimeCache", "serialize"),
+    ("IRuntimeCache", "deserialize"),
+    ("IExecutionContext", "is_stream_capturable"),
+}
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Names:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("needs the package tensorrt-rtx")
+    return public_names(load_tensorrt("tensorrt-rtx"))
+
+
+@pytest.fixture(scope="module")
+def listed() -> Names:
+    """Names of TensorRT 11.4, written by tensorrt_names.py."""
+    return from_text((Path(__file__).parent / "tensorrt_11_names.txt").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def used() -> list[Use]:
+    found = [use for name, receivers in FILES.items() for use in uses(ROOT / name, receivers)]
+    assert len(found) > 60
+    return found
+
+
+def shared(used: Sequence[Use]) -> list[Use]:
+    return [use for use in used if (use.owner, use.name) not in RTX_ONLY]
+
+
+def test_tensorrt_rtx_offers_every_name(rtx: Names, used: list[Use]) -> None:
+    assert missing(used, rtx) == []
+
+
+def test_tensorrt_11_offers_every_name_but_those_of_rtx(listed: Names, used: list[Use]) -> None:
+    assert missing(shared(used), listed) == []
+    absent = {(use.owner, use.name) for use in missing(used, listed)}
+    assert absent == RTX_ONLY, "RTX_ONLY names something that TensorRT has, or that nobody uses"
+
+
+def test_the_callbacks_exist_in_both(rtx: Names, listed: Names) -> None:
+    """A method that overrides nothing would never be called."""
+    for name in FILES:
+        for callback in overridden(ROOT / name, rtx):
+            assert callback.name in listed[callback.owner], callback
+    classes = {callback.owner for name in FILES for callback in overridden(ROOT / name, rtx)}
+    assert classes >= {
+        "IProgressMonitor",
+        "ILogger",
+        "IPluginV3OneBuildV2",
+        "IPluginV3OneRuntime",
+        "IPluginCreatorV3One",
+    }
+
+
+def test_the_installed_tensorrt_offers_every_name(used: list[Use]) -> None:
+    """Where TensorRT itself is installed, whatever its version."""
+    if importlib.util.find_spec("tensorrt_bindings") is None:
+        pytest.skip("the package tensorrt is not installed; its names are checked against the list of 11.4")
+    try:
+        module = importlib.import_module("tensorrt_bindings")
+    except ImportError as error:
+        pytest.skip(f"the installed tensorrt cannot be imported here: {error}")
+    assert missing(shared(used), public_names(module)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("trt.Bilder(logger)", ("", "Bilder")),
+        ("trt.Runtime()", ("", "Runtime")),
+        ("trt.LayerType.ATTENTION_IMPUT", ("LayerType", "ATTENTION_IMPUT")),
+        ("engine.get_tensor_mode(1, 2, 3)", ("ICudaEngine", "get_tensor_mode")),
+    ],
+)
+def test_a_wrong_name_is_found(source: str, problem: tuple[str, str], listed: Names, tmp_path: Path) -> None:
+    """Negative control."""
+    (tmp_path / "code.py").write_text(source)
+    wrong = missing(list(uses(tmp_path / "code.py", {"engine": "ICudaEngine"})), listed)
+    assert [(use.owner, use.name) for use in wrong] == [problem]
