@@ -36,15 +36,15 @@ $(LARGE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 	$(BUILD) --target $(LARGE)-target --output $(LARGE)
 	rm -rf $(LARGE)-target
 
-GENERATE = $(DRAFTWOOD) generate $(BUNDLE) --prompt-file - --temperature 0.7 --max-tokens 110
+GENERATE = $(DRAFTWOOD) generate $(LARGE) --prompt-file - --temperature 0.7 --max-tokens 110
 COMPARE = $(DRAFTWOOD) bench $(LARGE) --prompts $(PAIR)/prompts.jsonl --max-tokens 64 --limit 4 --repeats 2
 
 demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	printf 'class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n' | $(GENERATE) --seed 6
 	printf 'import os\nimport sys\n\n\ndef main(argv=None):\n' | $(GENERATE) --seed 1
 	printf 'Return a new array with the same shape and type as a given array.\n\n' | $(GENERATE) --seed 6
-	$(COMPARE) --temperature 0 --configs plain,chain:4,topk:7
-	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,dyspec:7
+	$(COMPARE) --temperature 0 --configs plain,chain:4,auto
+	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
 test: .venv/dev
 	$(PY) -m pytest

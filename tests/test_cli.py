@@ -47,7 +47,13 @@ def test_json_is_one_object_and_speculation_changes_nothing(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = []
-    for extra in (["--no-speculation"], ["--budget", "fixed"], [], ["--grow", "chain", "--max-draft-len", "3"], ["--merge", "gsd"]):
+    for extra in (
+        ["--no-speculation"],
+        ["--budget", "fixed"],
+        [],
+        ["--grow", "chain", "--max-draft-len", "3"],
+        ["--merge", "gsd"],
+    ):
         assert main(["generate", str(tiny_bundle), "--prompt", "hello", "--json", *GREEDY, *extra]) == 0
         outputs.append(json.loads(capsys.readouterr().out))
     assert len({tuple(output["token_ids"]) for output in outputs}) == 1
