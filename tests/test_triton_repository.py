@@ -1,0 +1,216 @@
+"""draftwood triton: the model it writes, the server it starts, and what it says when either cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from draftwood.cli.main import main
+from draftwood.runtime import BundleError, ConfigError, EngineError, SpeculativeConfig
+from draftwood.runtime.serving.triton import Placement, write_model
+from draftwood.runtime.serving.triton_contract import OUTPUTS, ModelSettings
+from draftwood.runtime.serving.triton_server import Distribution, Ports, TritonServer
+
+SETTINGS = ModelSettings("", SpeculativeConfig(grow="k-ary", branching=(2, 1)), 3, 2, "cpu", 5, 6)
+
+
+def write(bundle: Path, repository: Path, name: str = "m", copy: bool = False, gpus: tuple[int, ...] = ()) -> Path:
+    return write_model(bundle, repository, name, SETTINGS, Placement(2, gpus), copy)
+
+
+def test_triton_reads_the_configuration_as_it_is_meant(tiny_bundle: Path, tmp_path: Path) -> None:
+    text_format = pytest.importorskip("google.protobuf.text_format", reason="the [triton] extra is not installed")
+    messages = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="the [triton] extra is not installed")
+    folder = write(tiny_bundle, tmp_path, gpus=(0, 3))
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), messages.ModelConfig())
+    assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 1)
+    assert [(group.count, group.kind, list(group.gpus)) for group in config.instance_group] == [
+        (2, 1, [0]),
+        (2, 1, [3]),
+    ]
+    assert [output.name for output in config.output] == [spec.name for spec in OUTPUTS]
+    assert [field.name for field in config.input if not field.optional] == ["text_input"]
+    parameters = {name: value.string_value for name, value in config.parameters.items()}
+    expected = ModelSettings(str(tiny_bundle), *[getattr(SETTINGS, name) for name in SETTINGS.__slots__[1:]])
+    assert ModelSettings.from_parameters(parameters) == expected
+
+
+@pytest.mark.parametrize(
+    "speculative", [None, SpeculativeConfig(), SpeculativeConfig(grow="static", topology=(0, 0, 1))]
+)
+def test_settings_survive_the_configuration(speculative: SpeculativeConfig | None) -> None:
+    settings = ModelSettings('a "bundle"\\with\nodd characters é', speculative, provider="cuda", max_waiting=0)
+    assert ModelSettings.from_parameters(settings.to_parameters()) == settings
+    assert ModelSettings.from_parameters({"bundle": "x"}) == ModelSettings("x")
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"bundle": "x", "threads": "many"}, {"bundle": "x", "speculative": '{"x": 1}'}]
+)
+def test_edited_settings_that_make_no_sense_are_refused(parameters: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"config\.pbtxt"):
+        ModelSettings.from_parameters(parameters)
+
+
+def test_a_copied_bundle_makes_the_repository_independent(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    folder = write(bundle, tmp_path / "models", copy=True)
+    shutil.rmtree(bundle)
+    assert 'key: "bundle" value { string_value: "bundle" }' in (folder / "config.pbtxt").read_text()
+    assert sorted(file.name for file in (folder / "bundle").iterdir()) == sorted(
+        file.name for file in tiny_bundle.iterdir()
+    )
+    assert sorted(file.name for file in folder.iterdir()) == ["1", "README.md", "bundle", "config.pbtxt"]
+
+
+def test_a_model_is_replaced_but_nothing_else_is(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = write(tiny_bundle, tmp_path)
+    (folder / "left over").touch()
+    assert not (write(tiny_bundle, tmp_path) / "left over").exists()
+    (tmp_path / "other" / "1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not written by draftwood"):
+        write(tiny_bundle, tmp_path, "other")
+    with pytest.raises(ConfigError, match="letters"):
+        write(tiny_bundle, tmp_path, "../m")
+    with pytest.raises(BundleError, match="build"):
+        write(tmp_path, tmp_path, "m")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "other"]
+
+
+def test_a_repository_that_cannot_be_written(tiny_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="choose another"):
+        write(tiny_bundle, tmp_path / "file")
+
+
+@pytest.mark.parametrize("more", [["--instances", "0"], ["--gpus", "0,0"], ["--name", "a/b"], ["--max-running", "0"]])
+def test_mistakes_on_the_command_line(
+    tiny_bundle: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["triton", str(tiny_bundle), "--output", str(tmp_path), *more]) == 2
+    assert "must be" in capsys.readouterr().err
+
+
+def test_the_readme_has_lines_that_can_be_copied(tiny_bundle: Path, tmp_path: Path) -> None:
+    command = ["triton", str(tiny_bundle), "--output", str(tmp_path), "--gpus", "0,1"]
+    assert main(command) == 0
+    text = (tmp_path / "draftwood" / "README.md").read_text()
+    for line in (f"tritonserver --model-repository={tmp_path} ", '"device=0,1"', f" -v {tiny_bundle}:", "[gpu]"):
+        assert line in text
+
+
+class Version(NamedTuple):
+    major: int
+    minor: int
+
+
+@pytest.fixture
+def wheel() -> Distribution:
+    """The installed server, or a skip that says why there is none."""
+    try:
+        return Distribution.find()
+    except EngineError as error:
+        pytest.skip(str(error))
+
+
+def test_what_keeps_the_server_from_running_here(wheel: Distribution, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match=r"3\.8, 3\.9, .*3\.13.*this is 3\.7"):
+        patch.setattr(sys, "version_info", Version(3, 7))
+        Distribution.find()
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="numpy<2"):
+        patch.setattr(np, "__version__", "2.4.6")
+        Distribution.find()
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match=r"draftwood\[triton\]"):
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        Distribution.find()
+
+
+def model_code(text: str) -> Callable[[Path], object]:
+    """Puts other code in the place of a model's own."""
+    return lambda folder: (folder / "1" / "model.py").write_text(text)
+
+
+def empty_draft(folder: Path) -> None:
+    (folder / "bundle" / "draft.onnx").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "timeout", "named"),
+    [
+        (model_code("raise RuntimeError('no such luck')"), 60, "no such luck"),
+        (model_code("import time; time.sleep(60)"), 1, "not ready within 1 s"),
+        (empty_draft, 60, "copy the bundle again"),
+    ],
+)
+def test_a_model_that_does_not_start(
+    wheel: Distribution, tiny_bundle: Path, tmp_path: Path, spoil: Callable[[Path], object], timeout: float, named: str
+) -> None:
+    spoil(write(tiny_bundle, tmp_path, copy=True))
+    server = TritonServer(tmp_path, ready_timeout=timeout)
+    with pytest.raises(EngineError, match=named), server:
+        pass
+    assert server.pid is not None and not Path(f"/proc/{server.pid}").exists()
+    assert not server.log.exists()
+
+
+def test_a_port_that_is_taken(wheel: Distribution, tiny_bundle: Path, tmp_path: Path) -> None:
+    write(tiny_bundle, tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        free = Ports.free()
+        ports = Ports(free.http, taken.getsockname()[1], free.metrics)
+        with pytest.raises(EngineError, match="in use"), TritonServer(tmp_path, ports):
+            pass
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_run_serves_until_it_is_told_to_stop(
+    wheel: Distribution, tiny_bundle: Path, tmp_path: Path, signal_number: signal.Signals
+) -> None:
+    ports = Ports.free()
+    named = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
+    command = [
+        sys.executable,
+        "-m",
+        "draftwood.cli.main",
+        "triton",
+        str(tiny_bundle),
+        "--output",
+        str(tmp_path / "models"),
+        "--run",
+    ]
+    own_folder = os.environ | {"TMPDIR": str(tmp_path)}  # for what a killed command cannot remove
+    with subprocess.Popen([*command, *named], stdout=subprocess.PIPE, text=True, env=own_folder) as process:
+        assert process.stdout is not None
+        assert "Model written" in process.stdout.readline()
+        assert f"HTTP on 127.0.0.1:{ports.http}" in process.stdout.readline()
+        url = f"http://127.0.0.1:{ports.http}/v2/models/draftwood/generate"
+        body = json.dumps({"text_input": "hello", "max_tokens": 4}).encode()
+        with urllib.request.urlopen(url, body, timeout=10) as answer:
+            assert json.loads(answer.read())["text_output"].startswith("hello")
+        process.send_signal(signal_number)
+    assert process.returncode == (130 if signal_number == signal.SIGTERM else -signal.SIGKILL)
+    end = time.monotonic() + 10
+    while listening(ports.http):
+        assert time.monotonic() < end, "tritonserver outlived the command that started it"
+        time.sleep(0.05)
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

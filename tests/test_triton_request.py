@@ -1,0 +1,256 @@
+"""A Triton request's tensors and parameters -> what is generated; a chunk -> a response's tensors. No server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from draftwood.runtime import ConfigError, RequestError, SamplingParams, SpecDecodeStats, SpeculativeConfig, StreamChunk
+from draftwood.runtime.async_llm import DeadlineError, QueueFullError, ShutdownError
+from draftwood.runtime.decoder import TokenLogprob
+from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS
+from draftwood.runtime.serving.triton_metrics import REASONS
+from draftwood.runtime.serving.triton_model import CancelledError, classify
+from draftwood.runtime.serving.triton_request import KINDS, NEUTRAL, WITHOUT_EFFECT, TritonRequest, parse_request
+from draftwood.runtime.serving.triton_response import ResponseWriter
+
+OWN = SpeculativeConfig()
+DTYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64}
+
+
+def tensors(**settings: Any) -> dict[str, NDArray[Any]]:
+    """Input tensors as Triton hands them over."""
+    types = {spec.name: DTYPES.get(spec.data_type, np.bool_) for spec in OPTIONAL_INPUTS}
+    made = {"text_input": np.array([[b"hello"]], np.object_)}
+    for name, value in settings.items():
+        items = [
+            item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])
+        ]
+        made[name] = np.array([items], types[name])
+    return made
+
+
+def parsed(
+    own: SpeculativeConfig | None = OWN, parameters: dict[str, Any] | None = None, **settings: Any
+) -> TritonRequest:
+    return parse_request(tensors(**settings), parameters or {}, own)
+
+
+def test_a_prompt_alone_is_decoded_greedily_as_tensorrt_llm_does() -> None:
+    request = parsed()
+    assert request.prompt == "hello" and request.params == SamplingParams(temperature=0)
+    assert request.speculative == OWN
+    assert not (request.stream or request.exclude_input_in_output or request.returns)
+
+
+def test_tensors_become_sampling_params() -> None:
+    request = parsed(
+        max_tokens=7, min_length=2, temperature=0.7, top_k=40, top_p=0.9, seed=2**63, stop_words=["a", "", "b"],
+        repetition_penalty=1.25, presence_penalty=0.5, frequency_penalty=-0.5,
+    )  # fmt: skip
+    assert request.params == SamplingParams(
+        max_tokens=7, min_tokens=2, temperature=0.7, top_k=40, top_p=0.9, seed=2**63, stop=("a", "b"),
+        repetition_penalty=1.25, presence_penalty=0.5, frequency_penalty=-0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature"),
+    [
+        ({"temperature": 0.5}, 0.5),
+        ({"top_k": 5}, 1),
+        ({"top_p": 0.5}, 1),
+        ({"top_k": 0, "top_p": 0.0}, 0),
+        ({"top_k": 1, "temperature": 0.5}, 0),
+        ({"sampling_parameters": '{"max_tokens": 5}'}, 1),  # vLLM's contract, vLLM's default
+        ({"sampling_parameters": '{"temperature": "0.5", "top_k": -1}'}, 0.5),
+    ],
+)
+def test_who_asks_for_sampling_gets_it(settings: dict[str, Any], temperature: float) -> None:
+    params = parsed(**settings).params
+    assert params.temperature == temperature
+    assert params.top_k >= 0 and params.top_p > 0
+
+
+def test_vllms_json_may_hold_numbers_as_text() -> None:
+    content = {
+        "max_tokens": "16",
+        "temperature": "0.3",
+        "ignore_eos": "True",
+        "stop": "x",
+        "stop_token_ids": [3, "4"],
+        "n": 1,
+    }
+    assert parsed(sampling_parameters=json.dumps(content)).params == SamplingParams(
+        max_tokens=16, temperature=0.3, ignore_eos=True, stop=("x",), stop_token_ids=(3, 4)
+    )
+
+
+def test_end_id_replaces_the_models_own() -> None:
+    assert parsed(end_id=5).params == SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(5,))
+    assert parsed(end_id=-1).params == SamplingParams(temperature=0, ignore_eos=True)
+
+
+def test_a_deadline_is_a_parameter_where_the_protocol_has_none() -> None:
+    assert parsed(parameters={"timeout": 250000}).deadline_s == 0.25
+    assert parsed().deadline_s is None
+
+
+def test_log_probabilities_are_asked_for_by_a_flag() -> None:
+    request = parsed(return_log_probs=True, return_num_input_tokens=False)
+    assert request.params.logprobs == 0 and request.returns == {"return_log_probs"}
+
+
+def test_a_request_changes_how_the_model_speculates() -> None:
+    parameters = {"grow": "k-ary", "branching": "3,1", "draft_threshold": 0.5}
+    expected = SpeculativeConfig(grow="k-ary", branching=(3, 1), draft_threshold=0.5)
+    assert parsed(parameters=parameters).speculative == expected
+    assert parsed(num_draft_tokens=0).speculative is None
+    limited = parsed(num_draft_tokens=3).speculative
+    assert limited is not None and (limited.max_total_draft_tokens, limited.max_draft_len) == (3, 3)
+    chain = parsed(num_draft_tokens=9, parameters={"grow": "chain"}).speculative
+    assert chain is not None and chain.max_draft_len == 9
+    assert parsed(own=None).speculative is None
+    assert parsed(own=None, num_draft_tokens=2).speculative is not None  # which a model without its draft refuses
+    with pytest.raises(ConfigError, match="lossless"):
+        parsed(parameters={"grow": "topk", "verify": "block"})
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_is_not_served_is_taken_only_where_it_asks_for_nothing(name: str) -> None:
+    for neutral in NEUTRAL[name]:
+        assert parsed(parameters={name: neutral}) == parsed()
+        assert parsed(parameters={name: str(neutral)}) == parsed()
+    with pytest.raises(RequestError, match=name):
+        parsed(parameters={name: "7"})
+
+
+def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> None:
+    names = {spec.name for spec in OPTIONAL_INPUTS} - {"sampling_parameters", "min_length", "stop_words"}
+    assert names <= KINDS.keys() | NEUTRAL.keys() | WITHOUT_EFFECT
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_p": -0.5}, "top_p"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"sampling_parameters": "[]"}, "JSON object"),
+        ({"sampling_parameters": "{"}, "not JSON"),
+        ({"sampling_parameters": '{"max_tokens": 3}', "max_tokens": 4}, "given twice"),
+        ({"sampling_parameters": '{"guided_json": "{}"}'}, "guided_json"),
+        ({"min_tokens": 2, "min_length": 3}, "given twice"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        parsed(**settings)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"max_tokens": 1.5}, "an integer"),
+        ({"max_tokens": True}, "an integer"),
+        ({"ignore_eos": "maybe"}, "true or false"),
+        ({"temperature": None}, "a number"),
+        ({"grow": 3}, "text"),
+        ({"stop": [1]}, "a list of texts"),
+        ({"branching": "2,x"}, "a list of integers"),
+        ({"max_draft_length": 3}, "send max_draft_len"),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_refused(parameters: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        parsed(parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("array", "named"),
+    [
+        (np.array([[b"\xff"]], np.object_), "UTF-8"),
+        (np.array([[b"two"], [b"prompts"]], np.object_), "one request per prompt"),
+    ],
+)
+def test_a_prompt_is_one_text(array: NDArray[Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        parse_request({"text_input": array}, {}, OWN)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=5), items, max_size=3),
+    max_leaves=4,
+)
+names = st.sampled_from([*KINDS, *NEUTRAL, *sorted(WITHOUT_EFFECT), "nonsense"])
+
+
+@given(st.dictionaries(names, json_values, max_size=3), st.dictionaries(names, json_values, max_size=3))
+def test_whatever_is_sent_is_served_or_refused_clearly(parameters: dict[str, Any], content: dict[str, Any]) -> None:
+    try:
+        request = parsed(parameters=parameters, sampling_parameters=json.dumps(content))
+    except (RequestError, ConfigError) as error:
+        assert str(error)
+    else:
+        assert isinstance(request.params, SamplingParams)
+
+
+def chunk(text: str, tokens: list[int], reason: str | None = None) -> StreamChunk:
+    logprobs = [TokenLogprob(token, -0.5, {}) for token in tokens]
+    stats = SpecDecodeStats(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=2)
+    return StreamChunk(text, tokens, [], logprobs, reason, stats)
+
+
+CHUNKS = [chunk("ab", [1, 2]), chunk("", [3]), chunk("cé", [4, 5, 6], "stop")]
+FLAGS: dict[str, Any] = {
+    f"return_{name}": True
+    for name in ("num_output_tokens", "num_input_tokens", "log_probs", "finish_reason", "perf_metrics")
+}
+
+
+def test_a_stream_is_one_response_per_chunk() -> None:
+    writer = ResponseWriter(parsed(stream=True, **FLAGS), 9)
+    first, second, last = (writer.write(item) for item in CHUNKS)
+    assert first is not None and second is not None and last is not None
+    assert [item["text_output"].tolist() for item in (first, second, last)] == [[[b"ab"]], [[b""]], [["cé".encode()]]]
+    assert [item["num_output_tokens"].tolist() for item in (first, second, last)] == [[[2]], [[1]], [[3]]]
+    assert last["output_log_probs"].shape == (1, 1, 3) and last["cum_log_probs"].tolist() == [[-3.0]]
+    assert "finish_reason" not in first and last["finish_reason"].tolist() == [[b"stop"]]
+    assert "acceptance_rate" not in second and last["acceptance_rate"].tolist() == [[0.25]]
+    assert last["num_input_tokens"].tolist() == [[9]]
+
+
+def test_a_whole_text_is_one_response_that_begins_with_the_prompt() -> None:
+    writer = ResponseWriter(parsed(**FLAGS), 9)
+    assert writer.write(CHUNKS[0]) is None and writer.write(CHUNKS[1]) is None
+    last = writer.write(CHUNKS[2])
+    assert last is not None and last["text_output"].tolist() == [["helloabcé".encode()]]
+    assert last["num_output_tokens"].tolist() == [[6]] and last["output_log_probs"].shape == (1, 1, 6)
+
+
+def test_a_response_holds_what_was_asked_for() -> None:
+    answer = ResponseWriter(parsed(stream=True), 9).write(CHUNKS[2])
+    assert answer is not None and set(answer) == {"text_output", "sequence_index", "batch_index"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (RequestError("x"), "INVALID_ARG", "refused"),
+        (ConfigError("x"), "INVALID_ARG", "refused"),
+        (QueueFullError("x"), "UNAVAILABLE", "refused"),
+        (ShutdownError("x"), "UNAVAILABLE", "refused"),
+        (CancelledError("x"), "CANCELLED", "abort"),
+        (DeadlineError("x"), "CANCELLED", "deadline"),
+        (RuntimeError("x"), "INTERNAL", "error"),
+    ],
+)
+def test_errors_have_tritons_codes(error: Exception, code: str, reason: str) -> None:
+    assert classify(error) == (code, reason) and reason in REASONS
