@@ -1,0 +1,19 @@
+#!/bin/sh
+# Usage: sh benchmarks/peers/setup/llama.cpp.sh [WORK]
+# llama.cpp of 2026-10-01 in WORK/llama.cpp (default build/peers): its source as llama-cpp-python's source package
+# carries it, compiled for this processor (needs cmake, ninja and a C++ compiler; about 15 minutes on two cores), and an
+# environment for its converter.
+set -eu
+home=${1:-build/peers}/llama.cpp
+mkdir -p "$home"
+python3 -m venv "$home/venv"
+"$home/venv/bin/python" -m pip install -q torch==2.13.0 transformers==5.23.0 sentencepiece
+if [ ! -d "$home/source" ]; then
+    "$home/venv/bin/python" -m pip download -q --no-deps --no-binary :all: -d "$home" llama-cpp-python==0.3.36
+    tar -xzf "$home"/llama_cpp_python-0.3.36.tar.gz -C "$home"
+    mv "$home/llama_cpp_python-0.3.36/vendor/llama.cpp" "$home/source"
+    rm -r "$home/llama_cpp_python-0.3.36"
+fi
+cmake -S "$home/source" -B "$home/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+    -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
+cmake --build "$home/build" --target llama-server llama-quantize
