@@ -18,9 +18,8 @@ import sys
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from gpu_check_report import FAILED, Findings, NotPossible, Part, outcomes, row, write
+from gpu_check_report import FAILED, Findings, NotPossible, Outcome, Part, outcomes, row, write
 
 PACKAGES = (
     "torch",
@@ -50,16 +49,17 @@ def main() -> int:
     device = cuda_device()
     print(device or "No CUDA device: checking what a CPU can. Run this on a machine with an NVIDIA GPU for the rest.")
     parts = gpu_parts((args.target_shape, args.draft_shape)) if device else cpu_parts()
-    results = []
+    figures = {"date": date.today().isoformat(), "device": device, "versions": versions()}
+    results: list[Outcome] = []
     for outcome in outcomes(parts, args.budget):
         results.append(outcome)
         print(row(outcome), flush=True)
         if outcome.trace:
             print(outcome.trace, file=sys.stderr)
+        if device:  # after every part: a machine may be taken away, or a part end the process
+            file = write(args.output, device, figures | {"parts": [each._asdict() for each in results]})
     if device:
-        figures: dict[str, Any] = {"date": date.today().isoformat(), "device": device, "versions": versions()}
-        figures["parts"] = [outcome._asdict() for outcome in results]
-        print(f"Figures: {write(args.output, device, figures)}")
+        print(f"Figures: {file}")
     return 1 if any(outcome.status == FAILED for outcome in results) else 0
 
 

@@ -11,7 +11,7 @@ from gpu_check_engine import CONFIGS, DEMO, parting, prompts
 from gpu_check_report import Findings, NotPossible, require
 
 from draftwood.models.bindings import DRAFT, TARGET
-from draftwood.models.errors import DraftwoodError
+from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.tensorrt import PACKAGES
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.engines.cuda import CudaDevice
@@ -20,17 +20,17 @@ PRECISION, TOKENS = "fp16", 96
 
 
 def check(backend: str) -> Findings:
-    """Both forms of attention, our kernel and TensorRT's own. Raises NotPossible where the package is missing or does
-    not serve this GPU."""
+    """Both forms of attention, TensorRT's own and, where Triton is there to compile it, our kernel. Raises NotPossible
+    where a package is missing or does not serve this GPU."""
     if importlib.util.find_spec(PACKAGES[backend]) is None:
         raise NotPossible(f"the package {backend} is not installed")
     try:
         capability = CudaDevice().compute_capability
-    except DraftwoodError as error:
+    except EngineError as error:
         raise NotPossible(str(error)) from error
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for plugin in (True, False):
+        for plugin in (True, False) if importlib.util.find_spec("triton") else (False,):
             name = "our kernel" if plugin else "TensorRT's attention"
             figures[name] = one_bundle(Path(folder) / name, backend, capability, plugin)
     text = "; ".join(f"{name}: {each['tokens_per_second']} tokens/s" for name, each in figures.items())
@@ -39,6 +39,7 @@ def check(backend: str) -> Findings:
 
 def one_bundle(output: Path, backend: str, capability: str, plugin: bool) -> dict[str, Any]:
     """Build, load and run one bundle."""
+    from draftwood.builder.compile import check_compiler
     from draftwood.builder.pipeline import BuildOptions, build
 
     targets = (capability,) if backend == "tensorrt-rtx" else ()
@@ -53,9 +54,10 @@ def one_bundle(output: Path, backend: str, capability: str, plugin: bool) -> dic
             compute_capability=targets,
             plugin=plugin,
         )
-        build(options, lambda step: lambda: None)
-    except DraftwoodError as error:
+        check_compiler(options.compile_options())
+    except ConfigError as error:
         raise NotPossible(f"{backend} does not build for SM {capability}: {error}") from error
+    build(options, lambda step: lambda: None)
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     texts = prompts(2)
     with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 7"]) as speculative:

@@ -19,9 +19,9 @@ from rich.table import Table
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 
 PROMPT = "def fibonacci(n):\n"
-TREE = SpeculativeConfig("topk", max_total_draft_tokens=31, max_draft_len=6, frontier_width=8)
+TREE = SpeculativeConfig("topk", max_total_draft_tokens=31, max_draft_len=6, frontier_width=8, budget="fixed")
 CONFIGS = {
-    "chain of 4": SpeculativeConfig("chain", max_draft_len=4),
+    "chain of 4": SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
     "top-k tree of 32": TREE,
     "top-k tree of 32, merged": replace(TREE, merge="gsd"),
     "DySpec tree of 32": replace(TREE, grow="dyspec"),

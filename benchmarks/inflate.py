@@ -47,7 +47,7 @@ from safetensors.numpy import save_file
 from draftwood.builder.checkpoint import INDEX, Checkpoint, read_json, tensor_shapes
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
-from draftwood.runtime.bundle import staging_folder
+from draftwood.runtime.staging import staging_folder
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
@@ -239,7 +239,7 @@ def write(inflation: Inflation, output: Path, advance: Callable[[int], object] =
         raise CheckpointError(f"{output} exists: choose another --output, or remove it yourself")
     shards = shards_of(inflation)
     weight_map: dict[str, str] = {}
-    with staging_folder(output) as staging:
+    with staging_folder(output, INDEX, CheckpointError) as staging:
         for file in (file for pattern in COPIED for file in inflation.source.folder.glob(pattern)):
             shutil.copyfile(file, staging / file.name)
         for index, names in enumerate(shards, 1):

@@ -38,7 +38,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from draftwood.builder.checkpoint import tensor_shapes
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
-from draftwood.runtime.bundle import staging_folder
+from draftwood.runtime.staging import staging_folder
 
 LAYER_SCALE = 0.1  # rows that come out of a layer's matrix, in deviations of what went in
 SECOND_LOGIT = 0.6  # of the best logit; more than random words reach from H = 64 on
@@ -188,7 +188,7 @@ def write_pair(size: Size, agreement: float, second: float, seed: int, output: P
     rng = np.random.default_rng(seed)
     table = Agreement(size.vocab_size, agreement, second, seed)
     tokenizer = tokenizer_of(size.vocab_size)
-    with staging_folder(output) as staging:
+    with staging_folder(output, "pair.json", CheckpointError) as staging:
         for role, shape, head in (("target", size.target, target_head), ("draft", size.draft, draft_head)):
             fields = shape.fields(size.vocab_size)
             tensors = random_tensors(LlamaConfig.from_hf(fields), rng)

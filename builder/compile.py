@@ -17,6 +17,7 @@ from typing import Any
 from ..models import bindings
 from ..models.config import LlamaConfig
 from ..models.errors import ConfigError
+from ..plugins.tree_attention.library import CAPABILITIES, MAGIC
 from ..plugins.tree_attention.plan import MAX_HEAD_DIM
 from ..runtime.engines.compatibility import (
     PACKAGES,
@@ -42,9 +43,9 @@ class CompileOptions:
 
     widths: rows a pass may have. columns: speculative slots a pass may see, its own rows included.
     compute_capabilities: "8.9"; TensorRT-RTX only, whose default is `PORTABLE`. plugin: attention by our kernel instead
-    of TensorRT's own; None takes it where Triton is there to compile it. workspace: MiB of scratch memory an engine may
-    use at most; None sets no limit. timing_cache: a file that TensorRT reads and extends, so that the next build
-    measures less; TensorRT-RTX measures nothing.
+    of TensorRT's own; None takes it where Triton is there and compiles it for every GPU. workspace: MiB of scratch
+    memory an engine may use at most; None sets no limit. timing_cache: a file that TensorRT reads and extends, so that
+    the next build measures less; TensorRT-RTX measures nothing.
     """
 
     backend: str
@@ -102,11 +103,12 @@ class CompileOptions:
         """Profiles: token trees and what is smaller, pieces of a prompt."""
         return width_families(self.widths)
 
-    def takes_plugin(self, head_dim: int) -> bool:
-        """Whether attention is to be computed by our kernel."""
+    def takes_plugin(self, head_dim: int, targets: Sequence[str]) -> bool:
+        """Whether attention is to be computed by our kernel, in a plan for GPUs of these compute capabilities."""
         if self.plugin is not None:
             return self.plugin
-        return importlib.util.find_spec("triton") is not None and head_dim <= MAX_HEAD_DIM
+        compilable = head_dim <= MAX_HEAD_DIM and {*map(as_number, targets)} <= {*CAPABILITIES}
+        return compilable and importlib.util.find_spec("triton") is not None
 
 
 def width_families(widths: Sequence[int]) -> tuple[WidthFamily, ...]:
@@ -137,7 +139,7 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
     trt = tensorrt_module(options.backend)
     targets = options.targets if options.backend == "tensorrt-rtx" else (this_gpu(),)
     kernel = None
-    if options.takes_plugin(model.head_dim):
+    if options.takes_plugin(model.head_dim, targets):
         advance = begin(Step(f"Compiling the {graph.stem}: attention kernel", 1))
         kernel = register_kernel(trt, options, model, targets)
         advance()
@@ -234,6 +236,11 @@ def this_gpu() -> str:
     return capability
 
 
+def as_number(capability: str) -> int:
+    """A compute capability as kernels are named by it, 89 for "8.9"."""
+    return int(capability.replace(".", ""))
+
+
 def runs_here(plan: Plan) -> bool:
     """Whether this machine can execute a plan."""
     from ..runtime.engines.tensorrt import this_machine
@@ -243,11 +250,11 @@ def runs_here(plan: Plan) -> bool:
 
 def register_kernel(trt: ModuleType, options: CompileOptions, model: LlamaConfig, targets: Sequence[str]) -> Kernel:
     """Compile the attention kernel for this model and register its plugin. Raises ConfigError."""
-    from ..plugins.tree_attention.library import MAGIC, compile_library
+    from ..plugins.tree_attention.library import compile_library
     from ..plugins.tree_attention.plugin import register
 
     group = model.num_heads // model.num_kv_heads
-    capabilities = [int(target.replace(".", "")) for target in targets]
+    capabilities = [as_number(target) for target in targets]
     try:
         dtype = bindings.activations(options.precision, bindings.COMPACT)
         library = compile_library(model.head_dim, group, dtype, options.widths[-1], capabilities)

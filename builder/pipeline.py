@@ -13,19 +13,14 @@ from pathlib import Path
 from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import ADDITIVE, COMPACT, DRAFT, LOW_BIT, ROLES, TARGET, activations, output_names
 from ..models.config import token_ids
-from ..models.errors import CheckpointError, ConfigError
-from ..runtime.bundle import (
-    EngineBundle,
-    Manifest,
-    file_record,
-    staging_folder,
-    write_manifest,
-)
+from ..models.errors import BundleError, CheckpointError, ConfigError
+from ..runtime.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.compatibility import PACKAGES
 from ..runtime.engines.onnxruntime import OnnxRuntimeEngine
 from ..runtime.engines.openvino import OpenVinoEngine
 from ..runtime.engines.torch import TorchEngine
+from ..runtime.staging import staging_folder
 from .checkpoint import Checkpoint, read_json
 from .compile import PRECISIONS, CompileOptions, check_compiler, compile_plan, runs_here
 from .export import export
@@ -75,7 +70,7 @@ class BuildOptions:
             raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}")
         for role in ROLES:
             backend = self.backend_of(role)
-            if backend not in BACKENDS or (backend in PACKAGES) != (self.backend in PACKAGES):
+            if backend not in BACKENDS or (backend != self.backend and {backend, self.backend} & {*PACKAGES}):
                 raise ConfigError(f"backend {backend!r} is not available for the {role} beside {self.backend}")
             precision = self.precision_of(role)
             refuse_dynamic(precision)
@@ -89,8 +84,11 @@ class BuildOptions:
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length must be at least 2 (one token in, one out), not {self.max_length}")
         if self.backend in PACKAGES:
-            self.compile_options()
-        elif self.compute_capability or self.plugin is not None or self.workspace or self.timing_cache or self.graphs:
+            for role in ROLES:
+                self.compile_options(role)
+        elif self.compute_capability or any(
+            value is not None for value in (self.plugin, self.workspace, self.timing_cache, self.graphs)
+        ):
             raise ConfigError(
                 "--compute-capability, --plugin, --workspace, --timing-cache and --graphs are for the backends "
                 f"{' and '.join(PACKAGES)}: leave them out, or choose one of these with --backend"
@@ -155,7 +153,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     heads: dict[str, TrainedHead | None] = dict.fromkeys(ROLES)
     if options.acceptance_head is not None:
         heads[DRAFT] = read_head(options.acceptance_head, checkpoints[DRAFT].config.hidden_size)
-    with staging_folder(options.output) as staging:
+    with staging_folder(options.output, MANIFEST, BundleError) as staging:
         advance = begin(Step("Converting the tokenizer", 1))
         tokenizer = convert_tokenizer(options.target, staging)
         with tempfile.TemporaryDirectory() as other:

@@ -2,12 +2,12 @@
 
     weight[n, k] = codes[n, k] * scales[n, k // block]        codes: signed integers of 8 or 4 bits, no zero points
 
-Activations, cache, norms, biases and the embedding stay fp32. There is no per-tensor dynamic int8 (one scale for all
-rows of a pass): a row's logits would depend on its siblings, by 10 %, and a verified token would no longer be the one
-that plain decoding gives.
+On a CPU activations, cache, norms, biases and the embedding stay fp32; on a GPU they, and the scales, are fp16. There
+is no per-tensor dynamic int8 (one scale for all rows of a pass): a row's logits would depend on its siblings, by 10 %,
+and a verified token would no longer be the one that plain decoding gives.
 
-Everything is computed one tensor at a time. `QuantizedCheckpoint.tensor` is what an engine holds, bit for bit, so that
-the torch reference runs on exactly the engine's weights.
+Everything is computed one tensor at a time. `QuantizedCheckpoint.tensor` is what a CPU's engine holds, bit for bit,
+so that the torch reference runs on exactly the engine's weights.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from ..models.acceptance_head import ACCEPT, DESCRIPTION, REJECT, AcceptanceHead
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
 from ..models.errors import CheckpointError, ConfigError, RequestError
-from ..runtime.bundle import move_into_place, sibling
+from ..runtime.staging import staging_folder
 from .acceptance_data import Examples, collect, load_frozen
 from .calibration import Floats, calibration, fit_temperature
 from .checkpoint import Checkpoint
@@ -58,7 +57,8 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
         advance()
     refuse_different_sizes(checkpoints)
     encoded = encode(options, checkpoints, prompts)
-    with head_folder(options.output) as staging, torch_threads(options.threads, checkpoints[TARGET].config):
+    threads = torch_threads(options.threads, checkpoints[TARGET].config)
+    with threads, staging_folder(options.output, DESCRIPTION, CheckpointError) as staging:
         generator = torch.Generator().manual_seed(options.seed)
         train, held = [
             gather(options, checkpoints, part, count, kind, begin, generator)
@@ -242,25 +242,3 @@ def write_figures(folder: Path, result: HeadResult) -> None:
     curves: dict[str, Sequence[tuple[float, float]]] = {"training": result.training, "held out": result.validation}
     bins = {name: figures.bins for name, figures in result.stages().items()}
     (folder / PLOT).write_text(training_svg(curves, bins), encoding="utf-8")
-
-
-@contextmanager
-def head_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output` that takes its place when the block ends well, and vanishes otherwise.
-
-    Raises CheckpointError when `output` is something else than a head or an empty folder, or cannot be written.
-    """
-    if output.exists() and not (output.is_dir() and ((output / DESCRIPTION).is_file() or not any(output.iterdir()))):
-        raise CheckpointError(f"{output} exists and is no acceptance head; choose another --output, or remove it")
-    staging = sibling(output, "partial")
-    try:
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write beside {output}: {error.strerror}; choose another --output") from error
-    try:
-        yield staging
-        move_into_place(staging, output)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {output}: {error.strerror}; choose another --output") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

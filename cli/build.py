@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..models.errors import EngineError
+from ..builder.profile import CONTEXTS
+from ..models.errors import DraftwoodError, EngineError
 from .inspect import describe
-from .options import given, integers
-
-if TYPE_CHECKING:
-    from ..builder.progress import Step
+from .options import DRAFT_THREADS, THREADS, given, integers
+from .profile import profile
+from .progress import progress
 
 
 def add_parser(commands: Any) -> None:
@@ -80,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--graphs", type=Path, default=hidden, metavar="DIR", help="keep the ONNX graphs the plans were compiled from"
     )
+    parser.add_argument(
+        "--no-profile",
+        dest="profile",
+        action="store_false",
+        help="do not measure this machine's costs at the end (draftwood profile measures them later)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -98,14 +102,13 @@ def run(args: argparse.Namespace) -> int:
         raise EngineError(f"building needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 
     console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-
-        def begin(step: Step) -> Callable[[], None]:
-            task = progress.add_task(step.title, total=step.units)
-            return lambda: progress.advance(task)
-
+    with progress(console) as begin:
         bundle = build(given(args, BuildOptions), begin)
+    if args.profile:
+        try:
+            profile(bundle, THREADS, DRAFT_THREADS, provider="cpu", contexts=CONTEXTS, console=console)
+        except DraftwoodError as error:  # the bundle is complete, and may be for another machine
+            console.print(f"Costs were not measured: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print(describe(bundle))
     plans = [spec.plan for spec in bundle.manifest.engines.values() if spec.plan is not None]
     if all(plan.executed for plan in plans):

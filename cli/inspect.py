@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from ..models.bindings import ADDITIVE, COMPACT, activations
+from ..models.bindings import ADDITIVE, COMPACT, TARGET, activations
 from ..models.errors import DraftwoodError
 from ..runtime.bundle import EngineBundle
+from ..runtime.cost import differences, fingerprint, read_costs
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import PACKAGES, Plan
+from .options import DRAFT_THREADS, THREADS
+
+HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
 def add_parser(commands: Any) -> None:
@@ -27,10 +32,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(args.bundle)
     trials = {role: open_once(bundle, role) for role in bundle.manifest.engines}
+    costs = costs_of(bundle)
     if args.json:
         obstacles = {role: trial.obstacle for role, trial in trials.items()}
         memory = {role: trial.memory for role, trial in trials.items()}
-        print(json.dumps(bundle.manifest.to_json() | {"obstacles": obstacles, "memory": memory}))
+        shown = {"obstacles": obstacles, "memory": memory, "costs": costs._asdict()}
+        print(json.dumps(bundle.manifest.to_json() | shown))
         return 0
     console = Console()
     console.print(describe(bundle))
@@ -40,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
             used = (f"{size / 1e6:.1f} MB {name.replace('_', ' ')}" for name, size in trial.memory.items())
             words += f" and takes {', '.join(used)}"
         console.print(f"The {role} engine{words}.", markup=False, soft_wrap=True)
+    if costs.differences:
+        console.print(f"Costs were {costs.source}: {', '.join(costs.differences)}.", markup=False, soft_wrap=True)
     return 0
 
 
@@ -61,10 +70,28 @@ def open_once(bundle: EngineBundle, role: str) -> Trial:
     return Trial(None, None if memory is None else memory._asdict())
 
 
+class Costs(NamedTuple):
+    """The costs that speculation is planned by. source: HERE, ELSEWHERE or ASSUMED. differences: how this machine
+    differs from the one they were measured on, in words."""
+
+    source: str
+    differences: list[str]
+
+
+def costs_of(bundle: EngineBundle) -> Costs:
+    """For engines with the default numbers of threads. Raises BundleError when the table is damaged."""
+    measured = read_costs(bundle.folder)
+    if measured is None:
+        return Costs(ASSUMED, [])
+    here = fingerprint(bundle.manifest.engines[TARGET].backend, THREADS, DRAFT_THREADS)
+    found = differences(measured.machine, here)
+    return Costs(ELSEWHERE if found else HERE, found)
+
+
 def describe(bundle: EngineBundle) -> Table:
     """The bundle as a table, one column per engine."""
     manifest = bundle.manifest
-    table = Table(title=f"{bundle.folder}  ({manifest.builder})", title_justify="left")
+    table = Table(title=escape(f"{bundle.folder}  ({manifest.builder})"), title_justify="left")
     table.add_column("")
     for role in manifest.engines:
         table.add_column(role)
@@ -89,7 +116,11 @@ def describe(bundle: EngineBundle) -> Table:
         }
     for name, cells in rows.items():
         table.add_row(name, *cells)
+    costs = costs_of(bundle)
+    table.add_row("costs", costs.source)
     table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"
+    if costs.source != HERE:
+        table.caption += "\ndraftwood profile measures this machine's costs"
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,13 @@ def profile(
     bundle: EngineBundle, threads: int, draft_threads: int, provider: str, contexts: tuple[int, ...], console: Console
 ) -> CostModel:
     """Measure and store the costs of a bundle. Raises EngineError, ConfigError or BundleError."""
-    engines = {
-        TARGET: bundle.open_engine(TARGET, threads, provider),
-        DRAFT: bundle.open_engine(DRAFT, draft_threads, provider),
-    }
-    with progress(console) as begin:
-        costs = measure(Pair(engines, bundle.manifest.max_length, threads, draft_threads), begin, contexts)
-    for engine in engines.values():
-        engine.close()
+    with (
+        closing(bundle.open_engine(TARGET, threads, provider)) as target,
+        closing(bundle.open_engine(DRAFT, draft_threads, provider)) as draft,
+        progress(console) as begin,
+    ):
+        pair = Pair({TARGET: target, DRAFT: draft}, bundle.manifest.max_length, threads, draft_threads)
+        costs = measure(pair, begin, contexts)
     try:
         costs.write(bundle.folder)
     except OSError as error:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..models.errors import EngineError
 from .bench import read_prompts
 from .options import given
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..builder.head_training import HeadResult
-    from ..builder.progress import Step
 
 
 WORTHWHILE = 1e-3  # nats per token a head should gain over a constant
@@ -73,13 +71,7 @@ def run(args: argparse.Namespace) -> int:
     options = given(args, HeadTraining)
     prompts = read_prompts(args.prompts)
     console = Console(stderr=args.json)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-
-        def begin(step: Step) -> Callable[[], None]:
-            task = progress.add_task(step.title, total=step.units)
-            return lambda: progress.advance(task)
-
+    with progress(console) as begin:
         result = train_head(options, prompts, begin)
     if args.json:
         print(json.dumps({"output": str(options.output), **result.to_dict()}))

@@ -164,7 +164,7 @@ def from_reference(state: Mapping[str, Tensor], reject_weight: float, temperatur
             f"this state dict is no SpecDec++ head ({error!r}): expected 0.linear.weight, ..., L.weight, L.bias"
         ) from error
     same = all(np.array_equal(ours, first) for block in blocks for ours, first in zip(block, blocks[0], strict=True))
-    if not same and len(present) < layers:
+    if len(present) < layers and not (present and same):
         raise CheckpointError(f"this state dict holds blocks {present} of {layers}: the checkpoint is incomplete")
     config = HeadConfig(size, layers, layers > 0 and same, reject_weight, temperature)
     for block in range(config.blocks):

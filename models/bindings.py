@@ -6,6 +6,7 @@ logits are wanted, C cache capacity, K = top-k columns, V vocabulary, H_kv key/v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 TARGET, DRAFT = "target", "draft"
@@ -20,7 +21,7 @@ class Binding(NamedTuple):
 
 INPUT_IDS = Binding("input_ids", "int64", ("B", "T"))
 POSITION_IDS = Binding("position_ids", "int64", ("B", "T"))
-ATTENTION_MASK = Binding("attention_mask", "float32", ("B", "1", "T", "C"))  # additive: 0 sees, -inf does not
+ATTENTION_MASK = Binding("attention_mask", "float32", ("B", "1", "T", "C"))  # additive: 0 sees, MASKED does not
 CACHE_LENGTHS = Binding("cache_lengths", "int32", ("B",))  # committed rows: every row sees all of them
 TREE_MASK = Binding("tree_mask", "bool", ("B", "T", "S"))  # column j is slot cache_lengths + j
 WRITE_INDICES = Binding("write_indices", "int64", ("B",))  # first cache slot of this pass's rows
@@ -75,6 +76,11 @@ def output_names(role: str, acceptance_head: bool = False) -> tuple[str, ...]:
         return (LOGITS.name,)
     ranked = (LOGITS.name, TOP_IDS.name, TOP_LOGPROBS.name)
     return (*ranked, ACCEPTANCE.name) if acceptance_head else ranked
+
+
+def outputs(names: Sequence[str]) -> tuple[Binding, ...]:
+    """The named outputs besides the cache; the logits, by far the largest, come last."""
+    return tuple(item for item in (ACCEPTANCE, TOP_IDS, TOP_LOGPROBS, LOGITS) if item.name in names)
 
 
 def top_columns(vocab_size: int) -> int:

@@ -6,13 +6,9 @@ beside them when large, or `target.plan`, `draft.plan`; `tokenizer.json` and its
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -148,32 +144,6 @@ class EngineBundle:
         raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
 
 
-@contextmanager
-def staging_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output` that takes its place when the block ends well, and vanishes otherwise.
-
-    Raises BundleError when `output` is something else than a bundle or an empty folder, or when the disk is full.
-    """
-    if output.exists() and not replaceable(output):
-        raise BundleError(f"{output} exists and is no bundle; choose another --output, or remove it yourself")
-    try:
-        staging = sibling(output, "partial")
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise BundleError(f"cannot write beside {output}: {error.strerror}; choose another --output") from error
-    try:
-        yield staging
-        move_into_place(staging, output)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise BundleError(
-                f"no room to write the bundle ({error.strerror}): free some space or choose an --output on another disk"
-            ) from error
-        raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The last step of a build."""
     text = json.dumps(manifest.to_json(), indent=2)
@@ -220,27 +190,3 @@ def plain_name(name: str) -> str:
     if PurePosixPath(name).parts != (name,) or name in ("..", MANIFEST) or "\\" in name:
         raise BundleError(f"{MANIFEST} names the file {name!r}, which leaves the bundle: do not use this bundle")
     return name
-
-
-def replaceable(output: Path) -> bool:
-    return output.is_dir() and ((output / MANIFEST).is_file() or not any(output.iterdir()))
-
-
-def move_into_place(staging: Path, output: Path) -> None:
-    """Rename; an older bundle steps aside first and comes back should the rename fail."""
-    if not output.exists():
-        staging.rename(output)
-        return
-    old = sibling(output, "old")
-    output.rename(old)
-    try:
-        staging.rename(output)
-    except OSError:
-        old.rename(output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sibling(output: Path, kind: str) -> Path:
-    """An unused name beside `output`, so that a rename never crosses a file system."""
-    return output.with_name(f".{output.name}.{kind}-{secrets.token_hex(4)}")

@@ -5,28 +5,24 @@ Engines differ from transformers, and one pass from another of a different width
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from checkpoints import SHAPES, VOCAB_SIZE, Reference, transformers_logits, write_checkpoint
+from engine_parts import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec, filled, random_text, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 from trees import Tree, trees
 
-from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
-from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, causal_batch, prefill
+from draftwood.runtime.engines.base import Engine, TokenBatch, causal_batch, prefill
 from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.openvino import OpenVinoEngine
 from draftwood.runtime.engines.torch import TorchEngine
@@ -39,12 +35,7 @@ BACKENDS = [
     "torch",
     pytest.param("torch on cuda", marks=ON_GPU),
 ]
-WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
-TOLERANCE = 2e-4
-Open = Callable[..., Engine]
 few = settings(max_examples=8, deadline=None)
-
-BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))  # its longest path: 0, 2, 4, 6, 7
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
 
 
@@ -96,40 +87,6 @@ def gqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one(gqa: Path, open_engine: Open) -> Engine:
     """The engine of one shape, for what does not depend on the shape."""
     return open_engine(gqa)
-
-
-def engine_spec(checkpoint: Checkpoint, backend: str, role: str, capacity: int = CAPACITY) -> EngineSpec:
-    return EngineSpec(
-        role=role,
-        backend=backend,
-        file="",
-        model=checkpoint.config,
-        widths=WIDTHS[1:] if backend == "openvino" else WIDTHS,
-        capacity=capacity,
-        precision="fp32",
-        outputs=bindings.output_names(role),
-    )
-
-
-def random_text(length: int, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, length)]
-
-
-def filled(engine: Engine, text: Sequence[int]) -> Any:
-    """A cache that holds `text`."""
-    cache = engine.new_cache()
-    prefill(engine, cache, text)
-    return cache
-
-
-def score(engine: Engine, batch: TokenBatch, cache: Any) -> NDArray[np.float32]:
-    """Logits of the real rows, copied: the engine owns its output only until the next pass."""
-    return engine.forward(batch, cache).logits[: batch.num_tokens].copy()
-
-
-def contents(cache: Any) -> NDArray[np.float32]:
-    """Keys and values of the committed rows."""
-    return torch.as_tensor(cache.buffer[:, :, :, : cache.length]).numpy(force=True).copy()
 
 
 def test_prefill_equals_transformers(engine: Engine, reference: Reference) -> None:
@@ -291,20 +248,6 @@ def test_how_weights_are_stored_changes_nothing(dtype: str, shards: int, open_en
     np.testing.assert_array_equal(logits[0], logits[1])
 
 
-def test_weights_beside_the_graph_change_nothing(gqa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large models keep their weights in a second file."""
-    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
-    checkpoint, written = Checkpoint(gqa), list[str]()
-    export(checkpoint, bindings.TARGET, CAPACITY, tmp_path / "target.onnx", written.append)
-    assert (tmp_path / "target.onnx.data").stat().st_size > 4 * checkpoint.config.num_parameters
-    assert "lm_head.weight" in written
-    engine = OnnxRuntimeEngine(tmp_path / "target.onnx", engine_spec(checkpoint, "onnxruntime", bindings.TARGET))
-    text = random_text(50)
-    output = prefill(engine, engine.new_cache(), text)
-    assert output is not None
-    np.testing.assert_allclose(output.logits[0], transformers_logits(gqa)([text])[0], atol=TOLERANCE)
-
-
 def test_a_full_cache_is_an_error_that_leaves_it_usable(gqa: Path, open_engine: Open) -> None:
     engine = open_engine(gqa, capacity=40)
     text = random_text(36)
@@ -335,26 +278,3 @@ def test_a_pass_that_was_not_compiled_is_refused(one: Engine) -> None:
     one.forward(BUSHY.batch(one.spec, 0), cache)
     with pytest.raises(EngineError, match="the 8 speculative rows before them"):
         one.forward(BUSHY.batch(one.spec, 0), cache)
-
-
-def test_a_file_that_is_no_graph_is_refused(gqa: Path, tmp_path: Path) -> None:
-    spec = engine_spec(Checkpoint(gqa), "onnxruntime", bindings.TARGET)
-    (tmp_path / "broken.onnx").write_bytes(b"not a graph")
-    for name in ("broken.onnx", "missing.onnx"):
-        with pytest.raises(EngineError, match=f"{name} cannot be opened by ONNX Runtime"):
-            OnnxRuntimeEngine(tmp_path / name, spec)
-
-
-def test_devices_that_are_not_there_are_refused(gqa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = Checkpoint(gqa)
-    spec = engine_spec(checkpoint, "onnxruntime", bindings.TARGET)
-    with pytest.raises(EngineError, match="'tpu' is unknown; choose one of cpu, cuda"):
-        OnnxRuntimeEngine(tmp_path / "any.onnx", spec, provider="tpu")
-    with pytest.raises(EngineError, match="'tpu' is unknown; choose one of cpu, cuda"):
-        TorchEngine(checkpoint.tensor, spec, device="tpu")
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EngineError, match=r"no CUDAExecutionProvider: install .*onnxruntime-gpu"):
-        OnnxRuntimeEngine(tmp_path / "any.onnx", spec, provider="cuda")
-    with pytest.raises(EngineError, match="no CUDA device: install a CUDA build of torch"):
-        TorchEngine(checkpoint.tensor, spec, device="cuda")

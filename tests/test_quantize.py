@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, ConfigError
 from draftwood.models.llama import Llama
+from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.torch import TorchEngine
 
@@ -143,14 +145,15 @@ def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, 
     assert kinds.count("MatMulNBits") == 4 * 4 + 1 and "MatMul" not in kinds
 
 
+@pytest.mark.skipif(find_spec("tensorrt_rtx") is None, reason="needs the extra tensorrt-rtx")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tensorrt_reads_the_same_form(bits: int, transposed: bool, tmp_path: Path) -> None:
-    tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="needs the [tensorrt-rtx] extra")
+    tensorrt_rtx = load_tensorrt("tensorrt-rtx")
     checkpoint = QuantizedCheckpoint(Checkpoint(DEMO / "draft"), WeightFormat(bits, 128, transposed))
     file = tmp_path / "target.onnx"
     export(checkpoint, bindings.TARGET, 256, file, lambda name: None, form=bindings.COMPACT)
-    logger = tensorrt_rtx.Logger(tensorrt_rtx.Logger.ERROR)
+    logger = tensorrt_logger("tensorrt-rtx")
     network = tensorrt_rtx.Builder(logger).create_network()
     parser = tensorrt_rtx.OnnxParser(network, logger)
     assert parser.parse_from_file(str(file)), parser.get_error(0).desc()
@@ -187,6 +190,10 @@ def test_a_size_without_blocks_is_refused_before_anything_is_written(tmp_path: P
         ({"draft_precision": "bf16"}, "'bf16' is not available for onnxruntime; choose fp32, int8, int4"),
         ({"draft_backend": "abacus"}, "'abacus' is not available for the draft beside onnxruntime"),
         ({"draft_backend": "tensorrt-rtx"}, "'tensorrt-rtx' is not available for the draft beside onnxruntime"),
+        (
+            {"backend": "tensorrt", "draft_backend": "tensorrt-rtx"},
+            "'tensorrt-rtx' is not available for the draft beside tensorrt",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_the_reason(options: dict[str, str], message: str, tmp_path: Path) -> None:

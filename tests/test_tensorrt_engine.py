@@ -5,7 +5,7 @@ Nothing here runs a plan: that is what `make gpu-check` and tests marked `gpu` d
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from bundling import DEMO
 from checkpoints import write_checkpoint
+from engine_parts import BUSHY, CAPACITY, WIDTHS, random_text
 from fake_tensorrt import HEADER, FakeTensorRT
 from host_device import HostDevice
-from test_engines import BUSHY, CAPACITY, WIDTHS, random_text
 
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
+from draftwood.plugins.tensorrt import load_tensorrt
 from draftwood.plugins.tree_attention.library import MAGIC
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoder import SpeculativeDecoder
@@ -254,7 +255,9 @@ def test_kernels_that_cannot_be_kept_are_no_error(tmp_path: Path) -> None:
 
 def test_the_stand_in_has_only_names_of_the_real_package() -> None:
     """Every attribute the engine was tested with exists in TensorRT-RTX."""
-    trt = pytest.importorskip("tensorrt_rtx")
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("needs the extra tensorrt-rtx")
+    trt = load_tensorrt("tensorrt-rtx")
     real = {
         fake_tensorrt.ExecutionContext: trt.IExecutionContext,
         fake_tensorrt.RuntimeCache: trt.IRuntimeCache,

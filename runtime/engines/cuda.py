@@ -45,6 +45,14 @@ class CudaMemory:
         weakref.finalize(self, device.free, self.address).atexit = False
 
 
+class CudaGraph:
+    """A captured graph, ready to be launched; destroyed when nothing refers to it."""
+
+    def __init__(self, device: CudaDevice, handle: Any) -> None:
+        self.handle = handle
+        weakref.finalize(self, device.destroy_graph, handle).atexit = False  # see CudaMemory
+
+
 class CudaDevice:
     """The GPU that CUDA counts as `index`, through its primary context, which TensorRT and torch share."""
 
@@ -129,7 +137,7 @@ class CudaDevice:
             pointers = np.array([argument.ctypes.data for argument in arguments], np.uint64)
             self._call("cuLaunchKernel", self._movers[width], *grid, stream, pointers.ctypes.data, 0)
 
-    def capture(self, work: Callable[[], None], stream: Stream) -> Any | None:
+    def capture(self, work: Callable[[], None], stream: Stream) -> CudaGraph | None:
         """See Device.capture."""
         self._enter()
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -140,14 +148,23 @@ class CudaDevice:
             self._driver.cuStreamEndCapture(stream)  # leaves capture mode; there is no graph to be had
             return None
         try:
-            graph = self._call("cuStreamEndCapture", stream)
-            return self._call("cuGraphInstantiate", graph, 0)
+            captured = self._call("cuStreamEndCapture", stream)
         except EngineError:
             return None
+        try:
+            return CudaGraph(self, self._call("cuGraphInstantiate", captured, 0))
+        except EngineError:
+            return None
+        finally:
+            self._call("cuGraphDestroy", captured)  # the executable graph is a copy
 
-    def replay(self, graph: Any, stream: Stream) -> None:
+    def replay(self, graph: CudaGraph, stream: Stream) -> None:
         self._enter()
-        self._call("cuGraphLaunch", graph, stream)
+        self._call("cuGraphLaunch", graph.handle, stream)
+
+    def destroy_graph(self, handle: Any) -> None:
+        self._enter()
+        self._call("cuGraphExecDestroy", handle)
 
     def synchronize(self, stream: Stream) -> None:
         self._enter()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...models import bindings
 from ...models.bindings import Binding
 from ...models.errors import EngineError
-from .base import EngineSpec, ForwardOutput, TokenBatch
+from .base import EngineSpec, TokenBatch
 
 ALIGNMENT = 256  # bytes; what cudaMalloc guarantees, and TensorRT expects of an address
 
@@ -77,9 +77,8 @@ class Layout(NamedTuple):
 
     @classmethod
     def outputs(cls, spec: EngineSpec, shape: PassShape) -> Layout:
-        """The logits, by far the largest, come last: padding rows at their end need not be copied."""
-        items = (bindings.ACCEPTANCE, bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.LOGITS)
-        return cls.of([item for item in items if item.name in spec.outputs], spec, shape)
+        """The logits come last: padding rows at their end need not be copied."""
+        return cls.of(bindings.outputs(spec.outputs), spec, shape)
 
     def views(self, block: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """The tensors in a block of `nbytes` bytes; they share its memory."""
@@ -107,28 +106,3 @@ def refuse_growth(spec: EngineSpec, capacity: int) -> None:
 def aligned(nbytes: int) -> int:
     """The next size at which something else may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def feed(views: Mapping[str, NDArray[Any]], batch: TokenBatch, length: int, start: int) -> None:
-    """Write a batch, behind `length` committed rows and with its first row at slot `start`, into the inputs of a pass
-    that may see more columns than the batch does."""
-    views[bindings.INPUT_IDS.name][0] = batch.token_ids
-    views[bindings.POSITION_IDS.name][0] = batch.position_ids
-    views[bindings.CACHE_LENGTHS.name][0] = length
-    views[bindings.WRITE_INDICES.name][0] = start
-    views[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
-    mask, seen = views[bindings.TREE_MASK.name][0], batch.mask.shape[1]
-    mask[:, :seen] = batch.mask
-    mask[:, seen:] = False
-
-
-def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:
-    """The one sequence's results, as views."""
-
-    def result(name: str) -> NDArray[Any] | None:
-        return views[name][0] if name in views else None
-
-    ids, logprobs, acceptance = (
-        result(item.name) for item in (bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.ACCEPTANCE)
-    )
-    return ForwardOutput(views[bindings.LOGITS.name][0], ids, logprobs, acceptance)

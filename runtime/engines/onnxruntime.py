@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from ...models import bindings
 from ...models.errors import EngineError
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+from .feeds import feed, output_of
+from .layout import refuse_growth
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -46,8 +49,10 @@ class OnnxRuntimeKVCache(StackedKVCache):
     def _allocate(self, capacity: int) -> None:
         # ONNX Runtime's attention pays for capacity, not length: a buffer that starts small is faster, too.
         spec = self._engine.spec
-        slots = spec.capacity if self._engine.form == bindings.COMPACT else capacity
-        shape = (2 * spec.model.num_layers, 1, spec.model.num_kv_heads, slots, spec.model.head_dim)
+        if self._engine.form == bindings.COMPACT:
+            refuse_growth(spec, capacity)
+            capacity = spec.capacity
+        shape = (2 * spec.model.num_layers, 1, spec.model.num_kv_heads, capacity, spec.model.head_dim)
         self.buffer = np.zeros(shape, self._engine.cache_dtype)
         self._values = [self._engine.as_value(layer) for layer in self.buffer]
         self._passes: dict[tuple[int, int, int], BoundPass] = {}
@@ -59,8 +64,10 @@ class OnnxRuntimeEngine:
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, provider: str = "cpu") -> None:
         """Open `path`. threads: 0 lets ONNX Runtime choose. Raises EngineError when file or provider are unusable."""
-        import onnxruntime
-
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as error:
+            raise EngineError("this bundle needs ONNX Runtime: pip install 'draftwood[cpu]'") from error
         if provider not in PROVIDERS:
             raise EngineError(f"provider {provider!r} is unknown; choose one of {', '.join(PROVIDERS)}")
         options = onnxruntime.SessionOptions()
@@ -95,24 +102,14 @@ class OnnxRuntimeEngine:
 
     def forward(self, batch: TokenBatch, cache: OnnxRuntimeKVCache) -> ForwardOutput:
         """See Engine.forward."""
-        width, slots = batch.mask.shape
         start = cache.reserve(batch)
-        end = cache.length + slots
-        bound = cache.bound(width, len(batch.output_rows), slots)
-        feeds = bound.feeds
-        feeds[bindings.INPUT_IDS.name][0] = batch.token_ids
-        feeds[bindings.POSITION_IDS.name][0] = batch.position_ids
-        feeds[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
-        feeds[bindings.WRITE_INDICES.name][0] = start
-        if self.form == bindings.COMPACT:
-            feeds[bindings.CACHE_LENGTHS.name][0] = cache.length
-            feeds[bindings.TREE_MASK.name][0] = batch.mask
-        else:
-            mask = feeds[bindings.ATTENTION_MASK.name][0, 0]
-            mask[:, : cache.length] = 0.0
-            mask[:, cache.length : end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
-            mask[:, end:] = bindings.MASKED
-        self._session.run_with_iobinding(bound.binding)
+        width, columns = batch.mask.shape
+        bound = cache.bound(width, len(batch.output_rows), columns)
+        feed(bound.feeds, batch, cache.length, start)
+        try:
+            self._session.run_with_iobinding(bound.binding)
+        except Exception as error:  # a full GPU, for example
+            raise EngineError(f"ONNX Runtime could not run a pass of the {self.spec.role}: {error}") from error
         cache.speculative += batch.num_tokens
         return bound.output
 
@@ -132,33 +129,23 @@ class OnnxRuntimeEngine:
         binding = self._session.io_binding()
         keep_alive: list[Any] = []
 
-        def array(name: str, shape: tuple[int, ...], dtype: str, is_input: bool) -> NDArray[Any]:
-            buffer = np.zeros(shape, dtype)
-            value = self.as_value(buffer)
-            keep_alive.append(value)
-            (binding.bind_ortvalue_input if is_input else binding.bind_ortvalue_output)(name, value)
-            return buffer
-
         sizes = {"B": 1, "1": 1, "T": width, "S": columns, "C": capacity, "R": outputs, "V": model.vocab_size}
-        feeds = {
-            item.name: array(item.name, tuple(sizes[axis] for axis in item.shape), item.dtype, True)
-            for item in bindings.inputs(self.form)
-        }
+        sizes["K"] = bindings.top_columns(model.vocab_size)
+
+        def buffer(item: bindings.Binding, bind: Callable[[str, Any], None]) -> NDArray[Any]:
+            array = np.zeros([sizes[axis] for axis in item.shape], item.dtype)
+            value = self.as_value(array)
+            keep_alive.append(value)
+            bind(item.name, value)
+            return array
+
+        feeds = {item.name: buffer(item, binding.bind_ortvalue_input) for item in bindings.inputs(self.form)}
         for layer in range(model.num_layers):
             for offset, kind in enumerate(bindings.KINDS):
                 value = cache[2 * layer + offset]
                 binding.bind_ortvalue_input(bindings.past(kind, layer), value)
                 binding.bind_ortvalue_output(bindings.present(kind, layer), value)
-        logits = array(bindings.LOGITS.name, (1, outputs, model.vocab_size), bindings.LOGITS.dtype, False)
-        top_ids = top_logprobs = None
-        if bindings.TOP_IDS.name in self.spec.outputs:
-            columns = bindings.top_columns(model.vocab_size)
-            top_ids = array(bindings.TOP_IDS.name, (1, outputs, columns), bindings.TOP_IDS.dtype, False)[0]
-            top_logprobs = array(bindings.TOP_LOGPROBS.name, (1, outputs, columns), bindings.TOP_LOGPROBS.dtype, False)[
-                0
-            ]
-        acceptance = None
-        if bindings.ACCEPTANCE.name in self.spec.outputs:
-            acceptance = array(bindings.ACCEPTANCE.name, (1, outputs), bindings.ACCEPTANCE.dtype, False)[0]
-        output = ForwardOutput(logits[0], top_ids, top_logprobs, acceptance)
-        return BoundPass(binding, feeds, output, keep_alive)
+        results = {
+            item.name: buffer(item, binding.bind_ortvalue_output) for item in bindings.outputs(self.spec.outputs)
+        }
+        return BoundPass(binding, feeds, output_of(results), keep_alive)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ...models import bindings
 from ...models.errors import EngineError
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+from .feeds import feed, output_of
 
 # Inputs of a low-bit matrix that share a scale, and activations of a row that are rounded to int8 together: the integer
 # kernels are taken only where both are the same. At 4 bits 64 keeps the text closer than 128, for 5 % of the time.
@@ -56,7 +57,7 @@ class OpenVinoEngine:
         """Open `path`. threads: 0 lets OpenVINO choose. Raises EngineError when OpenVINO or the file are unusable, or
         when the engine has a pass of one row, whose kernels round differently from those of wider ones."""
         if spec.widths[0] < 2:
-            raise EngineError("an OpenVINO engine has no pass of one row: rebuild the bundle with --widths from 2 on")
+            raise EngineError("an OpenVINO engine has no pass of one row: rebuild the bundle with this release")
         try:
             import openvino
         except ModuleNotFoundError as error:
@@ -83,20 +84,13 @@ class OpenVinoEngine:
 
     def forward(self, batch: TokenBatch, cache: OpenVinoKVCache) -> ForwardOutput:
         """See Engine.forward."""
-        width, columns = batch.mask.shape
         start = cache.reserve(batch)
-        end = cache.length + columns
-        bound = cache.bound(width, len(batch.output_rows))
-        feeds = bound.feeds
-        feeds[bindings.INPUT_IDS.name][0] = batch.token_ids
-        feeds[bindings.POSITION_IDS.name][0] = batch.position_ids
-        feeds[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
-        feeds[bindings.WRITE_INDICES.name][0] = start
-        mask = feeds[bindings.ATTENTION_MASK.name][0, 0]
-        mask[:, : cache.length] = 0.0
-        mask[:, cache.length : end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
-        mask[:, end:] = bindings.MASKED
-        bound.request.infer()
+        bound = cache.bound(len(batch.mask), len(batch.output_rows))
+        feed(bound.feeds, batch, cache.length, start)
+        try:
+            bound.request.infer()
+        except RuntimeError as error:
+            raise EngineError(f"OpenVINO could not run a pass of the {self.spec.role}: {error}") from error
         rows = batch.num_tokens
         cache.buffer[:, :, :, start : start + rows] = bound.new_rows[:, :, :, :rows]
         cache.speculative += rows
@@ -127,6 +121,5 @@ class OpenVinoEngine:
         for index, layer in enumerate(cache):
             bound(bindings.past(bindings.KINDS[index % 2], index // 2), layer)
         new_rows = bound(NEW_ROWS, np.zeros((stacked, 1, kv_heads, width, head_dim), np.float32))
-        optional = (bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.ACCEPTANCE)
-        ranked = [buffer(item)[0] if item.name in self.spec.outputs else None for item in optional]
-        return BoundPass(request, feeds, new_rows, ForwardOutput(buffer(bindings.LOGITS)[0], *ranked))
+        results = {item.name: buffer(item) for item in bindings.outputs(self.spec.outputs)}
+        return BoundPass(request, feeds, new_rows, output_of(results))

@@ -18,7 +18,8 @@ from ...models import bindings
 from ...models.errors import EngineError
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
 from .device import CacheGeometry, Device, Execution, Program, RowMove
-from .layout import Layout, PassShape, aligned, feed, output_of, refuse_growth
+from .feeds import feed, output_of
+from .layout import Layout, PassShape, aligned, refuse_growth
 
 log = logging.getLogger("draftwood.engines")
 
@@ -92,8 +93,9 @@ class StaticEngine:
         return output
 
     def close(self) -> None:
-        self._executions.clear()
-        self.program.close()
+        with self.lock:  # a pass of another thread ends first
+            self._executions.clear()
+            self.program.close()
 
     def execution(self, shape: PassShape) -> Execution:
         """The program set up for a shape; shared by all caches, whose addresses a captured graph remembers itself."""

@@ -21,7 +21,8 @@ from ...models.acceptance_head import AcceptanceHead, TrainedHead
 from ...models.errors import EngineError
 from ...models.llama import Llama, LlamaOutput, TreeAttention
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
-from .layout import Layout, PassShape, feed, output_of, refuse_growth
+from .feeds import feed, output_of
+from .layout import Layout, PassShape, refuse_growth
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,0 +1,181 @@
+"""How costs grow: a pass with its rows, its context and the model's size, over the floor; memory; the first token.
+
+    python benchmarks/cost_growth.py bundles/demo bundles/demo-110m --output benchmarks/results
+
+The floor of a pass is the larger of what its bytes take at the bandwidth (weights once, and the committed keys
+and values) and what its products take at the machine's arithmetic, both measured here by numpy on two large arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import matplotlib
+import numpy as np
+from machine import write
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from draftwood.builder.profile import Pair, behind
+from draftwood.models.bindings import DRAFT, TARGET
+from draftwood.models.config import LlamaConfig
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.engines.base import Engine
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.speculation.config import SpeculativeConfig
+
+CONTEXTS = (64, 512, 960)
+PROMPTS = (32, 512, 960)
+REPEATS = 5
+SQUARE = 2048  # of the product that measures the arithmetic
+ITEM_BYTES = {"fp32": 4.0, "int8": 1.125, "int4": 0.625}  # of a weight, its share of a block's scale included
+
+
+def bandwidth() -> float:
+    """Bytes per second of a sum over an array far larger than any cache."""
+    array = np.ones(1 << 27, np.float32)
+    return array.nbytes / best_of(lambda: array.sum())
+
+
+def arithmetic() -> float:
+    """fp32 operations per second of a square product."""
+    left = np.ones((SQUARE, SQUARE), np.float32)
+    return 2 * SQUARE**3 / best_of(lambda: left @ left)
+
+
+def best_of(work: Any) -> float:
+    """Seconds of the fastest of some runs: a floor."""
+    seconds = []
+    for _ in range(REPEATS):
+        start = perf_counter()
+        work()
+        seconds.append(perf_counter() - start)
+    return min(seconds)
+
+
+def floor(model: LlamaConfig, precision: str, rows: int, context: int, speeds: Mapping[str, float]) -> float:
+    """The least seconds of a pass that scores all its rows."""
+    weights = model.num_parameters - model.vocab_size * model.hidden_size  # an embedding is looked up, not multiplied
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
+    moved = ITEM_BYTES[precision] * weights + 4 * cache
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * (context + rows)
+    return max(moved / speeds["bytes_per_second"], rows * (2 * weights + attention) / speeds["operations_per_second"])
+
+
+def resident_megabytes() -> float:
+    """The most this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def first_token(engines: Sequence[Engine], config: SpeculativeConfig | None, longest: int, prompt: int) -> float:
+    """Median seconds until a request has its first token."""
+    vocab_size = engines[0].spec.model.vocab_size
+    decoder = SpeculativeDecoder(engines[0], engines[1], config, longest, ())
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, prompt).tolist()
+    seconds = []
+    for _ in range(REPEATS):
+        start = perf_counter()
+        chunks = decoder.generate(tokens, Sampler(params, tokens, (), vocab_size), seeded_streams(0), SpecDecodeStats())
+        next(chunks)
+        seconds.append(perf_counter() - start)
+    return median(seconds[1:])
+
+
+def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
+    """Everything about one bundle."""
+    before = resident_megabytes()
+    bundle = EngineBundle.open(folder)
+    engines = {TARGET: bundle.open_engine(TARGET), DRAFT: bundle.open_engine(DRAFT, threads=1)}
+    spec, longest = engines[TARGET].spec, bundle.manifest.max_length
+    pair = Pair(engines, longest, 0, 1)
+    passes = {}
+    for context in (each for each in CONTEXTS if each <= longest):
+        row = behind(pair, context, spec.widths, REPEATS, lambda: None)[TARGET]
+        lowest = [floor(spec.model, spec.precision, width, context, speeds) for width in spec.widths]
+        passes[str(context)] = {
+            "milliseconds": [round(1e3 * seconds, 3) for seconds in row],
+            "floor": [round(1e3 * seconds, 3) for seconds in lowest],
+        }
+    both = [engines[TARGET], engines[DRAFT]]
+    first = {
+        str(prompt): {
+            "plain": round(1e3 * first_token(both, None, longest, prompt), 1),
+            "speculative": round(1e3 * first_token(both, SpeculativeConfig(), longest, prompt), 1),
+        }
+        for prompt in PROMPTS
+        if prompt < longest
+    }
+    held = sum(bundle.manifest.engine_bytes(role) for role in engines) / 1e6
+    caches = sum(8 * m.num_layers * m.num_kv_heads * m.head_dim for m in (each.spec.model for each in both))
+    figures = {
+        "target": f"{spec.backend} {spec.precision}, {spec.model.num_parameters / 1e6:.0f}M",
+        "widths": list(spec.widths),
+        "passes": passes,
+        "milliseconds_to_first_token": first,
+        "engine_megabytes": round(held, 1),
+        "cache_bytes_per_token": caches,
+        "resident_megabytes_added": round(resident_megabytes() - before, 1),
+    }
+    for engine in both:
+        engine.close()
+    return figures
+
+
+def table(figures: Mapping[str, Any]) -> Table:
+    """Milliseconds and what they are of the floor, for the shortest and the longest context."""
+    contexts = list(figures["passes"])
+    columns = [f"behind {context}" for context in contexts for _ in range(2)]
+    result = Table("rows", *columns, title=figures["target"], title_justify="left")
+    for index, width in enumerate(figures["widths"]):
+        cells = []
+        for context in contexts:
+            taken, least = (figures["passes"][context][name][index] for name in ("milliseconds", "floor"))
+            cells += [f"{taken:.2f} ms", f"{taken / least:.2f} x floor"]
+        result.add_row(str(width), *cells)
+    return result
+
+
+def plot(bundles: Mapping[str, Any], file: Path) -> None:
+    """One panel per bundle: milliseconds against rows, the floor dashed, one colour per context."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "draftwood"})
+    canvas = Figure(figsize=(4.2 * len(bundles), 3.8), layout="constrained")
+    for axes, (name, figures) in zip(canvas.subplots(1, len(bundles), squeeze=False)[0], bundles.items(), strict=True):
+        for context, row in figures["passes"].items():
+            line = axes.plot(figures["widths"], row["milliseconds"], marker=".", label=f"behind {context} tokens")[0]
+            axes.plot(figures["widths"], row["floor"], "--", color=line.get_color(), linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("rows of a pass")
+        axes.set_title(f"{name}: {figures['target']}")
+        axes.legend()
+    canvas.axes[0].set_ylabel("milliseconds; dashed: the floor")
+    canvas.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    speeds = {"bytes_per_second": bandwidth(), "operations_per_second": arithmetic()}
+    bundles = {folder.name: measure(folder, speeds) for folder in args.bundles}
+    console = Console()
+    for figures in bundles.values():
+        console.print(table(figures))
+    write(args.output, "cost_growth", {name: round(value) for name, value in speeds.items()} | {"bundles": bundles})
+    plot(bundles, args.output / "cost_growth.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""From a batch to the inputs of a graph of either form, and from its outputs to a ForwardOutput."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models import bindings
+from .base import ForwardOutput, TokenBatch
+
+
+def feed(views: Mapping[str, NDArray[Any]], batch: TokenBatch, length: int, start: int) -> None:
+    """Write a batch, behind `length` committed rows and with its first row at slot `start`, into the inputs of a pass,
+    whose mask may have more columns than the batch's: over the whole cache in the additive form, a few more in the
+    compact one. Nobody sees those."""
+    views[bindings.INPUT_IDS.name][0] = batch.token_ids
+    views[bindings.POSITION_IDS.name][0] = batch.position_ids
+    views[bindings.WRITE_INDICES.name][0] = start
+    views[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
+    seen = batch.mask.shape[1]
+    if bindings.TREE_MASK.name in views:
+        views[bindings.CACHE_LENGTHS.name][0] = length
+        mask = views[bindings.TREE_MASK.name][0]
+        mask[:, :seen] = batch.mask
+        mask[:, seen:] = False
+    else:
+        mask, end = views[bindings.ATTENTION_MASK.name][0, 0], length + seen
+        mask[:, :length] = 0.0
+        mask[:, length:end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
+        mask[:, end:] = bindings.MASKED
+
+
+def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:
+    """The one sequence's results, as views."""
+
+    def result(name: str) -> NDArray[Any] | None:
+        return views[name][0] if name in views else None
+
+    ids, logprobs, acceptance = (
+        result(item.name) for item in (bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.ACCEPTANCE)
+    )
+    return ForwardOutput(views[bindings.LOGITS.name][0], ids, logprobs, acceptance)

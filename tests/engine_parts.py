@@ -1,0 +1,56 @@
+"""What tests of engines share: sizes, a tree, a spec, and shorthands for passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoints import VOCAB_SIZE
+from numpy.typing import NDArray
+from trees import Tree
+
+from draftwood.builder.checkpoint import Checkpoint
+from draftwood.models import bindings
+from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
+
+WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
+TOLERANCE = 2e-4
+Open = Callable[..., Engine]
+
+BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))  # its longest path: 0, 2, 4, 6, 7
+
+
+def engine_spec(checkpoint: Checkpoint, backend: str, role: str, capacity: int = CAPACITY) -> EngineSpec:
+    return EngineSpec(
+        role=role,
+        backend=backend,
+        file="",
+        model=checkpoint.config,
+        widths=WIDTHS[1:] if backend == "openvino" else WIDTHS,
+        capacity=capacity,
+        precision="fp32",
+        outputs=bindings.output_names(role),
+    )
+
+
+def random_text(length: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, length)]
+
+
+def filled(engine: Engine, text: Sequence[int]) -> Any:
+    """A cache that holds `text`."""
+    cache = engine.new_cache()
+    prefill(engine, cache, text)
+    return cache
+
+
+def score(engine: Engine, batch: TokenBatch, cache: Any) -> NDArray[np.float32]:
+    """Logits of the real rows, copied: the engine owns its output only until the next pass."""
+    return engine.forward(batch, cache).logits[: batch.num_tokens].copy()
+
+
+def contents(cache: Any) -> NDArray[np.float32]:
+    """Keys and values of the committed rows."""
+    return torch.as_tensor(cache.buffer[:, :, :, : cache.length]).numpy(force=True).copy()
