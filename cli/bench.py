@@ -21,12 +21,14 @@ from ..runtime.bundle import EngineBundle
 from ..runtime.cost import assumed, read_costs
 from ..runtime.decoder import SpeculativeDecoder
 from ..runtime.fit import fitted
+from ..runtime.llm import checked_prompt
 from ..runtime.metrics import SpecDecodeStats
 from ..runtime.random import seeded_streams
 from ..runtime.sampling import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.tokenizer import Tokenizer
-from .options import add_engines, add_sampling, given, integers
+from .files import check_writable, write
+from .options import add_engines, add_sampling, given, integers, positive
 
 PLAIN = "plain"
 CONFIGS = "plain,chain:4,topk:12,auto"
@@ -51,8 +53,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, help='JSON lines, each with a "prompt" (or "turns")')
     parser.add_argument("--configs", default=CONFIGS, help=f"separated by commas (default {CONFIGS})")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of every prompt and configuration (default 3)")
-    parser.add_argument("--limit", type=int, help="use only the first so many prompts")
+    parser.add_argument("--repeats", type=positive, default=3, help="of every prompt and configuration (default 3)")
+    parser.add_argument("--limit", type=positive, help="use only the first so many prompts")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_sampling(parser)
@@ -62,9 +64,12 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = given(args, SamplingParams)
+    if args.output is not None:
+        check_writable(args.output, "--output")
     bundle = EngineBundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.folder)
-    prompts = [tokenizer.encode(text) for text in read_prompts(args.prompts)[: args.limit]]
+    texts = read_prompts(args.prompts)[: args.limit]
+    prompts = [checked_prompt(tokenizer.encode(text), bundle) for text in texts]
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *args.configs.split(",")])}
     engines = (
         bundle.open_engine(TARGET, args.threads, args.provider),
@@ -95,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [summarise(name, runs[name], runs[PLAIN]) for name in configs]
     report = {"prompts": len(prompts), "repeats": args.repeats, "rows": [row._asdict() for row in rows]}
     if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write(args.output, "--output", json.dumps(report, indent=2) + "\n")
     if args.json:
         print(json.dumps(report))
     else:

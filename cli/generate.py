@@ -16,7 +16,8 @@ from ..runtime.explain import RoundRecorder, token_texts
 from ..runtime.explain_html import to_html
 from ..runtime.llm import LLM
 from ..runtime.sampling import SamplingParams
-from .live import LiveView, PlainView, summary
+from .files import check_writable, write
+from .live import LiveView, PlainView, costs_note, summary
 from .options import add_engines, add_sampling, add_speculation, given, speculative
 
 
@@ -43,12 +44,11 @@ def run(args: argparse.Namespace) -> int:
     if args.audit:
         check_auditable(config is not None, params)
     if args.explain is not None:
-        check_writable(args.explain)
+        check_writable(args.explain, "--explain")
     errors = Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if llm.stale_costs:
-            differs = "; ".join(llm.stale_costs)
-            errors.print(f"── costs were measured elsewhere ({differs}): run draftwood profile", markup=False)
+            errors.print(f"── {costs_note(llm.stale_costs)}", markup=False)
         prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
         recorder = RoundRecorder(token_texts(llm.tokenizer))
         observe = None if args.explain is None else recorder.observe
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             stats = chunk.stats
             errors.print(summary(stats), highlight=False, soft_wrap=True)
         if args.explain is not None:
-            write_page(args.explain, to_html(recorder.explanation(text, config, params, stats)))
+            write(args.explain, "--explain", to_html(recorder.explanation(text, config, params, stats)))
             errors.print(f"── {len(recorder.rounds)} rounds explained in {args.explain}", highlight=False, markup=False)
         report = audit_output(llm, prompt, params, token_ids) if args.audit else None
     if report is not None:
@@ -87,30 +87,6 @@ def verdict(report: AuditReport) -> str:
         return f"{where}: one of the two outputs ended there"
     judged = "numeric noise of passes of different widths" if report.numeric_noise else "a bug: please report it"
     return f"{where}; their logits are {report.logit_gap:.2g} apart, {judged}"
-
-
-def check_writable(file: Path) -> None:
-    """Raises RequestError when a page could not be written there; leaves nothing behind."""
-    existed = file.exists()
-    try:
-        with file.open("a"):
-            pass
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise unwritable(file, error) from error
-
-
-def write_page(file: Path, page: str) -> None:
-    """Raises RequestError when the disk is full, or the folder gone since it was checked."""
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(file, error) from error
-
-
-def unwritable(file: Path, error: OSError) -> RequestError:
-    return RequestError(f"--explain {file} cannot be written ({error.strerror}): choose a file in an existing folder")
 
 
 def prompt_text(args: argparse.Namespace) -> str:

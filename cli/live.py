@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -62,6 +63,11 @@ class LiveView:
     ) -> None:
         self._live.__exit__(kind, error, trace)
         self._console.print(self._line, soft_wrap=True)
+
+
+def costs_note(stale: Sequence[str]) -> str:
+    """What to say when LLM.stale_costs is not empty."""
+    return f"costs were measured elsewhere ({'; '.join(stale)}): run draftwood profile"
 
 
 def running(stats: SpecDecodeStats) -> str:

@@ -10,12 +10,21 @@ from typing import Any, TypeVar
 from ..runtime.sampling import SamplingParams
 from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
 
+THREADS, DRAFT_THREADS = 0, 1  # of the engines, where nothing else is said; 0 lets the backend choose
 T = TypeVar("T")
 
 
 def integers(text: str) -> tuple[int, ...]:
     """ "1,2,4" -> (1, 2, 4)."""
     return tuple(int(item) for item in text.split(","))
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def add_field(
@@ -95,8 +104,10 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 def add_engines(parser: argparse.ArgumentParser) -> None:
     """How the engines run on this machine."""
     group = parser.add_argument_group("engines")
-    group.add_argument("--threads", type=int, default=0, help="of the target; 0 lets the backend choose")
-    group.add_argument("--draft-threads", type=int, default=1, help="of the draft (default 1)")
+    group.add_argument("--threads", type=int, default=THREADS, help="of the target; 0 lets the backend choose")
+    group.add_argument(
+        "--draft-threads", type=int, default=DRAFT_THREADS, help=f"of the draft (default {DRAFT_THREADS})"
+    )
     group.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where ONNX Runtime computes")
 
 

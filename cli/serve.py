@@ -15,6 +15,7 @@ from typing import Any
 from ..models.errors import ConfigError
 from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING, AsyncLLM
 from ..runtime.llm import LLM
+from .live import costs_note
 from .options import add_engines, add_speculation, speculative
 
 API_KEY = "DRAFTWOOD_API_KEY"
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
             limits = Limits(args.max_body_bytes, 2 * async_llm.max_requests, args.api_key or None)
             app = create_app(async_llm, name, limits, args.request_timeout)
             warn_if_open(args.host, args.api_key)
+            if llm.stale_costs:
+                print(f"draftwood: warning: {costs_note(llm.stale_costs)}", file=sys.stderr)
             host, port = listener.getsockname()[:2]
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 

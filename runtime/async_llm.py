@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
 from time import monotonic
@@ -17,7 +18,7 @@ from .batching import Waiting, next_together, run_together
 from .engines.base import Engine, ForwardOutput, Pass
 from .llm import LLM, Engines, Prompt, Speculation
 from .metrics import SpecDecodeStats
-from .request_stream import DeadlineError, Request, RequestStream, ShutdownError
+from .request_stream import DeadlineError, Request, RequestStream, ShutdownError, without_frames
 from .sampling import SamplingParams
 from .scheduler import QueueFullError, Scheduler
 from .serving.metrics import Drafted, ServingMetrics
@@ -159,6 +160,9 @@ class AsyncLLM:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        if self._pools is not None:
+            for engine in self._order:
+                engine.close()
         if self._owns_llm:
             self.llm.close()
 
@@ -218,9 +222,10 @@ class AsyncLLM:
         if not waiting:
             return
         served = next_together(waiting, self._order)
-        try:
+        outputs: Sequence[ForwardOutput] = ()
+        with suppress(Exception):  # perhaps one request's fault: each on its own shows whose
             outputs = run_together(served)
-        except Exception:  # perhaps one request's fault: each on its own shows whose
+        if not outputs:
             for each in served:
                 self._serve_alone(each)
             return
@@ -233,8 +238,7 @@ class AsyncLLM:
         try:
             output = waiting.wanted.run()
         except Exception as error:  # whatever it is, it is this request's alone
-            with self._changed:
-                self._end(waiting.request, "error", error)
+            self._fail(waiting.request, error)
             return
         self._advance(waiting.request, output)
 
@@ -255,8 +259,7 @@ class AsyncLLM:
             try:
                 step = request.steps.send(answer)
             except Exception as error:  # whatever it is, it is this request's alone
-                with self._changed:
-                    self._end(request, "error", error)
+                self._fail(request, error)
                 return
             if isinstance(step, Pass):
                 request.wanted = step
@@ -275,6 +278,11 @@ class AsyncLLM:
         first = request.last_round is None
         self.metrics.record_round(len(chunk.token_ids), now - since, first, request.drafted, drafted)
         request.stats, request.drafted, request.last_round = chunk.stats, drafted, now
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request by what went wrong in its round."""
+        with self._changed:
+            self._end(request, "error", without_frames(error))
 
     def _end(self, request: Request, reason: str, last: StreamChunk | Exception) -> None:
         """Give the request's caches back, its place to the next one, and its consumer the last item."""

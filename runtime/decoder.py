@@ -139,7 +139,9 @@ class SpeculativeDecoder:
         if self._config is not None and self._proposer is not None:
             self._begin(self._config, sampler.params.greedy)
             # A draft that is not worth asking need not read the prompt either.
-            first = None if self._controller is None else self._controller.plan(len(prompt), self._max_length)
+            first = None
+            if self._controller is not None:
+                first = self._controller.plan(len(prompt), self._max_length, self._sharing(), len(prompt))
             yield from self._proposer.start(prompt, read=first is None or first.depth > 0)
         if self._lookup is not None:
             self._lookup.extend(prompt)
@@ -151,8 +153,8 @@ class SpeculativeDecoder:
             room = min(sampler.params.max_tokens - len(sampler.output), self._max_length - length)
             round_start, draft_before = perf_counter(), stats.draft_seconds
             plan = None
-            if self._controller is not None:
-                plan = self._controller.plan(length, room - 1, self._sharing())
+            if self._controller is not None and self._proposer is not None and room > 1:
+                plan = self._controller.plan(length, room - 1, self._sharing(), self._proposer.unread)
             proposal = yield from self._propose(root, room - 1, plan, sampler, streams, observe is not None)
             tree = proposal.tree
             scoring = perf_counter()
@@ -168,7 +170,7 @@ class SpeculativeDecoder:
             if self._controller is not None and plan is not None:
                 stats.record_plan(plan.depth > 0, *plan[2:])
                 if plan.depth:
-                    self._controller.observe(plan, tree, acceptance.rows)
+                    self._controller.observe(plan, acceptance.rows)
             if len(tree) > 1:
                 stats.record_round(len(tree) - 1, len(acceptance.rows))
                 stats.num_merged_tokens += sum(tree.merged)
@@ -187,14 +189,16 @@ class SpeculativeDecoder:
             sampler.commit(tokens[:kept])
             root, length = acceptance.next_token, length + len(tokens)
             stats.num_tokens += kept
-            stats.decode_seconds = perf_counter() - begun
+            handed_out = perf_counter()
+            stats.decode_seconds = handed_out - begun
             yield TokenChunk(tokens[:kept], min(kept, len(acceptance.rows)), logprobs, reason)
             if reason is not None:
                 return
+            begun += perf_counter() - handed_out  # what the reader does with a chunk is not decoding
 
     def _begin(self, config: SpeculativeConfig, greedy: bool) -> None:
         """What a request learns about itself starts anew with each."""
-        self._lookup, self._calibration = config.lookup(), config.calibration()
+        self._lookup, self._calibration = config.lookup(), config.calibration(greedy)
         if self._costs is not None:
             self._controller = config.controller(self._costs, self._target.spec.widths, greedy)
 
@@ -211,21 +215,22 @@ class SpeculativeDecoder:
         graph = TokenGraph(root)
         if self._proposer is None or self._config is None or max_depth < 1:
             return Proposal(graph, unroll(graph, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
-        config, greedy = self._config, sampler.params.greedy
+        config, greedy, depth = self._config, sampler.params.greedy, max_depth
         if plan is not None:
             if not plan.depth:
                 return Proposal(graph, unroll(graph, 0), NOT_WORTH_IT)
-            config, max_depth = self._limited(config, plan), min(max_depth, plan.depth)
-        found = [] if self._lookup is None else self._lookup.propose()[:max_depth]
+            config, depth = self._limited(config, plan), min(max_depth, plan.depth)
+        found = [] if self._lookup is None else self._lookup.propose()[:depth]
         if not config.chooses(greedy):
             graft_given(graph, found)
         estimate = self._calibration or uncorrected
-        grower, stopper = config.grower(greedy, max_depth, estimate), config.stopper(estimate)
+        grower, stopper = config.grower(greedy, depth, estimate), config.stopper(estimate)
         by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, streams.draft)
         if config.chooses(greedy):
             graft_chosen(graph, found)
         tree = unroll(graph, config.max_tokens)
-        return Proposal(graph, tree, growth_end(graph, tree, config, greedy, max_depth, by_rule) if explain else "")
+        reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if explain else ""
+        return Proposal(graph, tree, reason)
 
     def _limited(self, config: SpeculativeConfig, plan: Plan) -> SpeculativeConfig:
         limits = plan.depth, plan.size

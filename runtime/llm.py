@@ -171,7 +171,7 @@ class LLM:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as a prompt, written with the model's own chat template."""
         text = self.tokenizer.apply_chat_template(messages)
-        return self._checked(self.tokenizer.encode(text, add_special_tokens=False))
+        return checked_prompt(self.tokenizer.encode(text, add_special_tokens=False), self.bundle)
 
     def plain_decoder(self) -> SpeculativeDecoder:
         """Plain decoding over the target that is already open: what every other way must agree with."""
@@ -218,24 +218,8 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as the tokens that are decoded behind. Raises RequestError like `generate`."""
-        if isinstance(prompt, str):
-            return self._checked(self.tokenizer.encode(prompt))
-        return self._checked(list(prompt))
-
-    def _checked(self, tokens: list[int]) -> list[int]:
-        vocab_size = self._target.spec.model.vocab_size
-        limit = self.bundle.manifest.max_length
-        if not tokens:
-            raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise RequestError(f"prompt token {token!r} is not a token id between 0 and {vocab_size - 1}")
-        if len(tokens) >= limit:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens and this bundle holds {limit} for prompt and output together: "
-                "shorten it, or rebuild with a larger --max-length"
-            )
-        return tokens
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return checked_prompt(tokens, self.bundle)
 
     def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
         chunks = list(self.stream(prompt, params, observe))
@@ -259,7 +243,7 @@ class LLM:
         stats = SpecDecodeStats()
         writer = TextWriter(self.tokenizer, prompt, sampler.params)
         reusable = engines is None and config == self.speculative  # other caches take the idle ones' place
-        idle = self._idle.pop() if self._idle and engines is None else None
+        idle = self._idle_decoder() if engines is None else None
         decoder = idle if idle is not None and reusable else self._new_decoder(config, engines or self.engines)
         steps = decoder.steps(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe)
         answer: ForwardOutput | None = None
@@ -279,6 +263,12 @@ class LLM:
             if reusable:
                 self._idle.append(decoder)
 
+    def _idle_decoder(self) -> SpeculativeDecoder | None:
+        try:
+            return self._idle.pop()
+        except IndexError:  # asking first would leave time for another thread to take the last one
+            return None
+
     def _new_decoder(self, config: SpeculativeConfig | None, engines: Engines) -> SpeculativeDecoder:
         manifest = self.bundle.manifest
         draft = None if config is None else engines.draft
@@ -291,6 +281,22 @@ class LLM:
             self._costs,
             engines.sharing,
         )
+
+
+def checked_prompt(tokens: list[int], bundle: EngineBundle) -> list[int]:
+    """The tokens, when a bundle can decode behind them. Raises RequestError otherwise."""
+    vocab_size, limit = bundle.manifest.engines[TARGET].model.vocab_size, bundle.manifest.max_length
+    if not tokens:
+        raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(f"prompt token {token!r} is not a token id between 0 and {vocab_size - 1}")
+    if len(tokens) >= limit:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens and this bundle holds {limit} for prompt and output together: "
+            "shorten it, or rebuild with a larger --max-length"
+        )
+    return tokens
 
 
 def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:

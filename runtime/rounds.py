@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .sampling import Sampler
 from .speculation.config import SpeculativeConfig, depths_of
+from .speculation.controller import Plan
 from .speculation.token_graph import TokenGraph
 from .speculation.token_tree import TokenTree
 from .speculation.verifier import Acceptance
@@ -20,6 +21,7 @@ END_OF_ROOM = "end of room"  # max_tokens or the context limit leaves no place f
 DEPTH_LIMIT = "depth limit"
 TOKEN_BUDGET = "token budget"
 NOTHING_LEFT = "nothing left worth drafting"
+PLANNED = "more would not pay"  # by the cost model
 
 
 class Proposal(NamedTuple):
@@ -67,18 +69,29 @@ def target_probabilities(
 
 
 def growth_end(
-    graph: TokenGraph, tree: TokenTree, config: SpeculativeConfig, greedy: bool, max_depth: int, by_rule: bool
+    graph: TokenGraph,
+    tree: TokenTree,
+    config: SpeculativeConfig,
+    greedy: bool,
+    room: int,
+    plan: Plan | None,
+    by_rule: bool,
 ) -> str:
-    """Why `graph` grew no further. max_depth: what the request had room for. by_rule: the stop rule ended it."""
+    """Why `graph` grew no further. config: the request's. room: the depth it had room for. plan: limits of this round
+    alone, where it was planned. by_rule: the stop rule ended it."""
     if by_rule:
         return f"stop rule {config.stop_rule}"
     given = {edge.child for edges in graph.edges for edge in edges if edge.certain}
     deepest = max(depth for node, depth in enumerate(graph.depths) if node not in given)
-    if deepest >= min(max_depth, depth_limit(config, greedy)):
-        return END_OF_ROOM if max_depth < depth_limit(config, greedy) else DEPTH_LIMIT
+    own, planned = depth_limit(config, greedy), room if plan is None else plan.depth
+    if deepest >= min(own, room, planned):
+        return PLANNED if planned < min(own, room) else END_OF_ROOM if room < own else DEPTH_LIMIT
     # A drawn graph pays for every copy that merging will make of a node.
     drafted = max(len(graph), len(tree)) - 1 - len(given)
-    return TOKEN_BUDGET if drafted >= config.max_total_draft_tokens else NOTHING_LEFT
+    size = config.max_total_draft_tokens if plan is None or config.shaped else plan.size
+    if drafted < size:
+        return NOTHING_LEFT
+    return PLANNED if size < config.max_total_draft_tokens else TOKEN_BUDGET
 
 
 def depth_limit(config: SpeculativeConfig, greedy: bool) -> int:

@@ -17,6 +17,7 @@ from ..models.errors import RequestError
 from .random import RandomStream
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
+REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class SamplingParams:
     """vLLM's names and meanings. Raises RequestError when a value is out of range.
 
     temperature 0 is greedy. top_k 0 and top_p 1 keep everything. min_p is relative to the most probable token. The
-    repetition penalty (> 0, 1 = none) counts prompt and output, presence and frequency count the output alone. stop
+    repetition penalty (1 = none) counts prompt and output, presence and frequency count the output alone. stop
     strings end the text before themselves. logprobs: how many alternatives to report per token; None reports nothing.
     A logits processor gets the output so far, this path included, and float64 logits [V]; it returns logits [V].
     """
@@ -53,7 +54,9 @@ class SamplingParams:
         require("top_k", self.top_k, self.top_k >= 0, "0 (off) or positive")
         require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-        require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "positive")
+        least, most = REPETITION_PENALTIES
+        in_range = least <= self.repetition_penalty <= most
+        require("repetition_penalty", self.repetition_penalty, in_range, f"between {least:g} and {most:g}")
         require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
@@ -152,8 +155,11 @@ class Sampler:
             scores[self._ending] = -np.inf
         if self._penalises:
             scores = self._penalised(scores, path)
-        if not scores.max() > -np.inf:
+        highest = scores.max()
+        if highest == -np.inf:
             raise RequestError("no token is left to choose from: logits processors or min_tokens removed all of them")
+        if not highest < np.inf:
+            raise RequestError(f"a logit became {highest}: logits processors must return finite numbers or -inf")
         return scores
 
     def _penalised(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:

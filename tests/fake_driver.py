@@ -125,6 +125,15 @@ class FakeDriver:
     def cuGraphInstantiate(self, graph: str, flags: int) -> Answer:
         return OK, f"executable {graph}"
 
+    def cuGraphDestroy(self, graph: str) -> Answer:
+        self.calls.append(f"destroy {graph}")
+        return (OK,)
+
+    def cuGraphExecDestroy(self, graph: str) -> Answer:
+        self.entered()
+        self.calls.append(f"destroy {graph}")
+        return (OK,)
+
     def cuGraphLaunch(self, graph: str, stream: int) -> Answer:
         self.calls.append(graph)
         return (OK,)

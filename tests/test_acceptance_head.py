@@ -91,6 +91,12 @@ def test_an_incomplete_reference_is_refused(lost: str) -> None:
         from_reference(state, 6.0)
 
 
+def test_a_reference_without_any_block_is_refused() -> None:
+    state = {name: tensor for name, tensor in reference(3, tied=True).state_dict().items() if name.startswith("3.")}
+    with pytest.raises(CheckpointError, match=r"blocks \[\] of 3"):
+        from_reference(state, 6.0)
+
+
 def test_the_exported_projection_is_the_calibrated_probability() -> None:
     """Both follow sigmoid((l1 - l0 + log w) / temperature)."""
     config = HeadConfig(SIZE, 2, reject_weight=3.0, temperature=1.7)

@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from fakes import FakeCache, FakeEngine, mixture, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from together import WatchedEngine, collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import ConfigError, RequestError
-from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig, StreamChunk
-from draftwood.runtime.async_llm import (
-    AsyncLLM,
-    DeadlineError,
-    QueueFullError,
-    RequestStream,
-    ShutdownError,
-)
+from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig, StreamChunk
+from draftwood.runtime.async_llm import DeadlineError, ShutdownError
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.llm import Speculation
 from draftwood.runtime.request_stream import Request
@@ -35,27 +28,6 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 
 
-class WatchedEngine(FakeEngine):
-    """Knows its caches that still exist."""
-
-    caches: weakref.WeakSet[FakeCache]
-
-    def new_cache(self) -> FakeCache:
-        cache = super().new_cache()
-        self.caches.add(cache)
-        return cache
-
-
-def fake_engine(self: EngineBundle, role: str, *rest: object) -> WatchedEngine:
-    """What EngineBundle.open_engine is replaced by."""
-    spec = self.manifest.engines[role]
-    target = random_model(0, spec.model.vocab_size, sharpness=2.0)
-    draft = mixture(target, random_model(1, spec.model.vocab_size), 0.6)
-    engine = WatchedEngine(target if role == "target" else draft, spec.model.vocab_size, role)
-    engine.caches = weakref.WeakSet()
-    return engine
-
-
 @pytest.fixture(scope="module", params=["pooled", "one by one"])
 def llm(tiny_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Requests whose passes run together, and requests whose engines cannot do that."""
@@ -63,24 +35,6 @@ def llm(tiny_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         patch.setattr(EngineBundle, "open_engine", fake_engine)
         patch.setattr("draftwood.runtime.llm.POOLED", ("fake",) if request.param == "pooled" else ())
         yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
-
-
-def run(work: Callable[[AsyncLLM], Awaitable[T]], llm: LLM, **limits: int) -> T:
-    """`work` in an event loop of its own, over an AsyncLLM that is closed afterwards."""
-
-    async def inside() -> T:
-        with AsyncLLM(llm, **limits) as async_llm:
-            return await asyncio.wait_for(work(async_llm), 30)
-
-    return asyncio.run(inside())
-
-
-async def collect(stream: RequestStream) -> list[StreamChunk]:
-    return [chunk async for chunk in stream]
-
-
-def tokens_of(chunks: list[StreamChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 def test_a_request_gives_the_chunks_of_the_llm(llm: LLM) -> None:

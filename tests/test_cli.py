@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     bundle = tmp_path / "bundle"
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     assert main(["build", *pair, "--output", str(bundle), "--max-length", "200", "--widths", "1,4,16"]) == 0
-    assert "Comparing the draft" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Comparing the draft" in shown and "Passes behind 64 tokens" in shown
+    assert re.search(r"costs .* measured here", shown)
     manifest = EngineBundle.open(bundle).manifest
     assert manifest.max_length == 200 and manifest.engines["target"].widths == (1, 4, 16)
     assert main(["inspect", str(bundle)]) == 0
@@ -38,6 +41,7 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     assert main(["inspect", str(bundle), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}
+    assert shown["costs"] == {"source": "measured here", "differences": []}
     assert main(["generate", str(bundle), "--prompt", "hello", "--budget", "fixed", *GREEDY]) == 0
     text, summary = capsys.readouterr()
     assert text.endswith("\n") and "acceptance" in summary
@@ -118,6 +122,7 @@ def test_bench_counts_every_request_from_zero(
         ("generate BUNDLE --chat hello", "no chat template"),
         ("inspect nowhere", "not a folder"),
         ("bench BUNDLE --prompts missing.jsonl", "missing.jsonl"),
+        ("bench BUNDLE --prompts PROMPTS --output OUT/figures.json", "--output"),
         ("bench BUNDLE --prompts PROMPTS --configs chain:x", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "grow must be one of"),
         ("bench BUNDLE --prompts PROMPTS --configs chain:4/colour=red", "colour"),
@@ -147,7 +152,13 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [("", "no prompts"), ("{", "line 1"), ('{"prompt": "x"}\n[]', "line 2"), ('{"text": "x"}', "line 1")],
+    [
+        ("", "no prompts"),
+        ("{", "line 1"),
+        ('{"prompt": "x"}\n[]', "line 2"),
+        ('{"text": "x"}', "line 1"),
+        (json.dumps({"prompt": 9999 * "x"}), "shorten it"),
+    ],
 )
 def test_prompt_files_are_checked(
     tiny_bundle: Path, prompts: Path, content: str, named: str, capsys: pytest.CaptureFixture[str]
@@ -157,7 +168,17 @@ def test_prompt_files_are_checked(
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["generate"], ["generate", "x"], ["build", "--widths", "1,x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["generate"],
+        ["generate", "x"],
+        ["build", "--widths", "1,x"],
+        ["bench", "x", "--prompts", "y", "--repeats", "0"],
+    ],
+)
 def test_arguments_that_cannot_be_parsed_end_with_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -166,10 +187,12 @@ def test_arguments_that_cannot_be_parsed_end_with_code_2(arguments: list[str]) -
 
 def test_the_script_of_the_readme_builds_a_bundle(tiny_pair: Path, tmp_path: Path) -> None:
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
-    command = [sys.executable, str(ROOT / "build_engines.py"), *pair, "--output", str(tmp_path / "bundle")]
+    options = ["--output", str(tmp_path / "bundle"), "--no-profile"]
+    command = [sys.executable, str(ROOT / "build_engines.py"), *pair, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     EngineBundle.open(tmp_path / "bundle")
+    assert re.search(r"costs .* assumed", done.stdout) and "draftwood profile measures" in done.stdout
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny_bundle: Path) -> None:

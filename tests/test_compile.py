@@ -131,11 +131,14 @@ def library_inside(plan: bytes) -> bytes:
 
 
 def test_the_default_takes_our_kernel_where_it_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert options(plugin=True).takes_plugin(64) and not options(plugin=False).takes_plugin(64)
+    ada = ("8.9",)
+    assert options(plugin=True).takes_plugin(64, ada) and not options(plugin=False).takes_plugin(64, ada)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert options(plugin=None).takes_plugin(64) and not options(plugin=None).takes_plugin(512)
+    default = options(plugin=None)
+    assert default.takes_plugin(64, ada) and not default.takes_plugin(512, ada)
+    assert not default.takes_plugin(64, ("7.5", "8.9"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not options(plugin=None).takes_plugin(64)
+    assert not default.takes_plugin(64, ada)
 
 
 def test_without_triton_the_kernel_is_refused_with_the_fix(compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> None:

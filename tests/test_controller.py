@@ -17,16 +17,10 @@ from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.controller import Controller, Plan, Shapes
-from draftwood.runtime.speculation.token_graph import TokenGraph
-from draftwood.runtime.speculation.token_tree import TokenTree, unroll
 
 CHAIN = Shapes((12,), 12, 1, True, 0)
 TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
 DEAR_DRAFT = 3.0  # passes of the target
-
-
-def bare() -> TokenTree:
-    return unroll(TokenGraph(0), 0)
 
 
 def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[Plan]:
@@ -38,7 +32,7 @@ def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -
         plans.append(plan)
         if plan.depth:
             accepted = int((np.cumprod(rng.random(plan.depth) < alpha)).sum())
-            controller.observe(plan, bare(), list(range(1, accepted + 1)))
+            controller.observe(plan, list(range(1, accepted + 1)))
     return plans
 
 
@@ -76,7 +70,7 @@ def test_speculation_comes_back_when_the_draft_improves() -> None:
             plan = controller.plan(100, 1000)
             plans.append(plan)
             if plan.depth:
-                controller.observe(plan, bare(), list(range(1, plan.depth + 1)) if right else [])
+                controller.observe(plan, list(range(1, plan.depth + 1)) if right else [])
         assert bool(plans[-1].depth and not plans[-1].probe) is right
         assert any(plan.probe for plan in plans)
 
@@ -89,7 +83,7 @@ def test_the_size_follows_the_price_of_rows() -> None:
         for _ in range(200):
             plan = controller.plan(0, 100)
             accepted = [row for row in (1, 4, 9) if row <= plan.size][: plan.depth]
-            controller.observe(plan, bare(), accepted)
+            controller.observe(plan, accepted)
         return plan.size
 
     assert size(0.0) == 15
@@ -100,11 +94,31 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     """Row 4 at depth 2 is beyond a budget of 3, which would have got one token."""
     controller = Controller(table(), TREES, greedy=True)
     for _ in range(300):
-        controller.observe(Plan(3, 7, 0.0, 0.0, 0.0, False), bare(), [1, 4])
+        controller.observe(Plan(3, 7, 0.0, 0.0, 0.0, False), [1, 4])
     expected = controller._expected()
     assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
     assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
     assert expected[2, 2] - expected[1, 2] > 0.7
+
+
+def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
+    """Rows 1 to 4 were given, rows 5 to 16 are the chain: all of it accepted is all a budget of 12 could get."""
+    looked_up = CHAIN._replace(given=4)
+    controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
+    for _ in range(300):
+        controller.observe(Plan(12, 12, 0.0, 0.0, 0.0, False), list(range(5, 17)))
+    assert controller._expected()[0, -1] == pytest.approx(12, abs=1)
+
+
+def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
+    def rounds_to_probe(unread: int) -> int:
+        controller = Controller(table(1.0, 0.6), CHAIN, greedy=True)
+        for count in range(10_000):
+            if controller.plan(5000, 100, unread=unread).probe:
+                return count
+        raise AssertionError("speculation is never tried again")
+
+    assert rounds_to_probe(5000) > 5 * rounds_to_probe(1)
 
 
 def test_no_plan_is_deeper_than_there_is_room() -> None:
@@ -130,19 +144,21 @@ def test_proposals_shrink_as_more_requests_share_a_pass() -> None:
             plan = controller.plan(0, 100, sharing)
             if plan.depth:
                 accepted = [row for row in (1, 4) if row <= plan.size][: plan.depth]
-                controller.observe(plan, bare(), accepted[: 1 + (plan.size > 3)])
+                controller.observe(plan, accepted[: 1 + (plan.size > 3)])
         return controller.plan(0, 100, sharing).size
 
     sizes = [settled_size(sharing) for sharing in (1, 4, 16)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
-def rounds(config: SpeculativeConfig, costs: CostModel | None, agreement: float) -> SpecDecodeStats:
-    """200 tokens of a draft that is the target itself to the degree `agreement`."""
+def rounds(
+    config: SpeculativeConfig, costs: CostModel | None, agreement: float, max_tokens: int = 200
+) -> SpecDecodeStats:
+    """So many tokens of a draft that is the target itself to the degree `agreement`."""
     truth = random_model(0, 6)
     draft = FakeEngine(mixture(truth, random_model(1, 6), agreement), 6, "draft")
     decoder = SpeculativeDecoder(FakeEngine(truth, 6), draft, config, 4096, (), costs)
-    stats, params = SpecDecodeStats(), SamplingParams(max_tokens=200)
+    stats, params = SpecDecodeStats(), SamplingParams(max_tokens=max_tokens)
     for _ in decoder.generate(PROMPT, Sampler(params, PROMPT, (), 6), seeded_streams(0), stats):
         pass
     return stats
@@ -157,6 +173,11 @@ def test_the_stats_tell_what_was_expected_and_why_it_switched() -> None:
     assert bad.num_drafts < 0.2 * bad.target_passes
     assert rounds(SpeculativeConfig("chain", budget="fixed"), table(), 1.0).expected_seconds == 0
     assert rounds(SpeculativeConfig("chain"), None, 1.0).expected_seconds == 0
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_a_last_token_without_room_for_a_proposal_is_no_switch(max_tokens: int) -> None:
+    assert rounds(SpeculativeConfig("chain", max_draft_len=2), table(1.0, 0.1), 1.0, max_tokens).switches == []
 
 
 def test_a_draft_not_worth_asking_does_not_read_the_prompt() -> None:
@@ -200,6 +221,6 @@ def test_these_prices_do_make_plans_differ() -> None:
     later: list[Sequence[int]] = []
     for accepted in ([], list(range(1, first.depth + 1))):
         controller = Controller(NEAR[0], CHAIN, greedy=False)
-        controller.observe(controller.plan(10, 100), bare(), accepted)
+        controller.observe(controller.plan(10, 100), accepted)
         later.append(controller.plan(10, 100)[:2])
     assert later[0] != later[1]

@@ -127,9 +127,13 @@ def test_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     device = opened(monkeypatch, driver)
     stream, memory, block = device.new_stream(), device.allocate(8), device.pinned(8)
     graph = device.capture(lambda: device.upload(memory.address, block, stream), stream)
+    assert graph is not None
     device.replay(graph, stream)
     device.synchronize(stream)
-    assert driver.calls == ["begin", "upload", "end", "executable graph"]
+    assert driver.calls == ["begin", "upload", "end", "destroy graph", "executable graph"]
+    del graph
+    gc.collect()
+    assert driver.calls[-1] == "destroy executable graph"
 
     def refused() -> None:
         raise EngineError("TensorRT could not run a pass")

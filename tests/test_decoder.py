@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -190,6 +191,28 @@ def test_logprobs_are_the_targets_own() -> None:
         assert logprob.token_id == token and logprob.logprob == pytest.approx(np.log(p[token]))
         assert list(logprob.top) == np.argsort(-p)[:2].tolist()
         context.append(token)
+
+
+def test_what_the_reader_does_with_a_chunk_is_not_decoding_time() -> None:
+    engine, stats = FakeEngine(random_model(0, V), V), SpecDecodeStats()
+    params = SamplingParams(max_tokens=5)
+    for _ in SpeculativeDecoder(engine, None, None, 4096, ()).generate(
+        PROMPT, Sampler(params, PROMPT, (), V), seeded_streams(0), stats
+    ):
+        time.sleep(0.05)
+    assert 0 < stats.decode_seconds < 0.1
+
+
+@pytest.mark.parametrize("penalty", [0.0, 5e-324, 1e-7, 1e7, float("inf"), float("nan")])
+def test_a_repetition_penalty_under_which_logits_overflow_is_refused(penalty: float) -> None:
+    with pytest.raises(RequestError, match="repetition_penalty must be between 1e-06 and 1e\\+06"):
+        SamplingParams(repetition_penalty=penalty)
+
+
+def test_a_processor_that_makes_a_logit_infinite_is_named() -> None:
+    params = SamplingParams(logits_processors=(lambda tokens, logits: np.full_like(logits, np.inf),))
+    with pytest.raises(RequestError, match="became inf"):
+        decode(CONFIGS["chain"], params)
 
 
 def test_a_processor_that_forbids_everything_is_named() -> None:

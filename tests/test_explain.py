@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from costs import table
 from fakes import FakeEngine, mixture, random_head, random_model
 from numpy.typing import NDArray
 
 from draftwood.cli.main import main
 from draftwood.runtime import LLM
+from draftwood.runtime.cost import CostModel
 from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.explain import ExplainedRound, Explanation, RoundRecorder, token_texts
 from draftwood.runtime.explain_html import HEIGHT, WIDTH, lay_out, to_html
@@ -24,7 +26,9 @@ from draftwood.runtime.rounds import (
     DEPTH_LIMIT,
     END_OF_ROOM,
     NO_SPECULATION,
+    NOT_WORTH_IT,
     NOTHING_LEFT,
+    PLANNED,
     TOKEN_BUDGET,
     Observer,
     Round,
@@ -52,24 +56,31 @@ CONFIGS = {
 }
 
 
-def decode(config: SpeculativeConfig | None, params: SamplingParams, observe: Observer | None = None) -> list[int]:
+def decode(
+    config: SpeculativeConfig | None,
+    params: SamplingParams,
+    observe: Observer | None = None,
+    costs: CostModel | None = None,
+) -> list[int]:
     model = random_model(1, V)
     target = FakeEngine(model, V)
     draft = FakeEngine(mixture(model, random_model(2, V), 0.7), V, "draft", accept=random_head(3))
-    decoder = SpeculativeDecoder(target, draft, config, 4096, ())
+    decoder = SpeculativeDecoder(target, draft, config, 4096, (), costs)
     sampler = Sampler(params, PROMPT, (), V)
     chunks = list(decoder.generate(PROMPT, sampler, seeded_streams(7), SpecDecodeStats(), observe))
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def explained(config: SpeculativeConfig | None, params: SamplingParams) -> tuple[Explanation, list[Round]]:
+def explained(
+    config: SpeculativeConfig | None, params: SamplingParams, costs: CostModel | None = None
+) -> tuple[Explanation, list[Round]]:
     recorder, rounds = RoundRecorder(lambda token: EVIL if token == 0 else f"w{token} "), list[Round]()
 
     def observe(round: Round) -> None:
         recorder.observe(round)
         rounds.append(round)
 
-    decode(config, params, observe)
+    decode(config, params, observe, costs)
     return recorder.explanation("a < b", config, params, SpecDecodeStats()), rounds
 
 
@@ -236,6 +247,27 @@ def test_a_round_without_room_says_so() -> None:
     explanation, rounds = explained(SpeculativeConfig("topk", max_draft_len=5), params)
     assert explanation.rounds[0].growth_end == END_OF_ROOM
     assert max(rounds[0].proposal.graph.depths) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "costs", "expected"),
+    [
+        (SpeculativeConfig("chain"), table(1.0, 0.45), PLANNED),
+        (SpeculativeConfig("chain"), table(1.0, 1e-6), DEPTH_LIMIT),
+        (SpeculativeConfig("k-ary", branching=(2, 1, 1)), table(1.0, 0.4), PLANNED),
+        (SpeculativeConfig("topk", max_draft_len=4), table(1.0, 1e-6, row=0.5), PLANNED),
+        (SpeculativeConfig("topk"), table(1.0, 3.0), NOT_WORTH_IT),
+    ],
+)
+def test_what_the_costs_decide_is_named(config: SpeculativeConfig, costs: CostModel, expected: str) -> None:
+    explanation, _ = explained(config, GREEDY, costs)
+    assert explanation.rounds[0].growth_end == expected
+
+
+def test_the_end_of_room_is_named_under_a_plan() -> None:
+    params = SamplingParams(max_tokens=3, temperature=0)
+    explanation, _ = explained(SpeculativeConfig("chain"), params, table(1.0, 1e-6))
+    assert explanation.rounds[0].growth_end == END_OF_ROOM
 
 
 def test_one_last_token_needs_no_proposal() -> None:

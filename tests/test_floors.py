@@ -64,11 +64,12 @@ def test_every_file_stays_readable_in_one_go() -> None:
     assert not {str(file): length for file, length in lengths.items() if length > 350}
 
 
-def test_the_runtime_needs_neither_torch_nor_onnx() -> None:
+def test_the_runtime_needs_neither_torch_nor_onnx_nor_a_server() -> None:
     code = (
         "import sys; import draftwood.runtime, draftwood.cli.main\n"
         "heavy = {'torch', 'onnx', 'onnx_ir', 'onnxruntime', 'safetensors', 'transformers', 'ml_dtypes'}\n"
-        "sys.exit(', '.join(heavy & set(sys.modules)) or None)"
+        "server = {'fastapi', 'pydantic', 'starlette', 'uvicorn'}\n"
+        "sys.exit(', '.join((heavy | server) & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, f"imported: {done.stderr}"

@@ -123,6 +123,21 @@ def test_figures_are_written_under_the_devices_name(tmp_path: Path) -> None:
     assert line.split() == ["kernel", "time", "ok", "1.2", "s", "fast"]
 
 
+def test_figures_outlive_a_part_that_ends_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Findings:
+        raise KeyboardInterrupt
+
+    parts = [Part("works", 1, lambda: Findings("fine", {"a": 1})), Part("interrupted", 1, interrupted)]
+    monkeypatch.setattr(gpu_check, "cuda_device", lambda: "Fake GPU")
+    monkeypatch.setattr(gpu_check, "gpu_parts", lambda shapes: parts)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main()
+    (file,) = tmp_path.iterdir()
+    (part,) = json.loads(file.read_text())["parts"]
+    assert (part["part"], part["status"], part["figures"]) == ("works", OK, {"a": 1})
+
+
 def test_packages_that_are_missing_make_tensorrt_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen through the process that the part runs in."""
     if torch.cuda.is_available():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import FakeEngine, mixture, random_model
+from fakes import FakeCache, FakeEngine, mixture, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,6 +162,28 @@ def test_garbage_is_collected_and_nothing_else(engine: Engine) -> None:
     assert expected is not None and output is not None
     np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)
     assert len(pool.caches) == 1
+
+
+def test_ten_thousand_rounds_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of different lengths come and go; the buffer never holds more than the running ones need."""
+    monkeypatch.setattr(FakeCache, "capacity", 128)
+    rows = np.random.default_rng(0).dirichlet(np.ones(VOCAB), VOCAB)
+    target, draft = (
+        FakeEngine(lambda context: rows[sum(context) % VOCAB], VOCAB, role) for role in ("target", "draft")
+    )
+    pools = [PooledEngine(engine, 4096) for engine in (target, draft)]
+    texts: dict[int, list[int]] = {}
+    rounds = most = 0
+    while rounds < 10_000:
+        for length in range(1, 9):
+            params = SamplingParams(max_tokens=10 * length, temperature=0)
+            requests = [([length], CONFIGS[1], params), ([length, 3], None, params)]
+            found = decode(pools, requests)
+            assert texts.setdefault(length, found[1]) == found[1]
+            rounds += len(found[1])
+            most = max(most, *(pool._storage.speculative for pool in pools))
+            assert all(len(pool.caches) == 0 for pool in pools)
+    assert most <= 128 + 64
 
 
 def test_a_full_pool_says_what_to_do(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,14 +83,27 @@ def test_a_damaged_table_is_one_clear_line(
 
 
 def test_costs_from_another_machine_are_noticed(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def served(*_: object) -> bool:
+        return True
+
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     foreign = {**fingerprint("onnxruntime", 0, 1), "processor": "abacus"}
     replace(table(), machine=foreign).write(bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]
     assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 0
+    assert "measured elsewhere" in capsys.readouterr().err
+    assert main(["inspect", str(bundle), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["costs"]
+    assert shown["source"] == "measured elsewhere" and "abacus there" in shown["differences"][0]
+    assert main(["inspect", str(bundle)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"costs .* measured elsewhere", text) and "draftwood profile measures" in text
+    assert f"Costs were measured elsewhere: {shown['differences'][0]}." in text
+    monkeypatch.setattr("draftwood.runtime.serving.http_server.serve", served)
+    assert main(["serve", str(bundle), "--port", "0"]) == 0
     assert "measured elsewhere" in capsys.readouterr().err
     assert main(["profile", str(bundle), "--contexts", "8"]) == 0
     with LLM(bundle) as llm:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import test_engines as contract
 from checkpoints import Reference, transformers_logits, write_checkpoint
+from engine_parts import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec, filled, random_text, score
 from host_device import HostDevice, OnnxProgram, static_engine
-from test_engines import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec, filled, random_text, score
 from trees import Tree
 
 from draftwood.builder.checkpoint import Checkpoint

@@ -52,6 +52,7 @@ def bundle(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Compiling the target: Building engine" in done.stdout
+    assert "Costs were not measured: built for SM 8.0, 8.9" in done.stdout
     assert "The plans were not executed" in done.stdout and "draftwood generate" not in done.stdout
     return output
 
@@ -171,6 +172,7 @@ def test_a_graph_that_computes_something_else_is_not_compiled(
         ("--backend tensorrt-rtx --compute-capability 9.0", "--backend tensorrt "),
         ("--backend tensorrt-rtx --compute-capability 10.0 8.9", "not for 10.0"),
         ("--backend tensorrt-rtx --precision bf16 --compute-capability 7.5", "no bf16 for SM 7.5"),
+        ("--backend tensorrt-rtx --draft-precision bf16 --compute-capability 7.5", "no bf16 for SM 7.5"),
         ("--backend tensorrt-rtx --precision fp64", "choose fp16"),
         ("--backend tensorrt-rtx --timing-cache FILE", "--timing-cache"),
         ("--backend tensorrt-rtx --workspace 0", "1 MiB"),

@@ -25,7 +25,7 @@ from pydantic import (
 
 from ...models.errors import RequestError
 from ..llm import Prompt, Speculation, is_batch
-from ..sampling import LogitsProcessor, SamplingParams
+from ..sampling import REPETITION_PENALTIES, LogitsProcessor, SamplingParams
 from ..speculation.config import SpeculativeConfig
 
 # Known fields that change nothing about the text, whatever they say.
@@ -104,7 +104,7 @@ class GenerationBody(Body):
     # Beyond OpenAI's, with vLLM's names.
     top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6)  # beyond that, logits overflow
+    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None

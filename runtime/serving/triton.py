@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...models.errors import ConfigError
-from ..bundle import EngineBundle, move_into_place, sibling
+from ..bundle import EngineBundle
 from ..fit import fitted
+from ..staging import move_into_place, sibling
 from .triton_contract import OPTIONAL_INPUTS, OUTPUTS, PROMPT, ModelSettings, TensorSpec
 
 CONFIG = "config.pbtxt"

@@ -225,9 +225,9 @@ class SpeculativeConfig:
             return self
         return replace(self, max_draft_len=depth, max_total_draft_tokens=size)
 
-    def calibration(self) -> Calibration | None:
+    def calibration(self, greedy: bool) -> Calibration | None:
         """The table of one request, where the configuration corrects the draft's probabilities."""
-        drawn_by_value = self._grow(greedy=False).startswith("dyspec") and self.key != "draft"
+        drawn_by_value = not greedy and self._grow(greedy).startswith("dyspec") and self.key != "draft"
         return Calibration() if drawn_by_value or self.stop_rule == "specdec++" else None
 
     def stopper(self, estimate: Estimate = uncorrected) -> Stopper:

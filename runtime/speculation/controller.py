@@ -6,8 +6,10 @@ The costs are a stored table (`runtime/cost.py`); the acceptance is learned whil
 in order of value, so the n best of them are the tree a budget of n would have had: one verified round tells what every
 smaller budget and depth would have got.
 
-A plan is made before its round and from earlier rounds alone, never from what this round draws or how long anything
-took: the output keeps its distribution, and a seed its text.
+A plan is made before its round, from the stored table, what earlier rounds of the request accepted, and how many others
+share its passes; never from what this round will draw: the output keeps its distribution. How many share depends on who
+else happens to be served, so a request with a seed is told that it is alone, and keeps its text as long as the table
+stays the same.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost import CostModel, PassCosts
-from .token_tree import TokenTree
 
 MEMORY = 0.96  # what a round counts for after the next one: about 25 rounds are remembered
 FIRST_GUESS = 0.6  # acceptance of a single token before anything was seen
@@ -68,9 +69,9 @@ class Controller:
         self._plain_seconds = 0.0
         self._plain_rounds = 0
 
-    def plan(self, context: int, room: int, sharing: int = 1) -> Plan:
+    def plan(self, context: int, room: int, sharing: int = 1, unread: int = 1) -> Plan:
         """The next round's limits behind `context` committed tokens; at most `room` deep. sharing: requests whose
-        passes run together: the more there are, the dearer is a row."""
+        passes run together: the more there are, the dearer is a row. unread: tokens the draft would read first."""
         priced = context // CONTEXT_STEP, sharing
         if priced != self._priced:
             self._priced = priced
@@ -88,23 +89,24 @@ class Controller:
             self._plain_rounds = 0
             return best
         self._plain_rounds += 1
-        # Reading what it missed is part of what a probe costs the draft.
-        loss = best_seconds + self._costs.draft.at(self._plain_rounds, context) - best_tokens * self._plain_seconds
+        # Reading what it missed is part of what a probe costs the draft: perhaps the whole prompt.
+        loss = best_seconds + self._costs.draft.at(unread, context) - best_tokens * self._plain_seconds
         if self._plain_rounds > loss / (PROBE_LOSS * self._plain_seconds):
             self._plain_rounds = 0
             return best._replace(probe=True)
         return plain._replace(speed_up=speed_up)
 
-    def observe(self, plan: Plan, tree: TokenTree, accepted: Sequence[int]) -> None:
-        """Learn from a verified round: what it, and every smaller budget, got."""
+    def observe(self, plan: Plan, accepted: Sequence[int]) -> None:
+        """Learn from a verified round: what it, and every smaller budget, got. accepted: rows of its tree."""
         self._offered *= MEMORY
         self._accepted *= MEMORY
         for index, size in enumerate(self._shapes.sizes):
             if size > plan.size:
                 return
-            for depth in range(min(plan.depth, size)):
+            rows = size + self._shapes.given
+            for depth in range(min(plan.depth, rows)):
                 self._offered[index, depth] += 1
-                if depth >= len(accepted) or accepted[depth] > size:
+                if depth >= len(accepted) or accepted[depth] > rows:
                     break
                 self._accepted[index, depth] += 1
 
@@ -117,8 +119,8 @@ class Controller:
             whole.append(estimate)
             guess = 1 - (1 - estimate) * WIDER
         step = (self._accepted + PRIOR * np.array(whole)[:, None]) / (self._offered + PRIOR)
-        sizes = np.array(self._shapes.sizes)
-        expected: NDArray[np.float64] = np.where(self._depths <= sizes[:, None], step, 0.0).cumprod(1).cumsum(1)
+        rows = np.array(self._shapes.sizes) + self._shapes.given
+        expected: NDArray[np.float64] = np.where(self._depths <= rows[:, None], step, 0.0).cumprod(1).cumsum(1)
         return expected
 
     def _price(self, context: int, sharing: int) -> None:

@@ -35,6 +35,11 @@ class DraftProposer:
         self.rows = 0
         self.seconds = 0.0
 
+    @property
+    def unread(self) -> int:
+        """Committed tokens that the next round's first pass has to read, the root included."""
+        return len(self._pending)
+
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Forget everything; `read` what comes before the first root, the prompt's last token, or leave it pending."""
         self.passes, self.rows, self.seconds = 0, 0, 0.0
