@@ -98,7 +98,7 @@ def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
     bundle = EngineBundle.open(folder)
     engines = {TARGET: bundle.open_engine(TARGET), DRAFT: bundle.open_engine(DRAFT, threads=1)}
     spec, longest = engines[TARGET].spec, bundle.manifest.max_length
-    pair = Pair(engines, longest, 0, 1)
+    pair = Pair(engines, longest, "cpu", 0, 1)
     passes = {}
     for context in (each for each in CONTEXTS if each <= longest):
         row = behind(pair, context, spec.widths, REPEATS, lambda: None)[TARGET]

@@ -33,11 +33,12 @@ HOST_ROUNDS = 12
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both engines, opened as they will be used. max_length: tokens of prompt and output. threads, draft_threads: what
-    the engines were opened with."""
+    """Both engines, opened as they will be used. max_length: tokens of prompt and output. provider, threads,
+    draft_threads: what the engines were opened with."""
 
     engines: Mapping[str, Engine]
     max_length: int
+    provider: str
     threads: int
     draft_threads: int
 
@@ -62,7 +63,7 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
     greedy, sampled = (host(pair, temperature, advance) for temperature in (0.0, 1.0))
     passes = {role: PassCosts(pair.engines[role].spec.widths, fitting, tuple(seconds[role])) for role in ROLES}
     backend = pair.engines[TARGET].spec.backend
-    machine = fingerprint(backend, pair.threads, pair.draft_threads)
+    machine = fingerprint(backend, pair.provider, pair.threads, pair.draft_threads)
     return CostModel(passes[TARGET], passes[DRAFT], greedy, sampled, machine)
 
 

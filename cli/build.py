@@ -11,7 +11,7 @@ from rich.console import Console
 from ..builder.profile import CONTEXTS
 from ..models.errors import DraftwoodError, EngineError
 from .inspect import describe
-from .options import DRAFT_THREADS, THREADS, given, integers
+from .options import DRAFT_THREADS, PROVIDER, THREADS, given, integers
 from .profile import profile
 from .progress import progress
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         bundle = build(given(args, BuildOptions), begin)
     if args.profile:
         try:
-            profile(bundle, THREADS, DRAFT_THREADS, provider="cpu", contexts=CONTEXTS, console=console)
+            profile(bundle, THREADS, DRAFT_THREADS, provider=PROVIDER, contexts=CONTEXTS, console=console)
         except DraftwoodError as error:  # the bundle is complete, and may be for another machine
             console.print(f"Costs were not measured: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print(describe(bundle))

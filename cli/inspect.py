@@ -17,7 +17,7 @@ from ..runtime.bundle import EngineBundle
 from ..runtime.cost import differences, fingerprint, read_costs
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import PACKAGES, Plan
-from .options import DRAFT_THREADS, THREADS
+from .options import DRAFT_THREADS, PROVIDER, THREADS
 
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
@@ -83,7 +83,7 @@ def costs_of(bundle: EngineBundle) -> Costs:
     measured = read_costs(bundle.folder)
     if measured is None:
         return Costs(ASSUMED, [])
-    here = fingerprint(bundle.manifest.engines[TARGET].backend, THREADS, DRAFT_THREADS)
+    here = fingerprint(bundle.manifest.engines[TARGET].backend, PROVIDER, THREADS, DRAFT_THREADS)
     found = differences(measured.machine, here)
     return Costs(ELSEWHERE if found else HERE, found)
 

@@ -11,6 +11,7 @@ from ..runtime.sampling import SamplingParams
 from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
 
 THREADS, DRAFT_THREADS = 0, 1  # of the engines, where nothing else is said; 0 lets the backend choose
+PROVIDER = "cpu"
 T = TypeVar("T")
 
 
@@ -108,7 +109,7 @@ def add_engines(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-threads", type=int, default=DRAFT_THREADS, help=f"of the draft (default {DRAFT_THREADS})"
     )
-    group.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where ONNX Runtime computes")
+    group.add_argument("--provider", choices=("cpu", "cuda"), default=PROVIDER, help="where ONNX Runtime computes")
 
 
 def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:

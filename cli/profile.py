@@ -54,7 +54,7 @@ def profile(
         closing(bundle.open_engine(DRAFT, draft_threads, provider)) as draft,
         progress(console) as begin,
     ):
-        pair = Pair({TARGET: target, DRAFT: draft}, bundle.manifest.max_length, threads, draft_threads)
+        pair = Pair({TARGET: target, DRAFT: draft}, bundle.manifest.max_length, provider, threads, draft_threads)
         costs = measure(pair, begin, contexts)
     try:
         costs.write(bundle.folder)

@@ -103,8 +103,8 @@ def read_passes(content: Mapping[str, Any]) -> PassCosts:
     return PassCosts(tuple(content["widths"]), tuple(content["contexts"]), rows)
 
 
-def fingerprint(backend: str, threads: int, draft_threads: int) -> dict[str, str | int]:
-    """What a table depends on: processor, cores this process may use, threads, the backend's release."""
+def fingerprint(backend: str, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
+    """What a table depends on: processor, cores this process may use, threads, the backend's release and provider."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -119,6 +119,7 @@ def fingerprint(backend: str, threads: int, draft_threads: int) -> dict[str, str
         "threads": threads,
         "draft_threads": draft_threads,
         "backend": f"{backend} {release}",
+        "provider": provider,
     }
 
 

@@ -94,7 +94,7 @@ class LLM:
             measured = read_costs(self.bundle.folder)
             self._costs = measured or assumed(self._target.spec.model, self._draft.spec.model)
             if measured is not None:
-                here = fingerprint(self._target.spec.backend, threads, draft_threads)
+                here = fingerprint(self._target.spec.backend, provider, threads, draft_threads)
                 self.stale_costs = differences(measured.machine, here)
         self._idle: deque[SpeculativeDecoder] = deque()
 

@@ -49,6 +49,9 @@ class FakeCache:
     def compact(self, slots: NDArray[np.int64]) -> None:
         self.rows = [self.rows[slot] for slot in slots.tolist()]
 
+    def shrink(self, capacity: int) -> None:
+        self.capacity = capacity
+
 
 class FakeEngine:
     """Scores rows by `predict(context)`; the context is read off mask and positions like attention would."""

@@ -83,7 +83,7 @@ def test_half_a_table_is_damaged(tmp_path: Path) -> None:
 
 
 def test_another_machine_is_noticed() -> None:
-    here = fingerprint("onnxruntime", 0, 1)
+    here = fingerprint("onnxruntime", "cpu", 0, 1)
     assert differences(here, here) == []
     there = {**here, "processor": "abacus", "cores": 999}
     assert differences(there, here) == [

@@ -224,3 +224,22 @@ def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
     assert next_together(single, (plain,)) == single[:1]
     with pytest.raises(ValueError, match="nobody waits"):
         next_together([], (plain,))
+
+
+def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
+    """Attention spans every slot there is: one request must not go on paying for eight."""
+    pool = PooledEngine(engine, 20 * engine.spec.capacity)
+    keeper, text = pool.new_cache(), random_tokens(engine, 50)
+    prefill(pool, keeper, text[:-1])
+    guests = [pool.new_cache() for _ in range(12)]
+    for guest in guests:
+        prefill(pool, guest, random_tokens(engine, 200))
+    burst = pool._storage.capacity
+    guests.clear()
+    del guest
+    gc.collect()
+    output = prefill(pool, keeper, text[-1:])
+    expected = prefill(engine, engine.new_cache(), text)
+    assert burst > 2000 and pool._storage.capacity < burst / 4
+    assert expected is not None and output is not None
+    np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)

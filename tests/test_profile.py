@@ -35,7 +35,7 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
 
     engines = {role: bundle.open_engine(role, threads=1) for role in ROLES}
     longest = bundle.manifest.max_length
-    costs = measure(Pair(engines, longest, 1, 1), begin, contexts=(8, 16, longest + 1), repeats=2)
+    costs = measure(Pair(engines, longest, "cpu", 1, 1), begin, contexts=(8, 16, longest + 1), repeats=2)
     for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
         assert passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
         assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
@@ -48,7 +48,7 @@ def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
     bundle = EngineBundle.open(tiny_bundle)
     engines = {role: bundle.open_engine(role) for role in ROLES}
     with pytest.raises(ConfigError, match="name shorter ones"):
-        measure(Pair(engines, bundle.manifest.max_length, 0, 1), lambda step: lambda: None, contexts=(10**6,))
+        measure(Pair(engines, bundle.manifest.max_length, "cpu", 0, 1), lambda step: lambda: None, contexts=(10**6,))
 
 
 def test_noise_does_not_make_a_wider_pass_cheaper() -> None:
@@ -89,7 +89,7 @@ def test_costs_from_another_machine_are_noticed(
         return True
 
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    foreign = {**fingerprint("onnxruntime", 0, 1), "processor": "abacus"}
+    foreign = {**fingerprint("onnxruntime", "cpu", 0, 1), "processor": "abacus"}
     replace(table(), machine=foreign).write(bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]

@@ -170,6 +170,12 @@ class StackedKVCache(ABC):
         self._move(self.length + slots)
         self.speculative = len(slots)
 
+    def shrink(self, capacity: int) -> None:
+        """Give back the slots beyond `capacity`, or beyond what is used."""
+        old, used = self.buffer, self.length + self.speculative
+        self._allocate(min(max(capacity, used, FIRST_CAPACITY), self.limit))
+        self.buffer[:, :, :, :used] = old[:, :, :, :used]
+
     def reserve(self, batch: TokenBatch) -> int:
         """Make room for a batch behind everything computed so far; returns the slot of its first row.
 

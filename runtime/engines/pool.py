@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import EngineError
-from .base import Engine, EngineSpec, ForwardOutput, Pass, TokenBatch
+from .base import FIRST_CAPACITY, Engine, EngineSpec, ForwardOutput, Pass, TokenBatch
 
 LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of the used slots is live
+SPARE = 4  # give slots back when there are more than so many times as could be needed: attention spans all of them
 NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -111,15 +112,19 @@ class PooledEngine:
         self._storage = None
 
     def _make_room(self, width: int) -> None:
-        """Space for one more pass: the buffer grows, unless it is mostly garbage or may not."""
+        """Space for one more pass: it grows, unless it is mostly garbage or may not; after a burst it shrinks."""
         used, limit = int(self._storage.speculative), self.spec.capacity
-        if used + width <= self._storage.capacity:
+        needed = width + sum(each.length + each.speculative for each in self.caches)
+        spare = self._storage.capacity > SPARE * max(needed, FIRST_CAPACITY)
+        if used + width <= self._storage.capacity and not spare:
             return
         live = np.unique(
             np.concatenate([NOTHING, *(rows for each in self.caches for rows in (each.slots, each.drafted))])
         )
-        if used + width > limit or len(live) <= LIVE_SHARE * used:
+        if spare or used + width > limit or len(live) <= LIVE_SHARE * used:
             self._compact(live)
+        if spare:
+            self._storage.shrink(2 * needed)
         if len(live) + width > limit:
             raise EngineError(
                 f"the {len(live)} rows of all requests leave no room for {width} more in {limit} cache slots: "
