@@ -15,7 +15,7 @@ from gpu_check_report import Findings, require
 from numpy.typing import NDArray
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.models.bindings import DRAFT, TARGET, output_names
+from draftwood.models.bindings import COMPACT, DRAFT, TARGET, output_names
 from draftwood.models.config import LlamaConfig
 from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
@@ -66,7 +66,7 @@ class TextDecoder:
 
 
 def spec_of(config: LlamaConfig, role: str) -> EngineSpec:
-    return EngineSpec(role, "torch", "", config, WIDTHS, CAPACITY, "fp32", output_names(role))
+    return EngineSpec(role, "torch", "", config, WIDTHS, CAPACITY, "fp32", output_names(role, form=COMPACT))
 
 
 def demo_engine(role: str, device: str, precision: str = "fp32") -> TorchEngine:

@@ -98,10 +98,10 @@ class GraphBuilder(GraphWriter):
         head = embedding if config.tie_embeddings else "lm_head.weight"
         logits = self.widened("lm_head/fp32", self.linear("lm_head", hidden, [head], []))
         outputs = [self.output(logits, bindings.LOGITS)]
-        if role == bindings.DRAFT:
+        if bindings.TOP_IDS.name in bindings.output_names(role, form=self.form):
             outputs += self.ranking(logits)
-            if self.head is not None:
-                outputs.append(self.acceptance(self.head, hidden))
+        if self.head is not None:
+            outputs.append(self.acceptance(self.head, hidden))
         graph = ir.Graph(
             [*feeds.values(), *caches],
             [*outputs, *presents],

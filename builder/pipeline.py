@@ -204,8 +204,13 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
         widths=options.widths_of(source.role),
         capacity=max_length + options.columns,
         precision=options.precision_of(source.role),
-        outputs=output_names(source.role, source.head is not None),
+        outputs=output_names(source.role, source.head is not None, graph_form(options.backend_of(source.role))),
     )
+
+
+def graph_form(backend: str) -> str:
+    """Which form of the graph a backend runs."""
+    return COMPACT if backend in PACKAGES else ADDITIVE
 
 
 def exported_engine(

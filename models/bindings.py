@@ -70,9 +70,10 @@ def inputs(form: str) -> tuple[Binding, ...]:
     return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS)
 
 
-def output_names(role: str, acceptance_head: bool = False) -> tuple[str, ...]:
-    """Outputs of a role's graph besides the cache. Only the draft ranks its columns in the graph and has a head."""
-    if role == TARGET:
+def output_names(role: str, acceptance_head: bool = False, form: str = ADDITIVE) -> tuple[str, ...]:
+    """Outputs of a role's graph besides the cache. The draft ranks its columns in the graph, and so does a target on a
+    device: at temperature 0 its logits then need not leave it. Only the draft has a head."""
+    if role == TARGET and form == ADDITIVE:
         return (LOGITS.name,)
     ranked = (LOGITS.name, TOP_IDS.name, TOP_LOGPROBS.name)
     return (*ranked, ACCEPTANCE.name) if acceptance_head else ranked

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..models.bindings import TOP_IDS
 from .cost import CostModel
 from .engines.base import Engine, ForwardOutput, Pass, Passes, forward, prefill_passes
 from .metrics import SpecDecodeStats
@@ -32,7 +33,7 @@ from .speculation.lookup import PromptLookup, graft_chosen, graft_given
 from .speculation.proposer import DraftProposer
 from .speculation.token_graph import TokenGraph
 from .speculation.token_tree import TokenTree, unroll
-from .speculation.verifier import Acceptance
+from .speculation.verifier import Acceptance, match_best
 
 
 class TokenLogprob(NamedTuple):
@@ -158,12 +159,12 @@ class SpeculativeDecoder:
             proposal = yield from self._propose(root, room - 1, plan, sampler, streams, observe is not None)
             tree = proposal.tree
             scoring = perf_counter()
-            batch = tree.to_batch(self._target.spec, self._cache.length)
+            batch = tree.to_batch(self._target.spec, self._cache.length, self._needs_best(sampler, observe))
             output = yield from forward(self._target, batch, self._cache)
             logits, seconds = output.logits, perf_counter() - scoring
             stats.target_passes += 1
             stats.target_seconds += seconds
-            acceptance = self._verify(tree, logits, sampler, streams)
+            acceptance = self._verify(tree, output, batch.ranking_only, sampler, streams)
             self._commit(tree, acceptance)
             if self._calibration is not None:
                 self._calibration.update(tree, acceptance.rows)
@@ -225,7 +226,8 @@ class SpeculativeDecoder:
             graft_given(graph, found)
         estimate = self._calibration or uncorrected
         grower, stopper = config.grower(greedy, depth, estimate), config.stopper(estimate)
-        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, streams.draft)
+        ranking_only = config.ranks(greedy) and not sampler.follows_path
+        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, streams.draft, ranking_only)
         if config.chooses(greedy):
             graft_chosen(graph, found)
         tree = unroll(graph, config.max_tokens)
@@ -238,9 +240,17 @@ class SpeculativeDecoder:
             self._within[limits] = config.within(*limits)
         return self._within[limits]
 
+    def _needs_best(self, sampler: Sampler, observe: Observer | None) -> bool:
+        """Whether this round reads nothing of the target's output but each row's most probable token."""
+        ranked = TOP_IDS.name in self._target.spec.outputs and sampler.params.greedy and not sampler.follows_path
+        return ranked and sampler.params.logprobs is None and observe is None
+
     def _verify(
-        self, tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
+        self, tree: TokenTree, output: ForwardOutput, ranking_only: bool, sampler: Sampler, streams: RandomStreams
     ) -> Acceptance:
+        if ranking_only and output.top_ids is not None:
+            return match_best(tree, output.top_ids[:, 0])
+        logits = output.logits
         if len(tree) == 1 or self._config is None:
             return Acceptance([], sampler.choose(logits[0], [], streams.target))
         return self._config.verifier(sampler.params.greedy)(tree, logits, sampler, streams)

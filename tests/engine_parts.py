@@ -31,7 +31,7 @@ def engine_spec(checkpoint: Checkpoint, backend: str, role: str, capacity: int =
         widths=WIDTHS[1:] if backend == "openvino" else WIDTHS,
         capacity=capacity,
         precision="fp32",
-        outputs=bindings.output_names(role),
+        outputs=bindings.output_names(role, form=bindings.COMPACT if backend == "tensorrt" else bindings.ADDITIVE),
     )
 
 

@@ -39,7 +39,7 @@ def test_graphs_are_valid_and_readable(shape: str, role: str, form: str, tmp_pat
     assert functions == ([] if form == bindings.ADDITIVE else [(op.DOMAIN, op.NAME)])
     caches = [(kind, layer) for layer in layers for kind in bindings.KINDS]
     inputs = [item.name for item in bindings.inputs(form)] + [bindings.past(*cache) for cache in caches]
-    outputs = [*bindings.output_names(role), *(bindings.present(*cache) for cache in caches)]
+    outputs = [*bindings.output_names(role, form=form), *(bindings.present(*cache) for cache in caches)]
     assert [value.name for value in model.graph.input] == inputs
     assert [value.name for value in model.graph.output] == outputs
 

@@ -6,6 +6,7 @@ the program is the very ONNX graph plans are compiled from. `torch` is the torch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -36,7 +37,7 @@ test_i7_the_order_of_rows_changes_nothing = contract.test_i7_the_order_of_rows_c
 test_i7_padding_rows_change_nothing = contract.test_i7_padding_rows_change_nothing
 test_i10_a_committed_path_equals_a_fresh_prefill = contract.test_i10_a_committed_path_equals_a_fresh_prefill
 test_i10_truncated_text_is_forgotten = contract.test_i10_truncated_text_is_forgotten
-test_a_draft_ranks_its_columns = contract.test_a_draft_ranks_its_columns_and_a_target_does_not
+test_columns_are_ranked = contract.test_a_draft_ranks_its_columns_and_a_target_where_logits_are_dear
 test_a_full_cache_is_an_error_that_leaves_it_usable = contract.test_a_full_cache_is_an_error_that_leaves_it_usable
 test_only_computed_rows_can_be_committed = contract.test_only_computed_rows_can_be_committed
 test_a_pass_that_was_not_compiled_is_refused = contract.test_a_pass_that_was_not_compiled_is_refused
@@ -179,10 +180,22 @@ def test_only_rows_of_the_batch_come_back(gqa: Path, tmp_path: Path) -> None:
     """Logits lie last in their block: a copy that stops early leaves out padding rows."""
     engine = opened_static(gqa, tmp_path, bindings.TARGET)
     layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
-    row = 4 * engine.spec.model.vocab_size
-    assert [layout.needed_bytes(rows) for rows in (1, 5, 8, 9)] == [row, 5 * row, 8 * row, 8 * row]
+    first, row = layout.fields[bindings.LOGITS.name].offset, 4 * engine.spec.model.vocab_size
+    assert [layout.needed_bytes(rows, False) - first for rows in (1, 5, 8, 9)] == [row, 5 * row, 8 * row, 8 * row]
     output = engine.forward(Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0), engine.new_cache())
     assert output.logits[:5].any(axis=1).all() and not output.logits[5:].any()
+
+
+def test_no_logits_come_back_where_the_ranking_is_enough(gqa: Path, tmp_path: Path) -> None:
+    """At temperature 0 a verified row is one number, not a row of the vocabulary."""
+    engine, whole = (opened_static(gqa, tmp_path, bindings.TARGET) for _ in range(2))
+    layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
+    assert layout.needed_bytes(5, True) == layout.fields[bindings.LOGITS.name].offset < layout.needed_bytes(1, False)
+    batch = Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0)
+    expected = whole.forward(batch, whole.new_cache()).logits[:5].argmax(-1)
+    output = engine.forward(replace(batch, ranking_only=True), engine.new_cache())
+    assert output.top_ids is not None and not output.logits.any()
+    np.testing.assert_array_equal(output.top_ids[:5, 0], expected)
 
 
 def test_slots_out_of_order_are_refused(gqa: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Machine:
         self.plan: Plan | None = PLAN
 
     def spec(self, checkpoint: Checkpoint, role: str) -> EngineSpec:
-        names = bindings.output_names(role)
+        names = bindings.output_names(role, form=bindings.COMPACT)
         return EngineSpec(
             role, "tensorrt-rtx", f"{role}.plan", checkpoint.config, WIDTHS, CAPACITY, "fp32", names, self.plan
         )
@@ -107,7 +107,9 @@ def test_speculation_gives_the_text_of_plain_decoding(machine: Machine, tmp_path
     """And that of ONNX Runtime over the ordinary graph."""
     checkpoint = Checkpoint(DEMO / bindings.TARGET)
     export(checkpoint, bindings.TARGET, CAPACITY, tmp_path / "plain.onnx", lambda name: None)
-    onnx = OnnxRuntimeEngine(tmp_path / "plain.onnx", replace(machine.spec(checkpoint, bindings.TARGET), plan=None))
+    outputs = bindings.output_names(bindings.TARGET)
+    spec = replace(machine.spec(checkpoint, bindings.TARGET), plan=None, outputs=outputs)
+    onnx = OnnxRuntimeEngine(tmp_path / "plain.onnx", spec)
     engines = {role: machine.open(DEMO / role, role) for role in bindings.ROLES}
     expected, _ = generate(onnx, None, None)
     assert generate(engines[bindings.TARGET], None, None)[0] == expected

@@ -56,7 +56,8 @@ class TokenBatch:
 
     token_ids, position_ids: int64 [W]. mask: bool [W, S]; row i sees speculative slot j; S = speculative rows already
     in the cache + W. Every row sees all committed slots. output_rows: int64 [R], the rows whose logits are wanted:
-    one row, or all W.
+    one row, or all W. ranking_only: nobody will read the logits of an engine that ranks them; what the output holds in
+    their place is undefined.
     """
 
     token_ids: NDArray[np.int64]
@@ -64,6 +65,7 @@ class TokenBatch:
     mask: NDArray[np.bool_]
     output_rows: NDArray[np.int64]
     num_tokens: int
+    ranking_only: bool = False
 
     @classmethod
     def padded(
@@ -73,6 +75,7 @@ class TokenBatch:
         mask: NDArray[np.bool_],
         width: int,
         last_only: bool = False,
+        ranking_only: bool = False,
     ) -> TokenBatch:
         """Pad n rows, seen through mask [n, s + n], to `width`: the only place where anything is padded.
 
@@ -87,7 +90,8 @@ class TokenBatch:
             wide[:rows, : mask.shape[1]] = mask
             mask = wide
         output_rows = np.array([rows - 1]) if last_only else np.arange(width)
-        return cls(np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64), mask, output_rows, rows)
+        ids, positions = np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64)
+        return cls(ids, positions, mask, output_rows, rows, ranking_only)
 
 
 class ForwardOutput(NamedTuple):
@@ -229,12 +233,12 @@ class Engine(Protocol):
         """Release what the engine holds; it cannot be used afterwards."""
 
 
-def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int) -> TokenBatch:
+def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False) -> TokenBatch:
     """A chunk of committed text that begins at position `start`; only its last row's logits are wanted."""
     rows = len(token_ids)
     mask = np.tri(rows, dtype=np.bool_)
     positions = np.arange(start, start + rows)
-    return TokenBatch.padded(token_ids, positions, mask, spec.width_for(rows), last_only=True)
+    return TokenBatch.padded(token_ids, positions, mask, spec.width_for(rows), True, ranking_only)
 
 
 class Pass(NamedTuple):
@@ -259,12 +263,14 @@ def forward(engine: Engine, batch: TokenBatch, cache: Any) -> Passes[ForwardOutp
     return (yield Pass(engine, batch, cache))
 
 
-def prefill_passes(engine: Engine, cache: Any, token_ids: Sequence[int]) -> Passes[ForwardOutput | None]:
+def prefill_passes(
+    engine: Engine, cache: Any, token_ids: Sequence[int], ranking_only: bool = False
+) -> Passes[ForwardOutput | None]:
     """Append committed text in chunks of the widest pass; returns the last row's output, None for empty text."""
     output = None
     for start in range(0, len(token_ids), engine.spec.max_width):
         chunk = token_ids[start : start + engine.spec.max_width]
-        output = yield Pass(engine, causal_batch(engine.spec, chunk, cache.length), cache)
+        output = yield Pass(engine, causal_batch(engine.spec, chunk, cache.length, ranking_only), cache)
         cache.commit(range(len(chunk)))
     return output
 

@@ -87,9 +87,11 @@ class Layout(NamedTuple):
             for name, field in self.fields.items()
         }
 
-    def needed_bytes(self, rows: int) -> int:
-        """Bytes from the start that hold everything about the first `rows` scored rows."""
+    def needed_bytes(self, rows: int, ranking_only: bool) -> int:
+        """Bytes from the start that hold everything about the first `rows` scored rows, or all but their logits."""
         logits = self.fields[bindings.LOGITS.name]
+        if ranking_only and bindings.TOP_IDS.name in self.fields:
+            return logits.offset
         return logits.offset + min(rows, logits.shape[1]) * logits.shape[2] * logits.dtype.itemsize
 
 

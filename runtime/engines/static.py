@@ -181,7 +181,7 @@ class StaticPass:
             self._enqueue()
         else:
             device.replay(self._graph, stream)
-        needed = self._outputs.needed_bytes(batch.num_tokens)
+        needed = self._outputs.needed_bytes(batch.num_tokens, batch.ranking_only)
         device.download(self._host_outputs[:needed], self._device_outputs.address, stream)
         device.synchronize(stream)
         if self._graph is None and self._may_capture:

@@ -107,7 +107,7 @@ class StaticPass:
                 self._compute()
             else:
                 self._graph.replay()
-            needed = self._outputs.needed_bytes(batch.num_tokens)
+            needed = self._outputs.needed_bytes(batch.num_tokens, batch.ranking_only)
             self._host_outputs[:needed].copy_(self._device_outputs[:needed], non_blocking=True)
         self._engine.synchronize()
         if self._graph is None and self._engine.device.type == "cuda":

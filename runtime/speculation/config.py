@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError
 from ..cost import CostModel
 from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
@@ -249,6 +250,11 @@ class SpeculativeConfig:
         if greedy:
             return sample_and_match
         return VERIFIERS[LOSSLESS[self.proposal][0] if self.verify == AUTO else self.verify]
+
+    def ranks(self, greedy: bool) -> bool:
+        """Whether proposals need the draft's most probable tokens only, and no other column of its logits."""
+        few = self.frontier_width <= TOP_COLUMNS
+        return self.chooses(greedy) and few and not self.shaped and self.stop_rule != "entropy"
 
     def chooses(self, greedy: bool) -> bool:
         """Whether proposals are picked by score, not drawn."""

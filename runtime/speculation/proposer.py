@@ -50,14 +50,20 @@ class DraftProposer:
             self._pending = list(prompt[-1:])
 
     def propose(
-        self, graph: TokenGraph, grower: Grower, stopper: Stopper, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        grower: Grower,
+        stopper: Stopper,
+        sampler: Sampler,
+        stream: RandomStream,
+        ranking_only: bool = False,
     ) -> Passes[bool]:
         """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth: whether
-        it left none of the nodes that the grower would have gone on with."""
+        it left none of the nodes that the grower would have gone on with. ranking_only: neither reads logits."""
         self.passes += 1
         self.rows += len(self._pending)
         start = perf_counter()
-        output = yield from prefill_passes(self._engine, self._cache, self._pending)
+        output = yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only)
         self.seconds += perf_counter() - start
         if output is None:
             raise AssertionError("propose before start: there is no root")
@@ -76,7 +82,7 @@ class DraftProposer:
             nodes = [node for node in frontier if not stopper.before_score(graph, node)]
             if not nodes:
                 return bool(frontier)
-            output = yield from self._score(graph, nodes)
+            output = yield from self._score(graph, nodes, ranking_only)
 
     def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:
         """Keep the cache of accepted rows up to the first the draft has not scored in this very context; the rest, and
@@ -91,7 +97,7 @@ class DraftProposer:
         """A token that was decoded without a proposal."""
         self._pending.append(token)
 
-    def _score(self, graph: TokenGraph, nodes: Sequence[int]) -> Passes[ForwardOutput]:
+    def _score(self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool) -> Passes[ForwardOutput]:
         """One draft pass over `nodes`, which get the next cache slots."""
         first, count = self._cache.speculative, len(nodes)
         visible = np.zeros((first + count, first + count), np.bool_)
@@ -109,7 +115,7 @@ class DraftProposer:
         width = self._engine.spec.width_for(count)
         self.passes += 1
         self.rows += count
-        batch = TokenBatch.padded(tokens, positions, visible[first:], width)
+        batch = TokenBatch.padded(tokens, positions, visible[first:], width, ranking_only=ranking_only)
         start = perf_counter()
         output = yield Pass(self._engine, batch, self._cache)
         self.seconds += perf_counter() - start

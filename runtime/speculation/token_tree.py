@@ -41,14 +41,14 @@ class TokenTree:
             rows[self.parents[row]].append(row)
         return rows
 
-    def to_batch(self, spec: EngineSpec, committed: int) -> TokenBatch:
-        """The pass that scores every row behind `committed` cache rows."""
+    def to_batch(self, spec: EngineSpec, committed: int, ranking_only: bool = False) -> TokenBatch:
+        """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch."""
         rows = len(self)
         mask = np.eye(rows, dtype=np.bool_)
         for row in range(1, rows):
             mask[row] |= mask[self.parents[row]]
         positions = committed + np.asarray(self.depths)
-        return TokenBatch.padded(self.token_ids, positions, mask, spec.width_for(rows))
+        return TokenBatch.padded(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
 
 
 def unroll(graph: TokenGraph, max_tokens: int) -> TokenTree:

@@ -6,6 +6,7 @@ row's path. Each verifier is lossless for the proposals that `config.LOSSLESS` l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,12 +39,22 @@ def sample_and_match(
     Exact for any tree, however it was chosen: the tree only decides how far the target's own draws can be followed.
     (SpecExec, OPT-Tree, EAGLE-2; papers.md section 0, rule b.)
     """
+    return matched(tree, lambda row, path: sampler.choose(logits[row], path, streams.target))
+
+
+def match_best(tree: TokenTree, best: NDArray[np.int64]) -> Acceptance:
+    """The same at temperature 0, from the target's most probable token at each row, [rows]."""
+    return matched(tree, lambda row, path: int(best[row]))
+
+
+def matched(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Acceptance:
+    """Follow the child that carries the token chosen at a row, as long as there is one."""
     children = tree.children()
     row = 0
     rows: list[int] = []
     path: list[int] = []
     while True:
-        token = sampler.choose(logits[row], path, streams.target)
+        token = choose(row, path)
         match = next((child for child in children[row] if tree.token_ids[child] == token), None)
         if match is None:
             return Acceptance(rows, token)
