@@ -59,7 +59,7 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
         advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
         for role, row in behind(pair, context, widths, repeats, advance).items():
             seconds[role].append(row)
-    advance = begin(Step("Time outside the engines", 2 * len(HOST_TOKENS)))
+    advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
     greedy, sampled = (host(pair, temperature, advance) for temperature in (0.0, 1.0))
     passes = {role: PassCosts(pair.engines[role].spec.widths, fitting, tuple(seconds[role])) for role in ROLES}
     backend = pair.engines[TARGET].spec.backend
@@ -117,14 +117,17 @@ def host(pair: Pair, temperature: float, advance: Callable[[], None]) -> HostCos
     for size in (few, many):
         rounds.append(host_seconds(pair, size, temperature))
         advance()
+    plain = host_seconds(pair, 0, temperature)
+    advance()
     token = max(0.0, rounds[1] - rounds[0]) / max(1, many - few)
-    return HostCosts(max(0.0, rounds[0] - few * token), token)
+    return HostCosts(plain, max(plain, rounds[0] - few * token), token)
 
 
 def host_seconds(pair: Pair, size: int, temperature: float) -> float:
-    """Median host seconds of a round that proposes `size` tokens."""
+    """Median host seconds of a round that proposes `size` tokens, or none."""
     frontier = min(4, pair.engines[DRAFT].spec.max_width)
-    config = SpeculativeConfig(max_total_draft_tokens=size, max_draft_len=4, frontier_width=frontier, budget="fixed")
+    tree = SpeculativeConfig(max_total_draft_tokens=size or 1, max_draft_len=4, frontier_width=frontier, budget="fixed")
+    config = tree if size else None
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines[DRAFT], config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
     per_round = []

@@ -89,6 +89,7 @@ def summary(costs: CostModel) -> str:
     """The rest, in words."""
     lines = [f"Milliseconds on {costs.machine['processor']}, {costs.machine['cores']} cores."]
     for name, host in (("temperature 0", costs.greedy), ("higher temperatures", costs.sampled)):
-        figures = f"{1e3 * host.round:.2f} a round and {1e3 * host.token:.3f} a proposed token"
+        rounds = f"{1e3 * host.plain:.2f} a plain round, {1e3 * host.round:.2f} one with a proposal"
+        figures = f"{rounds}, {1e3 * host.token:.3f} a token of it"
         lines.append(f"Outside the engines at {name}: {figures}.")
     return "\n".join(lines)

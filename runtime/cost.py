@@ -54,8 +54,9 @@ class PassCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds outside both engines: of every round, and of every token proposed in it."""
+    """Seconds outside both engines: of a plain round, of one with a proposal, and of every token proposed in it."""
 
+    plain: float
     round: float
     token: float
 
@@ -139,4 +140,4 @@ def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:
         once = 4 * model.num_parameters / BYTES_PER_SECOND + 1e-4
         return PassCosts(ASSUMED_ROWS, (0,), (tuple(once * (1 + ROW_SHARE * (rows - 1)) for rows in ASSUMED_ROWS),))
 
-    return CostModel(passes(target), passes(draft), HostCosts(1e-4, 1e-5), HostCosts(1.5e-4, 4e-5), {})
+    return CostModel(passes(target), passes(draft), HostCosts(5e-5, 1e-4, 1e-5), HostCosts(8e-5, 1.5e-4, 4e-5), {})

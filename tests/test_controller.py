@@ -121,6 +121,14 @@ def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
     assert rounds_to_probe(5000) > 5 * rounds_to_probe(1)
 
 
+def test_a_plain_round_is_priced_as_one() -> None:
+    """Where many share a pass, time on the host decides: a plain round has less of it."""
+    host = HostCosts(plain=0.01, round=0.3, token=0.02)
+    costs = table(1.0, 0.02, row=0.06, host=host)
+    alone, busy = (Controller(costs, TREES, greedy=True).plan(0, 100, sharing) for sharing in (1, 16))
+    assert alone.depth > 0 and busy.depth == 0
+
+
 def test_no_plan_is_deeper_than_there_is_room() -> None:
     controller = Controller(table(1.0, 0.001), CHAIN, greedy=True)
     assert [controller.plan(0, room).depth for room in (0, 1, 2)] == [0, 1, 2]
@@ -200,7 +208,7 @@ LOSSLESS = {
     "dyspec-threshold": SpeculativeConfig("dyspec-threshold", max_draft_len=2, max_total_draft_tokens=3),
 }
 # Prices at which one accepted or rejected token changes the next plan.
-NEAR = (table(1.0, 0.45), table(1.0, 0.3, 0.05), table(1.0, 0.55, host=HostCosts(0.0, 0.01)))
+NEAR = (table(1.0, 0.45), table(1.0, 0.3, 0.05), table(1.0, 0.55, host=HostCosts(0.0, 0.0, 0.01)))
 
 
 @pytest.mark.parametrize("name", LOSSLESS)

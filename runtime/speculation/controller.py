@@ -131,7 +131,7 @@ class Controller:
         def part(passes: PassCosts, rows: int) -> float:
             return passes.at(rows * sharing, context) / sharing
 
-        self._plain_seconds = part(self._costs.target, 1) + self._host.round
+        self._plain_seconds = part(self._costs.target, 1) + self._host.plain
         first = part(self._costs.draft, 2)  # the root, and often the last accepted token
         for row, size in enumerate(shapes.sizes):
             further = part(self._costs.draft, min(shapes.frontier, size))
