@@ -208,7 +208,7 @@ LOSSLESS = {
     "dyspec-threshold": SpeculativeConfig("dyspec-threshold", max_draft_len=2, max_total_draft_tokens=3),
 }
 # Prices at which one accepted or rejected token changes the next plan.
-NEAR = (table(1.0, 0.45), table(1.0, 0.3, 0.05), table(1.0, 0.55, host=HostCosts(0.0, 0.0, 0.01)))
+NEAR = (table(1.0, 0.55), table(1.0, 0.5, 0.05), table(1.0, 0.55, host=HostCosts(0.0, 0.0, 0.01)))
 
 
 @pytest.mark.parametrize("name", LOSSLESS)

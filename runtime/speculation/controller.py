@@ -25,8 +25,8 @@ from ..cost import CostModel, PassCosts
 MEMORY = 0.96  # what a round counts for after the next one: about 25 rounds are remembered
 FIRST_GUESS = 0.6  # acceptance of a single token before anything was seen
 WIDER = 0.9  # share of the rejections that remain with the next larger budget, before it was tried
-PRIOR = 3.0  # observations a guess counts for
-PROBE_LOSS = 0.01  # share of plain decoding's time that looking whether speculation pays again may cost
+PRIOR = 8.0  # observations a guess counts for
+PROBE_LOSS = 0.02  # share of plain decoding's time that looking whether speculation pays again may cost
 CONTEXT_STEP = 64  # costs are looked up anew after so many tokens
 PLAIN_DEPTH = 0
 
