@@ -1,6 +1,6 @@
 """Draw the README's picture: one real generation of the demo bundle, coloured as the live view colours it.
 
-python docs/picture.py bundles/demo docs/generate.svg
+python docs/picture.py bundles/demo-110m docs/generate.svg
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftwood.cli.live import DRAFTED, OWN, PROMPT, running
 from draftwood.runtime import LLM, SamplingParams
 
 TEXT = "import os\nimport sys\n\n\ndef main(argv=None):\n"
-COMMAND = "draftwood generate bundles/demo --prompt-file prompt.txt --temperature 0.7 --seed 1 --max-tokens 110"
+COMMAND = "draftwood generate bundles/demo-110m --prompt-file prompt.txt --temperature 0.7 --seed 1 --max-tokens 110"
 
 
 def main(bundle: Path, picture: Path) -> None:

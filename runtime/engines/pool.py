@@ -6,8 +6,8 @@ slots. A pass appends the rows of all its requests, however many each has; nothi
 costs nothing: it writes down slots. Rows nobody refers to any more are garbage; when the cache is full of it, the live
 rows move together.
 
-On a CPU a pass of eight rows costs hardly more than a pass of one: four requests that propose two tokens each decode at
-nearly the price of one. What it costs is attention, whose matrices span the slots of all requests.
+On a CPU a pass of eight rows costs about half as much again as a pass of one, so requests that share passes share most
+of their cost. The price is attention, whose matrices span the slots of all requests.
 """
 
 from __future__ import annotations
