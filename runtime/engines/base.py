@@ -176,9 +176,8 @@ class StackedKVCache(ABC):
 
     def shrink(self, capacity: int) -> None:
         """Give back the slots beyond `capacity`, or beyond what is used."""
-        old, used = self.buffer, self.length + self.speculative
-        self._allocate(min(max(capacity, used, FIRST_CAPACITY), self.limit))
-        self.buffer[:, :, :, :used] = old[:, :, :, :used]
+        used = self.length + self.speculative
+        self._resize(min(max(capacity, used, FIRST_CAPACITY), self.limit), used)
 
     def reserve(self, batch: TokenBatch) -> int:
         """Make room for a batch behind everything computed so far; returns the slot of its first row.
@@ -203,10 +202,14 @@ class StackedKVCache(ABC):
         while capacity < slots:
             capacity *= 2
         if capacity > self.capacity:
-            old = self.buffer
-            self._allocate(min(capacity, self.limit))
-            self.buffer[:, :, :, :used] = old[:, :, :, :used]
+            self._resize(min(capacity, self.limit), used)
         return used
+
+    def _resize(self, capacity: int, used: int) -> None:
+        """Another buffer, of `capacity` slots, with the first `used` ones in it."""
+        old = self.buffer
+        self._allocate(capacity)
+        self.buffer[:, :, :, :used] = old[:, :, :, :used]
 
     def _move(self, rows: NDArray[np.int64]) -> None:
         """Copy these slots, in this order, behind the committed rows of every layer."""

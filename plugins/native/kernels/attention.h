@@ -1,0 +1,101 @@
+/* Tree attention over a cache in panels: keys [kv head][slot / 16][head_dim][16], values [kv head][dim / 16][slot][16].
+ *
+ * Both products are tiles of matrix.h. A slot that a row does not see weighs exactly nothing, and the sum of the weights
+ * does not depend on their order: so a row's result has the same bits wherever in the cache its ancestors lie. */
+#pragma once
+#include "matrix.h"
+
+/* What every row of a pass sees, by panels of 16 slots. */
+struct sight {
+    uint16_t *seen; /* [rows][panels]: bit i of a panel is its slot i */
+    int panels;
+};
+
+/* length: committed slots, seen by all. mask: bytes [rows][columns], of the slots behind them. */
+static void look(const struct sight *sight, int row, const uint8_t *mask, int length, int columns) {
+    uint16_t *seen = sight->seen + (size_t)row * sight->panels;
+    memset(seen, 0, sight->panels * sizeof *seen);
+    memset(seen, 0xff, length / LANES * sizeof *seen);
+    if (length % LANES) seen[length / LANES] = (uint16_t)((1 << length % LANES) - 1);
+    mask += (size_t)row * columns;
+    for (int column = 0; column < columns; column++) {
+        int slot = length + column;
+        seen[slot / LANES] |= (uint16_t)((mask[column] != 0) << slot % LANES);
+    }
+}
+
+/* The next run of panels from `panel` on that any of the rows sees; returns its end, or 0 when there is none. */
+static int next_run(const struct sight *sight, const int *rows, int count, int *panel) {
+    int end = 0;
+    for (int at = *panel; at < sight->panels; at++) {
+        uint16_t any = 0;
+        for (int r = 0; r < count; r++) any |= sight->seen[(size_t)rows[r] * sight->panels + at];
+        if (any && !end) *panel = at;
+        if (any) end = at + 1;
+        if (!any && end) break;
+    }
+    return end;
+}
+
+/* sums[r][p] += rows[r] * panels: a tile of any size, in fp32. */
+static void products(int count, int panels, const float *const *rows, const float *weights, size_t panel, int first,
+                     int last, f32 sums[][MOST_PANELS]) {
+#define PRODUCT(R, P) { dense_tile(R, P, rows, weights, panel, first, last, FP32, sums); }
+    EACH_TILE(count, panels, PRODUCT)
+}
+
+/* Up to 8 queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose sight each has.
+ * keys, values: of that head, `capacity` slots. scores: [8][capacity], room to work in. */
+static void attend(int count, const float *const *queries, float *const *outputs, const int *rows,
+                   const struct sight *sight, const float *keys, const float *values, int head_dim, int capacity,
+                   float *scores) {
+    const size_t key_panel = (size_t)head_dim * LANES, value_panel = (size_t)capacity * LANES;
+    const float *weights[MOST_ROWS];
+    f32 most[MOST_ROWS];
+    for (int r = 0; r < count; r++) most[r] = splat(-3.0e38f), weights[r] = scores + (size_t)r * capacity;
+    for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last) {
+        for (int panel = first, step; panel < last; panel += step) {
+            f32 sums[MOST_ROWS][MOST_PANELS] = {0};
+            step = panels_at_once(count, last - panel);
+            products(count, step, queries, keys + panel * key_panel, key_panel, 0, head_dim, sums);
+            for (int r = 0; r < count; r++)
+                for (int p = 0; p < step; p++) {
+                    i32 seen = lanes(sight->seen[(size_t)rows[r] * sight->panels + panel + p]);
+                    f32 score = choose(seen, sums[r][p], splat(-3.0e38f));
+                    most[r] = larger(most[r], score);
+                    store((float *)weights[r] + (panel + p) * LANES, score);
+                }
+        }
+    }
+    double totals[MOST_ROWS];
+    for (int r = 0; r < count; r++) {
+        const float peak = largest(most[r]);
+        f64 total = {0};
+        for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last)
+            for (int panel = first; panel < last; panel++) {
+                float *score = (float *)weights[r] + panel * LANES;
+                i32 seen = lanes(sight->seen[(size_t)rows[r] * sight->panels + panel]);
+                /* Whole multiples of 2^-22: their sum is exact in any order. */
+                i32 weight = nearest(exponential(load(score) - peak) * 4194303.0f) & seen;
+                store(score, __builtin_convertvector(weight, f32));
+                total += __builtin_convertvector(weight, f64);
+            }
+        totals[r] = 0;
+        for (int lane = 0; lane < LANES; lane++) totals[r] += total[lane];
+    }
+    const int panels = panels_of(head_dim);
+    for (int panel = 0, step; panel < panels; panel += step) {
+        f32 sums[MOST_ROWS][MOST_PANELS] = {0};
+        step = panels_at_once(count, panels - panel);
+        for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last)
+            products(count, step, weights, values + panel * value_panel, value_panel, first * LANES, last * LANES, sums);
+        for (int r = 0; r < count; r++) {
+            float share = (float)(1.0 / (totals[r] > 0 ? totals[r] : 1.0)); /* a row of padding sees nothing */
+            for (int p = 0; p < step; p++) {
+                f32 result = sums[r][p] * share;
+                int from = (panel + p) * LANES, size = head_dim - from < LANES ? head_dim - from : LANES;
+                memcpy(outputs[r] + from, &result, size * sizeof(float));
+            }
+        }
+    }
+}

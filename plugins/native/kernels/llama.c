@@ -1,0 +1,325 @@
+/* One pass of a LLaMA over the rows of a token tree, behind a cache that it extends in place. */
+#include "attention.h"
+#include "ranking.h"
+#include "threads.h"
+
+#define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
+#define STRIDE 128 /* rows of activations are filled up to whole blocks */
+#define CHUNK 8    /* panels a thread claims at a time */
+
+struct layer {
+    const float *input_norm, *post_norm;
+    struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
+};
+
+struct model {
+    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim;
+    float epsilon;
+    const float *embedding, *norm, *cosine, *sine; /* cosine, sine: [positions][head_dim / 2] */
+    const struct layer *layer;
+    struct matrix head;
+};
+
+/* keys, values: of all layers, see attention.h. hidden: [outputs][hidden] or null; ids, logprobs: [outputs][top] or null. */
+struct pass {
+    int32_t rows, outputs, length, start, columns, capacity, top;
+    const int64_t *tokens, *positions, *output_rows;
+    const uint8_t *mask;
+    float *keys, *values, *logits, *hidden, *logprobs;
+    int64_t *ids;
+};
+
+struct engine {
+    struct model model;
+    struct pool *pool;
+    int most_rows, capacity;
+    struct rows hidden, normed, merged, attended, gated;
+    struct sight sight;
+    float *scores; /* [threads][8][capacity] */
+};
+
+struct job {
+    struct engine *engine;
+    const struct pass *pass;
+    atomic_int threads; /* number the threads of this pass */
+};
+
+static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }
+static int dim_of(const struct model *model) { return (model->head_dim + LANES - 1) / LANES * LANES; }
+
+static size_t keys_of(const struct model *model, int capacity) { return (size_t)model->head_dim * capacity; }
+static size_t values_of(const struct model *model, int capacity) { return (size_t)dim_of(model) * capacity; }
+
+/* normed = hidden / rms(hidden) * weight, rounded if `next` is of integers. */
+static void normalize(const struct model *model, const struct rows *from, int row, const float *weight,
+                      const struct rows *to, int into, const struct matrix *next) {
+    const float *values = from->values + (size_t)row * from->stride;
+    float *result = to->values + (size_t)into * to->stride;
+    f32 squares = {0};
+    for (int k = 0; k < model->hidden; k += LANES) { f32 value = load(values + k); squares += value * value; }
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+    const float share = 1.0f / sqrtf(sum / (float)model->hidden + model->epsilon);
+    for (int k = 0; k < model->hidden; k += LANES) store(result + k, load(values + k) * share * load(weight + k));
+    if (next->format >= INT8) round_row(to, into, next->inputs, next->block);
+}
+
+/* What becomes of a tile's sums: they are stored, added to what is there, or are gate and up in turn. */
+enum ending { STORE, ADD, GATE };
+
+INLINE void finish(const struct matrix *matrix, const enum ending ending, int panel, int panels, const f32 *sums,
+                   float *result) {
+    f32 sum[MOST_PANELS];
+    for (int p = 0; p < panels; p++) {
+        sum[p] = sums[p];
+        if (matrix->bias) sum[p] += load(matrix->bias + (panel + p) * LANES);
+    }
+    for (int p = 0; p < panels; p++) {
+        const int column = (panel + p) * LANES, size = matrix->outputs - column < LANES ? matrix->outputs - column : LANES;
+        if (ending == STORE) memcpy(result + column, &sum[p], size * sizeof(float));
+        if (ending == ADD) store(result + column, load(result + column) + sum[p]);
+        if (ending == GATE && p % 2) store(result + column / 2 / LANES * LANES, silu(sum[p - 1]) * sum[p]);
+    }
+}
+
+/* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. */
+static void linear(struct pool *pool, const struct matrix *matrix, const struct rows *from, int rows, float *to,
+                   int stride, const enum ending ending) {
+    const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    f32 sums[MOST_ROWS][MOST_PANELS];
+    for (int chunk; (chunk = claim(pool) * CHUNK) < panels;) {
+        const int end = chunk + CHUNK < panels ? chunk + CHUNK : panels;
+        for (int panel = chunk, step; panel < end; panel += step) {
+            step = panels_at_once(rows, end - panel);
+            for (int tile = 0; tile < tiles; tile++) {
+                const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
+                multiply(matrix, from, row, count, panel, step, sums);
+                for (int r = 0; r < count; r++)
+                    finish(matrix, ending, panel, step, sums[r], to + (size_t)(row + r) * stride);
+            }
+        }
+    }
+    barrier(pool);
+}
+
+/* head := head rotated by its position, times `factor`: halves as Hugging Face stores them. */
+static void rotate(float *head, const float *cosine, const float *sine, int half, float factor) {
+    for (int d = 0; d < half; d++) {
+        float low = head[d], high = head[d + half];
+        head[d] = (low * cosine[d] - high * sine[d]) * factor;
+        head[d + half] = (high * cosine[d] + low * sine[d]) * factor;
+    }
+}
+
+/* Rotate a row's queries and key and write key and value into the cache of a layer. */
+static void remember(const struct model *model, const struct pass *pass, struct rows *merged, int row, float *keys,
+                     float *values) {
+    const int dim = model->head_dim, half = dim / 2, slot = pass->start + row;
+    const float *cosine = model->cosine + pass->positions[row] * half, *sine = model->sine + pass->positions[row] * half;
+    float *query = merged->values + (size_t)row * merged->stride;
+    float *key = query + model->heads * dim, *value = key + model->kv_heads * dim;
+    for (int head = 0; head < model->heads; head++)
+        rotate(query + head * dim, cosine, sine, half, 1.0f / sqrtf((float)dim));
+    for (int head = 0; head < model->kv_heads; head++, key += dim, value += dim) {
+        rotate(key, cosine, sine, half, 1.0f);
+        float *to = keys + head * keys_of(model, pass->capacity) + (size_t)(slot / LANES) * dim * LANES + slot % LANES;
+        for (int d = 0; d < dim; d++) to[d * LANES] = key[d];
+        to = values + head * values_of(model, pass->capacity) + (size_t)slot * LANES;
+        for (int d = 0; d < dim; d++) to[(size_t)(d / LANES) * pass->capacity * LANES + d % LANES] = value[d];
+    }
+}
+
+/* Attention of a layer: every thread takes up to 8 queries of one kv head at a time. */
+static void attention(struct pool *pool, struct engine *engine, const struct pass *pass, const float *keys,
+                      const float *values, float *scores) {
+    const struct model *model = &engine->model;
+    const int dim = model->head_dim, group = model->heads / model->kv_heads, queries = pass->rows * group;
+    const int tiles = (queries + MOST_ROWS - 1) / MOST_ROWS;
+    for (int unit; (unit = claim(pool)) < model->kv_heads * tiles;) {
+        const int head = unit / tiles, tile = unit % tiles, first = queries * tile / tiles;
+        const int count = queries * (tile + 1) / tiles - first;
+        const float *query[MOST_ROWS];
+        float *output[MOST_ROWS];
+        int rows[MOST_ROWS];
+        for (int r = 0; r < count; r++) {
+            const int at = (head * group + (first + r) % group) * dim;
+            rows[r] = (first + r) / group;
+            query[r] = engine->merged.values + (size_t)rows[r] * engine->merged.stride + at;
+            output[r] = engine->attended.values + (size_t)rows[r] * engine->attended.stride + at;
+        }
+        attend(count, query, output, rows, &engine->sight, keys + head * keys_of(model, pass->capacity),
+               values + head * values_of(model, pass->capacity), dim, pass->capacity, scores);
+    }
+    barrier(pool);
+}
+
+/* Round rows for a matrix of integers; nothing to do for others. */
+static void round_rows(struct pool *pool, const struct matrix *next, const struct rows *rows, int count) {
+    if (next->format < INT8) return;
+    for (int row; (row = claim(pool)) < count;) round_row(rows, row, next->inputs, next->block);
+    barrier(pool);
+}
+
+static void transform(struct pool *pool, struct engine *engine, const struct pass *pass, float *scores) {
+    const struct model *model = &engine->model;
+    struct rows *hidden = &engine->hidden, *normed = &engine->normed, *merged = &engine->merged;
+    float *keys = pass->keys, *values = pass->values;
+    for (int row; (row = claim(pool)) < pass->rows;) {
+        memcpy(hidden->values + (size_t)row * hidden->stride, model->embedding + pass->tokens[row] * model->hidden,
+               model->hidden * sizeof(float));
+        look(&engine->sight, row, pass->mask, pass->length, pass->columns);
+        normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
+    }
+    barrier(pool);
+    for (int index = 0; index < model->layers; index++) {
+        const struct layer *layer = &model->layer[index];
+        linear(pool, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
+        for (int row; (row = claim(pool)) < pass->rows;) remember(model, pass, merged, row, keys, values);
+        barrier(pool);
+        attention(pool, engine, pass, keys, values, scores);
+        round_rows(pool, &layer->output, &engine->attended, pass->rows);
+        linear(pool, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD);
+        for (int row; (row = claim(pool)) < pass->rows;)
+            normalize(model, hidden, row, layer->post_norm, normed, row, &layer->gate_up);
+        barrier(pool);
+        linear(pool, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE);
+        round_rows(pool, &layer->down, &engine->gated, pass->rows);
+        linear(pool, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD);
+        for (int row; index + 1 < model->layers && (row = claim(pool)) < pass->rows;)
+            normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
+        barrier(pool);
+        keys += model->kv_heads * keys_of(model, pass->capacity);
+        values += model->kv_heads * values_of(model, pass->capacity);
+    }
+}
+
+/* Only the rows somebody asked for go through the vocabulary projection. */
+static void project(struct pool *pool, struct engine *engine, const struct pass *pass) {
+    const struct model *model = &engine->model;
+    struct rows *normed = &engine->normed;
+    for (int output; (output = claim(pool)) < pass->outputs;) {
+        normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
+        if (pass->hidden)
+            memcpy(pass->hidden + (size_t)output * model->hidden, normed->values + (size_t)output * normed->stride,
+                   model->hidden * sizeof(float));
+    }
+    barrier(pool);
+    linear(pool, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE);
+    for (int output; pass->ids && (output = claim(pool)) < pass->outputs;)
+        rank(pass->logits + (size_t)output * model->vocab, model->vocab, pass->top,
+             pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
+}
+
+static void run(struct pool *pool, void *argument) {
+    struct job *job = argument;
+    const size_t thread = atomic_fetch_add(&job->threads, 1);
+    transform(pool, job->engine, job->pass, job->engine->scores + thread * MOST_ROWS * job->engine->capacity);
+    project(pool, job->engine, job->pass);
+}
+
+static void *allocate(size_t bytes) {
+    void *memory = aligned_alloc(64, ALIGNED(bytes));
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+static int allocate_rows(struct rows *rows, int count, int size) {
+    const size_t cells = (size_t)count * padded(size);
+    rows->stride = padded(size);
+    rows->values = allocate(cells * sizeof(float));
+    rows->codes = allocate(cells);
+    rows->scales = allocate(cells / LANES * sizeof(float));
+    rows->sums = allocate(cells / LANES * sizeof(int32_t));
+    return rows->values && rows->codes && rows->scales && rows->sums;
+}
+
+static void free_rows(struct rows *rows) { free(rows->values), free(rows->codes), free(rows->scales), free(rows->sums); }
+
+/* Instructions this library was compiled for, separated by spaces, as Linux names them in /proc/cpuinfo. */
+const char *draftwood_instructions(void) {
+    return ""
+#if defined(__AVX512F__)
+           "avx512f avx512bw avx512dq avx512vl "
+#endif
+#if defined(__AVX512VNNI__)
+           "avx512_vnni "
+#elif defined(__AVXVNNI__)
+           "avx_vnni "
+#endif
+#if defined(__AVX2__)
+           "avx2 fma"
+#endif
+        ;
+}
+
+void draftwood_close(struct engine *engine) {
+    if (engine->pool) close_pool(engine->pool);
+    struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
+    for (int index = 0; index < 5; index++) free_rows(all[index]);
+    free(engine->sight.seen), free(engine->scores), free(engine);
+}
+
+/* An engine for passes of up to `rows` rows on that many threads; null without memory. `model` is copied, what it points
+ * to is not. */
+struct engine *draftwood_open(const struct model *model, int rows, int threads) {
+    struct engine *engine = allocate(sizeof *engine);
+    if (!engine) return NULL;
+    engine->model = *model;
+    engine->most_rows = rows;
+    engine->pool = open_pool(threads < MOST_THREADS ? threads : MOST_THREADS);
+    const int query = model->heads * model->head_dim, key = model->kv_heads * model->head_dim;
+    int enough = engine->pool && allocate_rows(&engine->hidden, rows, model->hidden);
+    enough = enough && allocate_rows(&engine->normed, rows, model->hidden);
+    enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key);
+    enough = enough && allocate_rows(&engine->attended, rows, query);
+    enough = enough && allocate_rows(&engine->gated, rows, model->inner);
+    if (enough) return engine;
+    draftwood_close(engine);
+    return NULL;
+}
+
+/* Room to look and score over a cache of `capacity` slots. */
+static int make_room(struct engine *engine, int capacity) {
+    if (capacity <= engine->capacity) return 1;
+    free(engine->sight.seen), free(engine->scores);
+    engine->sight.seen = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
+    engine->scores = allocate((size_t)engine->pool->threads * MOST_ROWS * capacity * sizeof(float));
+    engine->capacity = engine->sight.seen && engine->scores ? capacity : 0;
+    return engine->capacity;
+}
+
+/* Run a pass; 0, or -1 without memory. The caller has checked that rows, slots, tokens and positions are in range. */
+int draftwood_forward(struct engine *engine, const struct pass *pass) {
+    struct job job = {engine, pass, 0};
+    pthread_mutex_lock(&engine->pool->pass);
+    const int enough = make_room(engine, pass->capacity);
+    engine->sight.panels = (pass->length + pass->columns + LANES - 1) / LANES;
+    if (enough) together(engine->pool, run, &job);
+    pthread_mutex_unlock(&engine->pool->pass);
+    return enough ? 0 : -1;
+}
+
+/* Copy the rows in `slots`, in that order, behind row `first` of every layer; 0, or -1 without memory. */
+int draftwood_move(const struct model *model, float *keys, float *values, int capacity, int first, const int64_t *slots,
+                   int count) {
+    const int dim = model->head_dim, panels = panels_of(dim);
+    float *kept = allocate((size_t)count * panels * LANES * sizeof(float));
+    if (!kept) return -1;
+    for (int head = 0; head < model->layers * model->kv_heads; head++) {
+        float *key = keys + head * keys_of(model, capacity), *value = values + head * values_of(model, capacity);
+#define KEY(slot, d) key[((size_t)((slot) / LANES) * dim + (d)) * LANES + (slot) % LANES]
+#define VALUE(slot, panel) (value + ((size_t)(panel) * capacity + (slot)) * LANES)
+        for (int row = 0; row < count; row++)
+            for (int d = 0; d < dim; d++) kept[row * dim + d] = KEY(slots[row], d);
+        for (int row = 0; row < count; row++)
+            for (int d = 0; d < dim; d++) KEY(first + row, d) = kept[row * dim + d];
+        for (int row = 0; row < count; row++)
+            for (int panel = 0; panel < panels; panel++)
+                memcpy(kept + (row * panels + panel) * LANES, VALUE(slots[row], panel), LANES * sizeof(float));
+        for (int row = 0; row < count; row++)
+            for (int panel = 0; panel < panels; panel++)
+                memcpy(VALUE(first + row, panel), kept + (row * panels + panel) * LANES, LANES * sizeof(float));
+    }
+    free(kept);
+    return 0;
+}

@@ -1,0 +1,194 @@
+/* Rows times a matrix, in panels of 16 outputs.
+ *
+ * A panel is read once and meets up to 8 rows while it is in registers. Each (row, output) is one chain of operations
+ * over the inputs, the same in every tile, so a row's result has the same bits whatever other rows a pass has. */
+#pragma once
+#include "vector.h"
+
+#define MOST_ROWS 8 /* of a tile */
+#define MOST_PANELS 4
+
+enum format { FP32, FP16, BF16, INT8, INT4 };
+
+/* [outputs, inputs]. Floats: panels [inputs][16]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
+ * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; scales [panels][inputs / block][16]. */
+struct matrix {
+    const void *weights;
+    const float *scales, *bias; /* bias [16 * panels] or null */
+    int32_t outputs, inputs, block, format;
+};
+
+/* Rows of activations. Integers meet `codes`, rounded by block; everything else the floats. */
+struct rows {
+    float *values; /* [rows][stride] */
+    int8_t *codes; /* [rows][stride] */
+    float *scales; /* [rows][stride / block]; a block's values are codes * scale */
+    int32_t *sums; /* [rows][stride / block]: of the block's codes */
+    int32_t stride;
+};
+
+INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
+
+/* Sixteen weights of one input as fp32. */
+INLINE f32 widened(const void *weights, size_t index, const int format) {
+    if (format == FP32) return load((const float *)weights + index);
+    u16 half;
+    memcpy(&half, (const uint16_t *)weights + index, sizeof half);
+    if (format == BF16) return (f32)(__builtin_convertvector(half, u32) << 16);
+#if defined(__AVX512F__)
+    return (f32)_mm512_cvtph_ps((__m256i)half);
+#else
+    /* Exponent and mantissa move up; the product corrects the bias, and makes subnormals normal. */
+    u32 wide = __builtin_convertvector(half, u32);
+    f32 size = (f32)((wide & 0x7fff) << 13) * 0x1p112f;
+    return (f32)((u32)size | (wide & 0x8000) << 16);
+#endif
+}
+
+/* sums[r][p] += rows[r][first..last) * panels[p]; `panel` floats lie between panels. */
+INLINE void dense_tile(const int R, const int P, const float *const *rows, const void *weights, size_t panel,
+                       int first, int last, const int format, f32 sums[][MOST_PANELS]) {
+    f32 sum[MOST_ROWS][MOST_PANELS];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sum[r][p] = sums[r][p];
+    for (int k = first; k < last; k++) {
+        f32 weight[MOST_PANELS];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) weight[p] = widened(weights, p * panel + (size_t)k * LANES, format);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) sum[r][p] += weight[p] * rows[r][k];
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sums[r][p] = sum[r][p];
+}
+
+/* The same over codes: whole blocks in integers, then one product with both scales. An unsigned code is `zero` too
+ * large; what that adds to a block is known from the sum of the row's codes. */
+INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix, int panel,
+                         const int bits, f32 sums[][MOST_PANELS]) {
+    const int zero = 1 << (bits - 1), block = matrix->block, blocks = matrix->inputs / block;
+    const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8;
+    const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
+    const float *scales = matrix->scales + (size_t)panel * blocks * LANES;
+    const int row_blocks = x->stride / block;
+    const int8_t *values[MOST_ROWS];
+    f32 sum[MOST_ROWS][MOST_PANELS];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        values[r] = x->codes + (size_t)(row + r) * x->stride;
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sum[r][p] = (f32){0};
+    }
+    for (int b = 0; b < blocks; b++) {
+        i32 whole[MOST_ROWS][MOST_PANELS];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) whole[r][p] = (i32){0} - zero * x->sums[(row + r) * row_blocks + b];
+        for (int k = b * block; k < (b + 1) * block; k += 32 / bits) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
+                i32 word;
+                memcpy(&word, codes + p * bytes + (size_t)k * LANES * bits / 8, sizeof word);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    int32_t four[2];
+                    memcpy(four, values[r] + k, bits == 4 ? 8 : 4);
+                    if (bits == 8) {
+                        whole[r][p] = dot4(whole[r][p], word, four[0]);
+                    } else {
+                        whole[r][p] = dot4(whole[r][p], word & 0x0f0f0f0f, four[0]);
+                        whole[r][p] = dot4(whole[r][p], (i32)((u32)word >> 4) & 0x0f0f0f0f, four[1]);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            f32 scale = load(scales + ((size_t)p * blocks + b) * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                sum[r][p] += __builtin_convertvector(whole[r][p], f32) *
+                             (scale * x->scales[(row + r) * row_blocks + b]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sums[r][p] = sum[r][p];
+}
+
+/* Call with every number of rows as a constant, so that a tile's sums stay in registers. The fewer rows, the more
+ * panels at once: a processor needs about eight independent chains to stay busy. */
+#define EACH_TILE(rows, panels, CALL)                                                                                  \
+    switch (rows) {                                                                                                    \
+    case 1: if (panels == 4) CALL(1, 4) else if (panels == 2) CALL(1, 2) else CALL(1, 1) break;                        \
+    case 2: if (panels == 4) CALL(2, 4) else if (panels == 2) CALL(2, 2) else CALL(2, 1) break;                        \
+    case 3: if (panels == 2) CALL(3, 2) else CALL(3, 1) break;                                                         \
+    case 4: if (panels == 2) CALL(4, 2) else CALL(4, 1) break;                                                         \
+    case 5: if (panels == 2) CALL(5, 2) else CALL(5, 1) break;                                                         \
+    case 6: if (panels == 2) CALL(6, 2) else CALL(6, 1) break;                                                         \
+    case 7: if (panels == 2) CALL(7, 2) else CALL(7, 1) break;                                                         \
+    case 8: if (panels == 2) CALL(8, 2) else CALL(8, 1) break;                                                         \
+    }
+
+/* How many of the panels that are left a tile of so many rows takes at once. */
+INLINE int panels_at_once(int rows, int left) {
+    const int most = rows <= 2 ? 4 : 2;
+    return left >= most ? most : left >= 2 ? 2 : 1;
+}
+
+/* sums = up to 8 rows, from `row` on, times as many panels as panels_at_once says. */
+static void multiply(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel, int panels,
+                     f32 sums[][MOST_PANELS]) {
+    const float *values[MOST_ROWS];
+    for (int r = 0; r < rows; r++) values[r] = x->values + (size_t)(row + r) * x->stride;
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++) sums[r][p] = (f32){0};
+    const size_t size = (size_t)matrix->inputs * LANES;
+#define DENSE(R, P, FORMAT, BYTES)                                                                                     \
+    dense_tile(R, P, values, (const char *)matrix->weights + panel * size * BYTES, size, 0, matrix->inputs, FORMAT, sums);
+#define FP32_TILE(R, P) { DENSE(R, P, FP32, 4) }
+#define FP16_TILE(R, P) { DENSE(R, P, FP16, 2) }
+#define BF16_TILE(R, P) { DENSE(R, P, BF16, 2) }
+#define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, 8, sums); }
+#define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, 4, sums); }
+    switch (matrix->format) {
+    case FP32: EACH_TILE(rows, panels, FP32_TILE) break;
+    case FP16: EACH_TILE(rows, panels, FP16_TILE) break;
+    case BF16: EACH_TILE(rows, panels, BF16_TILE) break;
+    case INT8: EACH_TILE(rows, panels, INT8_TILE) break;
+    case INT4: EACH_TILE(rows, panels, INT4_TILE) break;
+    }
+}
+
+/* One row's codes: each block of inputs is divided by its largest magnitude / 127 and rounded. Filling is zero. */
+static void round_row(const struct rows *x, int row, int inputs, int block) {
+    const int blocks = x->stride / block;
+    for (int b = 0; b * block < inputs; b++) {
+        const float *values = x->values + (size_t)row * x->stride + b * block;
+        f32 most = {0};
+        for (int k = 0; k < block; k += LANES) {
+            f32 value = load(values + k);
+            most = larger(most, larger(value, -value));
+        }
+        float peak = largest(most), step = peak > 1e-30f ? 127.0f / peak : 0.0f;
+        i32 sum = {0};
+        for (int k = 0; k < block; k += LANES) {
+            i32 code = nearest(load(values + k) * step);
+            i8 narrow = __builtin_convertvector(code, i8);
+            memcpy(x->codes + (size_t)row * x->stride + b * block + k, &narrow, sizeof narrow);
+            sum += code;
+        }
+        int32_t total = 0;
+        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        x->scales[row * blocks + b] = peak / 127.0f;
+        x->sums[row * blocks + b] = total;
+    }
+}

@@ -1,0 +1,79 @@
+/* Sixteen numbers at a time, in the vector extensions that gcc and clang have on every processor: AVX-512 takes one
+ * register, others several. Nothing here depends on a lane's place, so a row's result never depends on its neighbours. */
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32 __attribute__((vector_size(64)));
+typedef int32_t i32 __attribute__((vector_size(64)));
+typedef uint32_t u32 __attribute__((vector_size(64)));
+typedef int8_t i8 __attribute__((vector_size(16)));
+typedef uint16_t u16 __attribute__((vector_size(32)));
+typedef double f64 __attribute__((vector_size(128)));
+
+INLINE f32 load(const float *from) { f32 value; memcpy(&value, from, sizeof value); return value; }
+INLINE void store(float *to, f32 value) { memcpy(to, &value, sizeof value); }
+INLINE f32 splat(float value) { return value - (f32){0}; }
+INLINE f32 choose(i32 mask, f32 yes, f32 no) { return (f32)(((i32)yes & mask) | ((i32)no & ~mask)); }
+INLINE f32 larger(f32 a, f32 b) { return choose(a > b, a, b); }
+
+INLINE float largest(f32 value) {
+    float most = value[0];
+    for (int lane = 1; lane < LANES; lane++) most = value[lane] > most ? value[lane] : most;
+    return most;
+}
+
+/* Lanes whose bit is set. */
+INLINE i32 lanes(uint16_t bits) {
+    const i32 each = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    return (((i32){0} + (int32_t)bits) & each) != 0;
+}
+
+/* To the nearest integer, ties to even, for |value| < 2^22: the sum's last bits are the integer. */
+INLINE i32 nearest(f32 value) { return (i32)(value + 12582912.0f) - 0x4b400000; }
+
+/* e^x for x <= 0, to 2 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (coefficients: Cephes expf). */
+INLINE f32 exponential(f32 x) {
+    x = larger(x, splat(-87.0f));
+    i32 n = nearest(x * 1.44269504f);
+    f32 whole = __builtin_convertvector(n, f32);
+    f32 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    f32 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return (f32)((i32)p + (n << 23));
+}
+
+/* x * sigmoid(x), without overflow on either side. */
+INLINE f32 silu(f32 x) {
+    f32 e = exponential(choose(x < 0, x, -x));
+    return x * choose(x < 0, e, splat(1.0f)) / (e + 1.0f);
+}
+
+/* sum[lane] += four unsigned bytes of `codes[lane]` times the four signed bytes of `row`: vpdpbusd. */
+INLINE i32 dot4(i32 sum, i32 codes, int32_t row) {
+#if defined(__AVX512VNNI__)
+    return (i32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(row));
+#elif defined(__AVXVNNI__)
+    __m256i parts[2], words[2];
+    memcpy(parts, &sum, sizeof sum);
+    memcpy(words, &codes, sizeof codes);
+    for (int half = 0; half < 2; half++)
+        parts[half] = _mm256_dpbusd_avx_epi32(parts[half], words[half], _mm256_set1_epi32(row));
+    memcpy(&sum, parts, sizeof sum);
+    return sum;
+#else
+    for (int byte = 0; byte < 4; byte++)
+        sum += ((i32)((u32)codes >> 8 * byte) & 255) * (int32_t)(int8_t)(row >> 8 * byte);
+    return sum;
+#endif
+}

@@ -1,0 +1,119 @@
+"""The compiled kernels: C structures and functions of kernels/llama.c, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.errors import EngineError
+
+FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
+CPUINFO = Path("/proc/cpuinfo")
+
+
+class Matrix(Structure):
+    """`struct matrix`: addresses and shape of one packed matrix."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weights", "scales", "bias")),
+        *((name, c_int32) for name in ("outputs", "inputs", "block", "format")),
+    ]
+
+
+class Layer(Structure):
+    """`struct layer`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "post_norm")),
+        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
+    ]
+
+
+class Model(Structure):
+    """`struct model`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim")),
+        ("epsilon", c_float),
+        *((name, c_void_p) for name in ("embedding", "norm", "cosine", "sine")),
+        ("layer", POINTER(Layer)),
+        ("head", Matrix),
+    ]
+
+
+class Pass(Structure):
+    """`struct pass`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("rows", "outputs", "length", "start", "columns", "capacity", "top")),
+        *((name, c_void_p) for name in ("tokens", "positions", "output_rows", "mask")),
+        *((name, c_void_p) for name in ("keys", "values", "logits", "hidden", "logprobs", "ids")),
+    ]
+
+
+def address(array: NDArray[Any] | None) -> int | None:
+    """Where an array's numbers lie. Somebody else keeps it alive."""
+    return None if array is None else array.ctypes.data
+
+
+class NativeLibrary:
+    """The kernels of one file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises EngineError when the file cannot be loaded, or was compiled for another processor."""
+        try:
+            self._library = ctypes.CDLL(str(path.resolve()))
+            instructions = self._library.draftwood_instructions
+        except (OSError, AttributeError) as error:
+            raise EngineError(f"{path.name} holds no kernels that run here ({error}): rebuild the bundle here") from error
+        instructions.restype = c_char_p
+        self.instructions: tuple[str, ...] = tuple(instructions().decode().split())
+        if missing := set(self.instructions) - available(self.instructions):
+            raise EngineError(
+                f"{path.name} was compiled for a processor with {', '.join(sorted(missing))}, which this one lacks: "
+                "rebuild the bundle here"
+            )
+        self._library.draftwood_open.restype = c_void_p
+        self._library.draftwood_open.argtypes = [POINTER(Model), c_int, c_int]
+        self._library.draftwood_close.argtypes = [c_void_p]
+        self._library.draftwood_close.restype = None
+        self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
+        self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
+
+    def open(self, model: Model, rows: int, threads: int) -> int:
+        """A handle for passes of up to `rows` rows. Raises EngineError without memory."""
+        handle = self._library.draftwood_open(model, rows, threads)
+        if not handle:
+            raise EngineError(f"no memory for passes of {rows} rows")
+        return int(handle)
+
+    def close(self, handle: int) -> None:
+        self._library.draftwood_close(handle)
+
+    def forward(self, handle: int, wanted: Pass) -> None:
+        """Run a pass; other Python threads go on meanwhile. Raises EngineError without memory."""
+        if self._library.draftwood_forward(handle, wanted):
+            raise EngineError(f"no memory for a pass over {wanted.capacity} cache slots")
+
+    def move(self, model: Model, keys: NDArray[np.float32], values: NDArray[np.float32], first: int, slots: Any) -> None:
+        """Copy the rows in `slots`, int64 [n], behind row `first` of every layer. Raises EngineError without memory."""
+        slots = np.ascontiguousarray(slots, np.int64)
+        capacity = values.shape[-2]
+        if self._library.draftwood_move(
+            model, address(keys), address(values), capacity, first, address(slots), len(slots)
+        ):
+            raise EngineError(f"no memory to move {len(slots)} cache rows")
+
+
+def available(wanted: tuple[str, ...]) -> set[str]:
+    """Instructions of this processor; where Linux does not list them, those that are wanted."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set(wanted)
+    return {word for line in lines if line.startswith("flags") for word in line.split()[2:]} or set(wanted)

@@ -1,0 +1,52 @@
+"""The layout of a matrix for the kernels: panels of 16 outputs, in which the inputs follow each other.
+
+A panel of floats is [inputs, 16]. Of codes, vpdpbusd takes four neighbouring inputs of 16 outputs at once: a panel is
+[inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte, [inputs / 8, 16, 4]: a byte's low half belongs to the first
+four of eight inputs, its high half to the others. Codes are stored unsigned, 2^(bits - 1) larger than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
+
+
+def filled(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows of zeros appended up to whole panels: [N, ...] -> [16 * panels, ...]."""
+    missing = -len(rows) % PANEL
+    return np.concatenate((rows, np.zeros((missing, *rows.shape[1:]), rows.dtype))) if missing else rows
+
+
+def panels(matrix: NDArray[Any]) -> NDArray[Any]:
+    """[N, K] -> [panels, K, 16], of weights or of scales."""
+    outputs = filled(matrix)
+    return np.ascontiguousarray(outputs.reshape(-1, PANEL, outputs.shape[1]).transpose(0, 2, 1))
+
+
+def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
+    """int8 [N, K] -> uint8 [panels, K / 4, 16, 4], or [panels, K / 8, 16, 4] at 4 bits. K is a multiple of 8."""
+    unsigned = (filled(codes).astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    fours = unsigned.reshape(-1, PANEL, unsigned.shape[1] // 4, 4).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(fours if bits == 8 else fours[:, ::2] | fours[:, 1::2] << 4)
+
+
+def alternated(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
+    """The panels of two matrices of one shape in turn, still as rows: [2 * 16 * panels, ...]."""
+    parts = [filled(part).reshape(-1, 1, PANEL, *part.shape[1:]) for part in (first, second)]
+    merged = np.concatenate(parts, axis=1)
+    return merged.reshape(-1, *merged.shape[3:])
+
+
+def flat(vector: NDArray[Any]) -> NDArray[np.float32]:
+    """A vector as fp32, filled up to whole panels."""
+    return np.ascontiguousarray(filled(np.asarray(vector, np.float32)))
+
+
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Matrices over one input as one."""
+    return np.concatenate(parts)

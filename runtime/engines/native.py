@@ -1,0 +1,209 @@
+"""Native: a pass as our own kernels compute it, compiled for the processor when the bundle was built.
+
+Weights lie in memory as the kernels read them (plugins/native/packing.py). A row's logits have the same bits whatever
+other rows its pass has, however wide it is and wherever in the cache its ancestors lie: speculative text is plain
+decoding's bit for bit, in every precision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models import bindings
+from ...models.errors import EngineError
+from ...plugins.native.library import FORMATS, Layer, Matrix, Model, NativeLibrary, Pass, address
+from ...plugins.native.packing import PANEL
+from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+
+KERNELS = "kernels.so"  # of a bundle; both engines run on it
+DTYPES = {"F32": np.dtype(np.float32), "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8)}
+EMBEDDING = "embedding"
+
+
+class Results(NamedTuple):
+    """Buffers of a pass that scores R rows, filled by every such pass."""
+
+    logits: NDArray[np.float32]
+    hidden: NDArray[np.float32] | None
+    top_ids: NDArray[np.int64] | None
+    top_logprobs: NDArray[np.float32] | None
+
+
+class NativeKVCache(StackedKVCache):
+    """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16]: see plugins/native/kernels."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self._results: dict[int, Results] = {}
+        super().__init__(engine.spec)
+
+    @property
+    def capacity(self) -> int:
+        return int(self.values.shape[3])
+
+    def results(self, outputs: int) -> Results:
+        """The buffers of a pass that scores so many rows, allocated on first use."""
+        if outputs not in self._results:
+            self._results[outputs] = self._engine.results(outputs)
+        return self._results[outputs]
+
+    def _allocate(self, capacity: int) -> None:
+        model = self._spec.model
+        slots = whole_panels(capacity)
+        heads = (model.num_layers, model.num_kv_heads)
+        self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), np.float32)
+        self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), np.float32)
+
+    def _resize(self, capacity: int, used: int) -> None:
+        keys, values = self.keys, self.values
+        self._allocate(capacity)
+        panels = whole_panels(used) // PANEL
+        self.keys[:, :, :panels] = keys[:, :, :panels]
+        self.values[:, :, :, :used] = values[:, :, :, :used]
+
+    def _move(self, rows: NDArray[np.int64]) -> None:
+        self._engine.move(self, rows)
+
+
+class NativeEngine:
+    """One role's weights and the kernels that read them."""
+
+    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0) -> None:
+        """Read `path`, with the kernels beside it. threads: 0 takes one for each core. Raises EngineError when either
+        file is unusable here."""
+        self.spec = spec
+        self._library = NativeLibrary(path.parent / KERNELS)
+        self._weights = read_weights(path)
+        try:
+            self._model = native_model(spec, self._weights)
+        except KeyError as error:
+            raise EngineError(f"{path.name} lacks the tensor {error}: rebuild the bundle") from error
+        self._handle: int | None = self._library.open(self._model, spec.max_width, threads or cores())
+
+    def new_cache(self) -> NativeKVCache:
+        return NativeKVCache(self)
+
+    def forward(self, batch: TokenBatch, cache: NativeKVCache) -> ForwardOutput:
+        """See Engine.forward. Rows of padding are not computed: what the output holds for them is undefined."""
+        start = cache.reserve(batch)
+        rows, model = batch.num_tokens, self.spec.model
+        outputs = len(batch.output_rows)
+        if not 0 <= batch.token_ids[:rows].min() or batch.token_ids[:rows].max() >= model.vocab_size:
+            raise EngineError(f"a token is outside the vocabulary of {model.vocab_size}")
+        if batch.position_ids[:rows].max() >= len(self._weights["cosine"]):
+            raise EngineError(f"a position is beyond this engine's {len(self._weights['cosine'])}")
+        results = cache.results(outputs)
+        mask = np.ascontiguousarray(batch.mask)
+        scored = outputs if outputs == 1 else rows
+        wanted = Pass(
+            rows, scored, cache.length, start, mask.shape[1], cache.capacity, bindings.top_columns(model.vocab_size)
+        )
+        wanted.tokens, wanted.positions = address(batch.token_ids), address(batch.position_ids)
+        wanted.output_rows, wanted.mask = address(batch.output_rows), address(mask)
+        wanted.keys, wanted.values = address(cache.keys), address(cache.values)
+        wanted.logits, wanted.hidden = address(results.logits), address(results.hidden)
+        wanted.ids, wanted.logprobs = address(results.top_ids), address(results.top_logprobs)
+        assert self._handle is not None
+        self._library.forward(self._handle, wanted)
+        cache.speculative += rows
+        acceptance = None
+        return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, acceptance)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._library.close(self._handle)
+        self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def results(self, outputs: int) -> Results:
+        """Buffers of a pass that scores so many rows."""
+        model, names = self.spec.model, self.spec.outputs
+        columns = bindings.top_columns(model.vocab_size)
+        ranked = bindings.TOP_IDS.name in names
+        headed = bindings.ACCEPTANCE.name in names
+        return Results(
+            np.zeros((outputs, model.vocab_size), np.float32),
+            np.zeros((outputs, model.hidden_size), np.float32) if headed else None,
+            np.zeros((outputs, columns), np.int64) if ranked else None,
+            np.zeros((outputs, columns), np.float32) if ranked else None,
+        )
+
+    def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
+        """Copy these slots, in this order, behind the committed rows of every layer."""
+        self._library.move(self._model, cache.keys, cache.values, cache.length, rows)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def whole_panels(size: int) -> int:
+    return -(-size // PANEL) * PANEL
+
+
+def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
+    """The C structures that point into `weights`. Raises KeyError for a tensor that is missing."""
+    model, form = spec.model, FORMATS.index(spec.precision)
+
+    def matrix(name: str, outputs: int) -> Matrix:
+        packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
+        inputs = packed.shape[1] * {"int8": 4, "int4": 8}.get(spec.precision, 1)
+        block = 0 if scales is None else inputs // scales.shape[1]
+        bias = weights.get(f"{name}.bias")
+        return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
+
+    def layer(index: int) -> Layer:
+        prefix = f"layers.{index}."
+        inner = 2 * PANEL * (len(weights[f"{prefix}gate_up.weights"]) // 2)
+        return Layer(
+            address(weights[f"{prefix}input_norm"]),
+            address(weights[f"{prefix}post_norm"]),
+            matrix(f"{prefix}qkv", model.query_size + 2 * model.kv_size),
+            matrix(f"{prefix}output", model.hidden_size),
+            matrix(f"{prefix}gate_up", inner),
+            matrix(f"{prefix}down", model.hidden_size),
+        )
+
+    layers = (Layer * model.num_layers)(*map(layer, range(model.num_layers)))
+    return Model(
+        model.vocab_size,
+        model.hidden_size,
+        whole_panels(layers[0].down.inputs),
+        model.num_layers,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        model.norm_eps,
+        *(address(weights[name]) for name in (EMBEDDING, "norm", "cosine", "sine")),
+        layers,
+        matrix("head", model.vocab_size),
+    )
+
+
+def read_weights(path: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a safetensors file: read, so that large ones lie in large pages; the embedding, of which a pass
+    needs a few rows, is mapped. Raises EngineError."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            tensors = {}
+            for name, entry in header.items():
+                dtype, shape, offset = DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+                if name == EMBEDDING:
+                    tensors[name] = np.memmap(path, dtype, "r", offset, shape)
+                    continue
+                file.seek(offset)
+                tensors[name] = np.fromfile(file, dtype, int(np.prod(shape))).reshape(shape)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
+    return tensors
