@@ -40,7 +40,8 @@ def check(backend: str) -> Findings:
 def one_bundle(output: Path, backend: str, capability: str, plugin: bool) -> dict[str, Any]:
     """Build, load and run one bundle."""
     from draftwood.builder.compile import check_compiler
-    from draftwood.builder.pipeline import BuildOptions, build
+    from draftwood.builder.options import BuildOptions
+    from draftwood.builder.pipeline import build
 
     targets = (capability,) if backend == "tensorrt-rtx" else ()
     try:

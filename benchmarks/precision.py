@@ -25,8 +25,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.engines import EXPORTED
 from draftwood.builder.export import export
-from draftwood.builder.pipeline import EXPORTED
 from draftwood.builder.quantize import BLOCKS, FORMATS, HEAD, QuantizedCheckpoint, WeightFormat
 from draftwood.models.bindings import DRAFT, LOW_BIT, ROLES, TARGET, output_names
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch

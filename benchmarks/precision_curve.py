@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.engines import EXPORTED
 from draftwood.builder.export import export
-from draftwood.builder.pipeline import EXPORTED
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import LOW_BIT, TARGET, output_names
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ..models.acceptance_head import TrainedHead
 from ..models.rope import rope_tables
 from ..plugins.native.packing import PANEL, alternated, code_panels, flat, joined, panels
-from ..runtime.engines.native import DTYPES, EMBEDDING, whole_panels
+from ..runtime.engines.native import ACCEPTANCE, DTYPES, EMBEDDING, whole_panels
 from .checkpoint import Checkpoint
-from .quantize import Quantized, QuantizedCheckpoint
+from .quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
 
 ALIGNMENT = 64  # bytes: a vector
-HALF = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 
 
@@ -34,8 +35,8 @@ class Tensor(NamedTuple):
 class Packer:
     """Names, shapes and contents of everything a native engine reads."""
 
-    def __init__(self, checkpoint: Checkpoint | QuantizedCheckpoint, precision: str, positions: int) -> None:
-        self.checkpoint, self.precision, self.positions = checkpoint, precision, positions
+    def __init__(self, checkpoint: Weights, positions: int, head: TrainedHead | None) -> None:
+        self.checkpoint, self.positions, self.head = checkpoint, positions, head
         self.config = checkpoint.config
 
     def tensors(self) -> Iterator[Tensor]:
@@ -58,6 +59,20 @@ class Packer:
         yield from self.matrix("head", [embedding if config.tie_embeddings else "lm_head"], False)
         shape = (config.vocab_size, config.hidden_size)
         yield self.floats(EMBEDDING, lambda: self.checkpoint.tensor(embedding + ".weight"), shape)
+        if self.head is not None:
+            yield from self.acceptance(self.head)
+
+    def acceptance(self, head: TrainedHead) -> Iterator[Tensor]:
+        """The SpecDec++ head: each block's matrix [in, out] and bias, then the row that gives the log-odds."""
+        config, weights = head.config, head.weights
+        odds, shift = config.logit_projection(weights["output.weight"], weights["output.bias"])
+        arrays = {"odds": odds, "shift": shift}
+        for layer in range(config.layers):
+            block = f"blocks.{config.block_of(layer)}.linear"
+            arrays[f"block.{layer}.weight"] = weights[f"{block}.weight"].T
+            arrays[f"block.{layer}.bias"] = weights[f"{block}.bias"]
+        for name, array in arrays.items():
+            yield self.floats(ACCEPTANCE + name, partial(np.copy, array), array.shape)
 
     def floats(self, name: str, read: Callable[[], NDArray[Any]], shape: tuple[int, ...]) -> Tensor:
         return Tensor(name, lambda: np.ascontiguousarray(read(), np.float32), "F32", shape)
@@ -92,7 +107,7 @@ class Packer:
             yield Tensor(
                 f"{name}.weights",
                 lambda: self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights]))),
-                "U16" if self.precision in HALF else "F32",
+                "U16" if isinstance(self.checkpoint, RoundedCheckpoint) else "F32",
                 (count, inputs, PANEL),
             )
         if bias:
@@ -100,8 +115,8 @@ class Packer:
 
     def stored(self, weights: NDArray[Any]) -> NDArray[Any]:
         """As they lie in memory: numpy has no bf16, so 16-bit floats go as their bits."""
-        if self.precision in HALF:
-            return weights.astype(HALF[self.precision]).view(np.uint16)
+        if isinstance(self.checkpoint, RoundedCheckpoint):
+            return weights.astype(self.checkpoint.dtype).view(np.uint16)
         return weights.astype(np.float32, copy=False)
 
 
@@ -111,12 +126,10 @@ def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return alternated(first, second)
 
 
-def write_weights(
-    checkpoint: Checkpoint | QuantizedCheckpoint, precision: str, positions: int, path: Path
-) -> None:
-    """Write `checkpoint` for passes at up to `positions` positions, one tensor in memory at a time. Raises
-    CheckpointError when a weight holds NaN or infinity."""
-    tensors = list(Packer(checkpoint, precision, positions).tensors())
+def write_weights(checkpoint: Weights, positions: int, path: Path, head: TrainedHead | None = None) -> None:
+    """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one tensor in memory at a
+    time. Raises CheckpointError when a weight holds NaN or infinity."""
+    tensors = list(Packer(checkpoint, positions, head).tensors())
     header: dict[str, Any] = {}
     end = 0
     for tensor in tensors:
@@ -129,7 +142,5 @@ def write_weights(
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             content = tensor.read()
-            if content.shape != tensor.shape:
-                raise AssertionError(f"{tensor.name} is {content.shape}, not {tensor.shape}")
             content.tofile(file)
             file.write(bytes(-content.nbytes % ALIGNMENT))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from .graph import GraphWriter
 
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
+HALF = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -84,8 +86,10 @@ class WeightFormat:
         return Quantized(codes.reshape(rows, inputs), scales)
 
 
-# By backend and precision.
+# By backend and precision. The native kernels round a row's activations by the same blocks.
 FORMATS = {
+    ("native", "int8"): WeightFormat(8, 64),
+    ("native", "int4"): WeightFormat(4, 64),
     ("onnxruntime", "int8"): WeightFormat(8, 32, transposed=True),
     ("onnxruntime", "int4"): WeightFormat(4, 32, transposed=True),
     ("openvino", "int8"): WeightFormat(8, openvino.BLOCKS["int8"]),
@@ -141,6 +145,25 @@ class QuantizedCheckpoint:
         stored = self.source.tensor(EMBEDDING if name == HEAD and self.source.config.tie_embeddings else name)
         padding = [(0, size - have) for size, have in zip(self._shapes[name], stored.shape, strict=True)]
         return np.pad(stored.astype(np.float32, copy=False), padding)
+
+
+class RoundedCheckpoint:
+    """A checkpoint whose matrices are stored in 16 bits and computed with in fp32. What was trained in that type loses
+    nothing."""
+
+    def __init__(self, source: Checkpoint, precision: str) -> None:
+        self.source, self.dtype = source, HALF[precision]
+        self.config = source.config
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """One tensor, fp32, as the engine has it: the embedding, norms and biases keep their precision. Raises
+        CheckpointError as the source does."""
+        stored = self.source.tensor(name).astype(np.float32, copy=False)
+        matrix = stored.ndim == 2 and (name != EMBEDDING)
+        return stored.astype(self.dtype).astype(np.float32) if matrix else stored
 
 
 def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, weights: Sequence[str]) -> ir.Value:

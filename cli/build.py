@@ -30,12 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default=hidden,
-        help="what runs the engines: onnxruntime (default), openvino, tensorrt or tensorrt-rtx",
+        help="what runs the engines: onnxruntime (default), native (kernels compiled for this processor), openvino, "
+        "tensorrt or tensorrt-rtx",
     )
     parser.add_argument(
         "--precision",
         default=hidden,
-        help="of the weights: fp32 (default), int8 or int4; on TensorRT fp16 (default), bf16 or fp32",
+        help="of the weights: fp32 (default), int8 or int4; native: fp16 and bf16, too; on TensorRT fp16 (default), "
+        "bf16 or fp32",
     )
     parser.add_argument(
         "--draft-backend", default=hidden, help="the target's if not given, but onnxruntime beside openvino"
@@ -97,7 +99,8 @@ class AsTuple(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     # Here, so that the other commands need neither torch nor onnx.
     try:
-        from ..builder.pipeline import BuildOptions, build
+        from ..builder.options import BuildOptions
+        from ..builder.pipeline import build
     except ModuleNotFoundError as error:
         raise EngineError(f"building needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 

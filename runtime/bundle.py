@@ -1,7 +1,8 @@
 """EngineBundle: a folder of compiled engines, tokenizer and manifest; checked when opened, written all or nothing.
 
 Layout: `manifest.json` (written last, and carrying its own checksum), `target.onnx`, `draft.onnx`, with `<name>.data`
-beside them when large, or `target.plan`, `draft.plan`; `tokenizer.json` and its companions.
+beside them when large, or `target.plan`, `draft.plan`, or `target.weights`, `draft.weights` and `kernels.so`;
+`tokenizer.json` and its companions.
 """
 
 from __future__ import annotations
@@ -137,6 +138,10 @@ class EngineBundle:
             from .engines.openvino import OpenVinoEngine
 
             return OpenVinoEngine(self.folder / spec.file, spec, threads)
+        if spec.backend == "native":
+            from .engines.native import NativeEngine
+
+            return NativeEngine(self.folder / spec.file, spec, threads)
         if spec.backend in PACKAGES:
             from .engines.tensorrt import TensorRTEngine
 

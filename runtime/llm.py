@@ -26,7 +26,7 @@ from .speculation.config import SpeculativeConfig
 from .text import StreamChunk, TextWriter
 from .tokenizer import Tokenizer
 
-POOLED = ("onnxruntime", "openvino")  # backends whose caches grow, so that requests can share one
+POOLED = ("onnxruntime", "openvino", "native")  # backends whose caches grow, so that requests can share one
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
 

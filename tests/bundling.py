@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # optional; tests that read it skip without it

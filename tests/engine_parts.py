@@ -14,6 +14,7 @@ from trees import Tree
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models import bindings
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
+from draftwood.runtime.engines.native import NativeKVCache
 
 WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
 TOLERANCE = 2e-4
@@ -52,5 +53,10 @@ def score(engine: Engine, batch: TokenBatch, cache: Any) -> NDArray[np.float32]:
 
 
 def contents(cache: Any) -> NDArray[np.float32]:
-    """Keys and values of the committed rows."""
-    return torch.as_tensor(cache.buffer[:, :, :, : cache.length]).numpy(force=True).copy()
+    """Keys and values of the committed rows, [2 * layers, 1, H_kv, rows, D]."""
+    if not isinstance(cache, NativeKVCache):
+        return torch.as_tensor(cache.buffer[:, :, :, : cache.length]).numpy(force=True).copy()
+    keys, values = cache.keys.swapaxes(-1, -2), cache.values.swapaxes(-3, -2)  # the slots before the numbers of each
+    layers, heads, size = *keys.shape[:2], keys.shape[-1]
+    stacked = np.stack([part.reshape(layers, heads, cache.capacity, -1)[..., :size] for part in (keys, values)], 1)
+    return np.array(stacked.reshape(2 * layers, 1, heads, cache.capacity, size)[:, :, :, : cache.length])

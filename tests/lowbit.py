@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from engine_parts import contents
 from numpy.typing import NDArray
 from trees import Tree
 
 from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.engines import EXPORTED
 from draftwood.builder.export import export
-from draftwood.builder.pipeline import EXPORTED
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
@@ -60,7 +61,7 @@ def one_by_one(engine: Engine, prefix: Sequence[int], tokens: Sequence[int]) -> 
         batch = Tree((token,), (-1,)).batch(engine.spec, cache.length)
         logits = engine.forward(batch, cache).logits[0].copy()
         cache.commit([0])
-        rows.append(Row(logits, cache.buffer[:, :, :, cache.length - 1].copy()))
+        rows.append(Row(logits, contents(cache)[:, :, :, -1]))
     return rows
 
 
@@ -72,7 +73,7 @@ def in_one_pass(engine: Engine, prefix: Sequence[int], tree: Tree, path: Sequenc
     wide = TokenBatch.padded(tree.tokens, batch.position_ids[:rows], batch.mask[:rows, :rows], width)
     logits = engine.forward(wide, cache).logits.copy()
     cache.commit(path)
-    committed = cache.buffer[:, :, :, len(prefix) : cache.length]
+    committed = contents(cache)[:, :, :, len(prefix) :]
     return [Row(logits[row], committed[:, :, :, index].copy()) for index, row in enumerate(path)]
 
 

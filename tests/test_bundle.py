@@ -14,7 +14,8 @@ import pytest
 
 from draftwood.builder import pipeline
 from draftwood.builder.export import export as original_export
-from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.runtime.bundle import MANIFEST, EngineBundle, checksum

@@ -15,6 +15,7 @@ from checkpoints import SHAPES, VOCAB_SIZE, Reference, transformers_logits, writ
 from engine_parts import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec, filled, random_text, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_parts import open_native
 from transformers import LlamaForCausalLM
 from trees import Tree, trees
 
@@ -32,6 +33,7 @@ OPENVINO = pytest.mark.skipif(find_spec("openvino") is None, reason="needs the [
 BACKENDS = [
     "onnxruntime",
     pytest.param("openvino", marks=OPENVINO),
+    "native",
     "torch",
     pytest.param("torch on cuda", marks=ON_GPU),
 ]
@@ -62,6 +64,8 @@ def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Open:
         spec = engine_spec(checkpoint, backend, role, capacity)
         if backend.startswith("torch"):
             return TorchEngine(checkpoint.tensor, spec, "cuda" if backend.endswith("cuda") else "cpu")
+        if backend == "native":
+            return open_native(checkpoint, spec, file.parent)
         export(checkpoint, role, capacity, file, lambda name: None)
         return (OpenVinoEngine if backend == "openvino" else OnnxRuntimeEngine)(file, spec)
 

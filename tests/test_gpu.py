@@ -75,7 +75,8 @@ def test_a_bundle_generates_with_tensorrt(backend: str, plugin: bool, device: Cu
     """fp32, so that speculation must not change a token."""
     if find_spec(backend.replace("-", "_")) is None:  # not importorskip: load_tensorrt alone may import it
         pytest.skip(f"needs the package {backend}")
-    from draftwood.builder.pipeline import BuildOptions, build
+    from draftwood.builder.options import BuildOptions
+    from draftwood.builder.pipeline import build
     from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES
 
     targets: tuple[str, ...] = ()

@@ -19,7 +19,8 @@ from draftwood.builder import parity
 from draftwood.builder.acceptance_data import load_frozen
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.head_training import HeadResult, HeadTraining
-from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.builder.train_head import train_head
 from draftwood.cli.main import main

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from lowbit import OPENVINO, PRECISIONS, WIDTHS, assert_same_bits, greedy_texts, in_one_pass, one_by_one, open_engine
 from trees import Tree, trees
 
-from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle import EngineBundle

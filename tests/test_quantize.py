@@ -23,8 +23,9 @@ from trees import Tree
 from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
 from draftwood.builder.export import export
+from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
-from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.pipeline import build
 from draftwood.builder.quantize import BLOCKS, FORMATS, QuantizedCheckpoint, WeightFormat
 from draftwood.cli.main import main
 from draftwood.models import bindings

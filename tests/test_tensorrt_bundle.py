@@ -17,7 +17,8 @@ from bundling import ROOT
 
 from draftwood.builder import pipeline
 from draftwood.builder.export import export
-from draftwood.builder.pipeline import BuildOptions, build
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models.errors import BundleError, ConfigError

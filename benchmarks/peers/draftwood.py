@@ -40,7 +40,9 @@ class Draftwood:
         self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_engine(DRAFT, 1))
         self._costs = read_costs(output) or assumed(*(engine.spec.model for engine in self._engines))
         self._decoders: dict[str, SpeculativeDecoder] = {}
-        self.version = f"draftwood {version('draftwood')}, {backend} {version(backend)}"
+        self.version = f"draftwood {version('draftwood')}"
+        if backend != "native":
+            self.version += f", {backend} {version(backend)}"
         self.methods = [*options.methods("chain"), TREE, DEFAULT]
 
     def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:

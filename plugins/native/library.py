@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.errors import EngineError
-
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 CPUINFO = Path("/proc/cpuinfo")
+
+
+class KernelError(ValueError):
+    """The kernels cannot run here."""
 
 
 class Matrix(Structure):
@@ -65,16 +67,16 @@ class NativeLibrary:
     """The kernels of one file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises EngineError when the file cannot be loaded, or was compiled for another processor."""
+        """Raises KernelError when the file cannot be loaded, or was compiled for another processor."""
         try:
             self._library = ctypes.CDLL(str(path.resolve()))
             instructions = self._library.draftwood_instructions
         except (OSError, AttributeError) as error:
-            raise EngineError(f"{path.name} holds no kernels that run here ({error}): rebuild the bundle here") from error
+            raise KernelError(f"{path.name} cannot be loaded here ({error}): rebuild the bundle here") from error
         instructions.restype = c_char_p
         self.instructions: tuple[str, ...] = tuple(instructions().decode().split())
         if missing := set(self.instructions) - available(self.instructions):
-            raise EngineError(
+            raise KernelError(
                 f"{path.name} was compiled for a processor with {', '.join(sorted(missing))}, which this one lacks: "
                 "rebuild the bundle here"
             )
@@ -83,31 +85,41 @@ class NativeLibrary:
         self._library.draftwood_close.argtypes = [c_void_p]
         self._library.draftwood_close.restype = None
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
+        self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
 
     def open(self, model: Model, rows: int, threads: int) -> int:
-        """A handle for passes of up to `rows` rows. Raises EngineError without memory."""
+        """A handle for passes of up to `rows` rows. Raises KernelError without memory."""
         handle = self._library.draftwood_open(model, rows, threads)
         if not handle:
-            raise EngineError(f"no memory for passes of {rows} rows")
+            raise KernelError(f"no memory for passes of {rows} rows")
         return int(handle)
 
     def close(self, handle: int) -> None:
         self._library.draftwood_close(handle)
 
     def forward(self, handle: int, wanted: Pass) -> None:
-        """Run a pass; other Python threads go on meanwhile. Raises EngineError without memory."""
+        """Run a pass; other Python threads go on meanwhile. Raises KernelError without memory."""
         if self._library.draftwood_forward(handle, wanted):
-            raise EngineError(f"no memory for a pass over {wanted.capacity} cache slots")
+            raise KernelError(f"no memory for a pass over {wanted.capacity} cache slots")
 
-    def move(self, model: Model, keys: NDArray[np.float32], values: NDArray[np.float32], first: int, slots: Any) -> None:
-        """Copy the rows in `slots`, int64 [n], behind row `first` of every layer. Raises EngineError without memory."""
-        slots = np.ascontiguousarray(slots, np.int64)
+    def move(
+        self, model: Model, keys: NDArray[np.float32], values: NDArray[np.float32], first: int, slots: NDArray[np.int64]
+    ) -> None:
+        """Copy the rows in `slots`, int64 [n], behind row `first` of every layer. Raises KernelError without memory."""
         capacity = values.shape[-2]
         if self._library.draftwood_move(
             model, address(keys), address(values), capacity, first, address(slots), len(slots)
         ):
-            raise EngineError(f"no memory to move {len(slots)} cache rows")
+            raise KernelError(f"no memory to move {len(slots)} cache rows")
+
+    def linear(self, matrix: Matrix, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """float32 [R, inputs] times one packed matrix: [R, outputs]. Raises KernelError without memory."""
+        rows = np.ascontiguousarray(rows, np.float32)
+        result = np.zeros((len(rows), matrix.outputs), np.float32)
+        if self._library.draftwood_linear(matrix, address(rows), len(rows), address(result)):
+            raise KernelError(f"no memory for {len(rows)} rows")
+        return result
 
 
 def available(wanted: tuple[str, ...]) -> set[str]:

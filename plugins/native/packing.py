@@ -1,8 +1,8 @@
 """The layout of a matrix for the kernels: panels of 16 outputs, in which the inputs follow each other.
 
 A panel of floats is [inputs, 16]. Of codes, vpdpbusd takes four neighbouring inputs of 16 outputs at once: a panel is
-[inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte, [inputs / 8, 16, 4]: a byte's low half belongs to the first
-four of eight inputs, its high half to the others. Codes are stored unsigned, 2^(bits - 1) larger than they are.
+[inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte, [inputs / 8, 16, 4]: a byte's low half belongs to the
+first four of eight inputs, its high half to the others. Codes are stored unsigned, 2^(bits - 1) larger than they are.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
 def alternated(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
     """The panels of two matrices of one shape in turn, still as rows: [2 * 16 * panels, ...]."""
     parts = [filled(part).reshape(-1, 1, PANEL, *part.shape[1:]) for part in (first, second)]
-    merged = np.concatenate(parts, axis=1)
-    return merged.reshape(-1, *merged.shape[3:])
+    merged: NDArray[Any] = np.concatenate(parts, axis=1)
+    return merged.reshape((-1, *merged.shape[3:]))
 
 
 def flat(vector: NDArray[Any]) -> NDArray[np.float32]:

@@ -246,11 +246,13 @@ def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking
 
 class Pass(NamedTuple):
     """A pass somebody waits for. Decoding yields its passes instead of running them, so that whoever drives several
-    requests can run theirs together."""
+    requests can run theirs together. output_read: whether anybody looks at the answer, or the cache is all that counts.
+    """
 
     engine: Engine
     batch: TokenBatch
     cache: Any
+    output_read: bool = True
 
     def run(self) -> ForwardOutput:
         """On its own."""
@@ -267,13 +269,15 @@ def forward(engine: Engine, batch: TokenBatch, cache: Any) -> Passes[ForwardOutp
 
 
 def prefill_passes(
-    engine: Engine, cache: Any, token_ids: Sequence[int], ranking_only: bool = False
+    engine: Engine, cache: Any, token_ids: Sequence[int], ranking_only: bool = False, output_read: bool = True
 ) -> Passes[ForwardOutput | None]:
-    """Append committed text in chunks of the widest pass; returns the last row's output, None for empty text."""
-    output = None
-    for start in range(0, len(token_ids), engine.spec.max_width):
-        chunk = token_ids[start : start + engine.spec.max_width]
-        output = yield Pass(engine, causal_batch(engine.spec, chunk, cache.length, ranking_only), cache)
+    """Append committed text in chunks of the widest pass; returns the last row's output, None for empty text and where
+    whoever ran the passes knew that nobody reads it."""
+    output, width = None, engine.spec.max_width
+    for start in range(0, len(token_ids), width):
+        chunk = token_ids[start : start + width]
+        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only)
+        output = yield Pass(engine, batch, cache, output_read and start + width >= len(token_ids))
         cache.commit(range(len(chunk)))
     return output
 

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from ...models import bindings
 from ...models.errors import EngineError
-from ...plugins.native.library import FORMATS, Layer, Matrix, Model, NativeLibrary, Pass, address
+from ...plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ...plugins.native.packing import PANEL
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
 
 KERNELS = "kernels.so"  # of a bundle; both engines run on it
-DTYPES = {"F32": np.dtype(np.float32), "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8)}
-EMBEDDING = "embedding"
+# Of a file of weights, by safetensors' names.
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
+EMBEDDING, ACCEPTANCE = "embedding", "acceptance."  # names, and a prefix of names, in a file of weights
 
 
 class Results(NamedTuple):
@@ -77,14 +78,17 @@ class NativeEngine:
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0) -> None:
         """Read `path`, with the kernels beside it. threads: 0 takes one for each core. Raises EngineError when either
         file is unusable here."""
+        self._handle: int | None = None
         self.spec = spec
-        self._library = NativeLibrary(path.parent / KERNELS)
         self._weights = read_weights(path)
         try:
+            self._library = NativeLibrary(path.parent / KERNELS)
             self._model = native_model(spec, self._weights)
+            self._handle = self._library.open(self._model, spec.max_width, threads or cores())
         except KeyError as error:
             raise EngineError(f"{path.name} lacks the tensor {error}: rebuild the bundle") from error
-        self._handle: int | None = self._library.open(self._model, spec.max_width, threads or cores())
+        except KernelError as error:
+            raise EngineError(str(error)) from error
 
     def new_cache(self) -> NativeKVCache:
         return NativeKVCache(self)
@@ -94,7 +98,7 @@ class NativeEngine:
         start = cache.reserve(batch)
         rows, model = batch.num_tokens, self.spec.model
         outputs = len(batch.output_rows)
-        if not 0 <= batch.token_ids[:rows].min() or batch.token_ids[:rows].max() >= model.vocab_size:
+        if batch.token_ids[:rows].min() < 0 or batch.token_ids[:rows].max() >= model.vocab_size:
             raise EngineError(f"a token is outside the vocabulary of {model.vocab_size}")
         if batch.position_ids[:rows].max() >= len(self._weights["cosine"]):
             raise EngineError(f"a position is beyond this engine's {len(self._weights['cosine'])}")
@@ -109,11 +113,30 @@ class NativeEngine:
         wanted.keys, wanted.values = address(cache.keys), address(cache.values)
         wanted.logits, wanted.hidden = address(results.logits), address(results.hidden)
         wanted.ids, wanted.logprobs = address(results.top_ids), address(results.top_logprobs)
-        assert self._handle is not None
-        self._library.forward(self._handle, wanted)
+        if self._handle is None:
+            raise EngineError(f"the {self.spec.role} engine was closed")
+        try:
+            self._library.forward(self._handle, wanted)
+        except KernelError as error:
+            raise EngineError(str(error)) from error
         cache.speculative += rows
-        acceptance = None
+        acceptance = None if results.hidden is None else self.accepted(results.hidden)
         return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, acceptance)
+
+    def accepted(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The SpecDec++ head on hidden states [R, hidden]: blocks x + SiLU(x W + b), then the calibrated probability
+        [R] that the target accepts the token each belongs to. One row at a time: a product of matrices would add in an
+        order that depends on how many there are."""
+        weights, odds = self._weights, np.zeros(len(rows), np.float32)
+        for index, row in enumerate(rows):
+            layer = 0
+            while f"{ACCEPTANCE}block.{layer}.weight" in weights:
+                block = f"{ACCEPTANCE}block.{layer}."
+                inner = row @ weights[block + "weight"] + weights[block + "bias"]
+                row = row + inner / (1 + np.exp(-inner))
+                layer += 1
+            odds[index] = (row @ weights[ACCEPTANCE + "odds"] + weights[ACCEPTANCE + "shift"]).item()
+        return 1 / (1 + np.exp(-odds))
 
     def close(self) -> None:
         if self._handle is not None:
@@ -138,7 +161,7 @@ class NativeEngine:
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
         """Copy these slots, in this order, behind the committed rows of every layer."""
-        self._library.move(self._model, cache.keys, cache.values, cache.length, rows)
+        self._library.move(self._model, cache.keys, cache.values, cache.length, np.ascontiguousarray(rows))
 
 
 def cores() -> int:
@@ -196,14 +219,18 @@ def read_weights(path: Path) -> dict[str, NDArray[Any]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-            tensors = {}
+            tensors: dict[str, NDArray[Any]] = {}
             for name, entry in header.items():
-                dtype, shape, offset = DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+                dtype, shape, offset = (
+                    DTYPES[entry["dtype"]],
+                    tuple(entry["shape"]),
+                    8 + size + entry["data_offsets"][0],
+                )
                 if name == EMBEDDING:
                     tensors[name] = np.memmap(path, dtype, "r", offset, shape)
                     continue
                 file.seek(offset)
                 tensors[name] = np.fromfile(file, dtype, int(np.prod(shape))).reshape(shape)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
     return tensors

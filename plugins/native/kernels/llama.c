@@ -5,6 +5,7 @@
 
 #define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
+#define PHASES_OF_LAYER 10 /* at most */
 #define CHUNK 8    /* panels a thread claims at a time */
 
 struct layer {
@@ -31,7 +32,7 @@ struct pass {
 
 struct engine {
     struct model model;
-    struct pool *pool;
+    struct team *team;
     int most_rows, capacity;
     struct rows hidden, normed, merged, attended, gated;
     struct sight sight;
@@ -41,7 +42,6 @@ struct engine {
 struct job {
     struct engine *engine;
     const struct pass *pass;
-    atomic_int threads; /* number the threads of this pass */
 };
 
 static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }
@@ -83,13 +83,13 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, int pa
 }
 
 /* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. */
-static void linear(struct pool *pool, const struct matrix *matrix, const struct rows *from, int rows, float *to,
+static void linear(struct walk *walk, const struct matrix *matrix, const struct rows *from, int rows, float *to,
                    int stride, const enum ending ending) {
     const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
     f32 sums[MOST_ROWS][MOST_PANELS];
-    for (int chunk; (chunk = claim(pool) * CHUNK) < panels;) {
-        const int end = chunk + CHUNK < panels ? chunk + CHUNK : panels;
-        for (int panel = chunk, step; panel < end; panel += step) {
+    for (int chunk; (chunk = claim(walk, (panels + CHUNK - 1) / CHUNK)) >= 0;) {
+        const int end = (chunk + 1) * CHUNK < panels ? (chunk + 1) * CHUNK : panels;
+        for (int panel = chunk * CHUNK, step; panel < end; panel += step) {
             step = panels_at_once(rows, end - panel);
             for (int tile = 0; tile < tiles; tile++) {
                 const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
@@ -99,7 +99,6 @@ static void linear(struct pool *pool, const struct matrix *matrix, const struct 
             }
         }
     }
-    barrier(pool);
 }
 
 /* head := head rotated by its position, times `factor`: halves as Hugging Face stores them. */
@@ -130,12 +129,12 @@ static void remember(const struct model *model, const struct pass *pass, struct 
 }
 
 /* Attention of a layer: every thread takes up to 8 queries of one kv head at a time. */
-static void attention(struct pool *pool, struct engine *engine, const struct pass *pass, const float *keys,
+static void attention(struct walk *walk, struct engine *engine, const struct pass *pass, const float *keys,
                       const float *values, float *scores) {
     const struct model *model = &engine->model;
     const int dim = model->head_dim, group = model->heads / model->kv_heads, queries = pass->rows * group;
     const int tiles = (queries + MOST_ROWS - 1) / MOST_ROWS;
-    for (int unit; (unit = claim(pool)) < model->kv_heads * tiles;) {
+    for (int unit; (unit = claim(walk, model->kv_heads * tiles)) >= 0;) {
         const int head = unit / tiles, tile = unit % tiles, first = queries * tile / tiles;
         const int count = queries * (tile + 1) / tiles - first;
         const float *query[MOST_ROWS];
@@ -150,71 +149,64 @@ static void attention(struct pool *pool, struct engine *engine, const struct pas
         attend(count, query, output, rows, &engine->sight, keys + head * keys_of(model, pass->capacity),
                values + head * values_of(model, pass->capacity), dim, pass->capacity, scores);
     }
-    barrier(pool);
 }
 
 /* Round rows for a matrix of integers; nothing to do for others. */
-static void round_rows(struct pool *pool, const struct matrix *next, const struct rows *rows, int count) {
+static void round_rows(struct walk *walk, const struct matrix *next, const struct rows *rows, int count) {
     if (next->format < INT8) return;
-    for (int row; (row = claim(pool)) < count;) round_row(rows, row, next->inputs, next->block);
-    barrier(pool);
+    for (int row; (row = claim(walk, count)) >= 0;) round_row(rows, row, next->inputs, next->block);
 }
 
-static void transform(struct pool *pool, struct engine *engine, const struct pass *pass, float *scores) {
+static void transform(struct walk *walk, struct engine *engine, const struct pass *pass, float *scores) {
     const struct model *model = &engine->model;
     struct rows *hidden = &engine->hidden, *normed = &engine->normed, *merged = &engine->merged;
     float *keys = pass->keys, *values = pass->values;
-    for (int row; (row = claim(pool)) < pass->rows;) {
+    for (int row; (row = claim(walk, pass->rows)) >= 0;) {
         memcpy(hidden->values + (size_t)row * hidden->stride, model->embedding + pass->tokens[row] * model->hidden,
                model->hidden * sizeof(float));
         look(&engine->sight, row, pass->mask, pass->length, pass->columns);
         normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }
-    barrier(pool);
     for (int index = 0; index < model->layers; index++) {
         const struct layer *layer = &model->layer[index];
-        linear(pool, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
-        for (int row; (row = claim(pool)) < pass->rows;) remember(model, pass, merged, row, keys, values);
-        barrier(pool);
-        attention(pool, engine, pass, keys, values, scores);
-        round_rows(pool, &layer->output, &engine->attended, pass->rows);
-        linear(pool, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD);
-        for (int row; (row = claim(pool)) < pass->rows;)
+        linear(walk, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
+        for (int row; (row = claim(walk, pass->rows)) >= 0;) remember(model, pass, merged, row, keys, values);
+        attention(walk, engine, pass, keys, values, scores);
+        round_rows(walk, &layer->output, &engine->attended, pass->rows);
+        linear(walk, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD);
+        for (int row; (row = claim(walk, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer->post_norm, normed, row, &layer->gate_up);
-        barrier(pool);
-        linear(pool, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE);
-        round_rows(pool, &layer->down, &engine->gated, pass->rows);
-        linear(pool, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD);
-        for (int row; index + 1 < model->layers && (row = claim(pool)) < pass->rows;)
+        linear(walk, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE);
+        round_rows(walk, &layer->down, &engine->gated, pass->rows);
+        linear(walk, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD);
+        for (int row; index + 1 < model->layers && (row = claim(walk, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
-        barrier(pool);
         keys += model->kv_heads * keys_of(model, pass->capacity);
         values += model->kv_heads * values_of(model, pass->capacity);
     }
 }
 
 /* Only the rows somebody asked for go through the vocabulary projection. */
-static void project(struct pool *pool, struct engine *engine, const struct pass *pass) {
+static void project(struct walk *walk, struct engine *engine, const struct pass *pass) {
     const struct model *model = &engine->model;
     struct rows *normed = &engine->normed;
-    for (int output; (output = claim(pool)) < pass->outputs;) {
+    for (int output; (output = claim(walk, pass->outputs)) >= 0;) {
         normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
         if (pass->hidden)
             memcpy(pass->hidden + (size_t)output * model->hidden, normed->values + (size_t)output * normed->stride,
                    model->hidden * sizeof(float));
     }
-    barrier(pool);
-    linear(pool, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE);
-    for (int output; pass->ids && (output = claim(pool)) < pass->outputs;)
+    linear(walk, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE);
+    for (int output; pass->ids && (output = claim(walk, pass->outputs)) >= 0;)
         rank(pass->logits + (size_t)output * model->vocab, model->vocab, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
 }
 
-static void run(struct pool *pool, void *argument) {
+static void run(struct team *team, int thread, void *argument) {
     struct job *job = argument;
-    const size_t thread = atomic_fetch_add(&job->threads, 1);
-    transform(pool, job->engine, job->pass, job->engine->scores + thread * MOST_ROWS * job->engine->capacity);
-    project(pool, job->engine, job->pass);
+    struct walk walk = {team, thread, 0, 0};
+    transform(&walk, job->engine, job->pass, job->engine->scores + (size_t)thread * MOST_ROWS * job->engine->capacity);
+    project(&walk, job->engine, job->pass);
 }
 
 static void *allocate(size_t bytes) {
@@ -253,7 +245,7 @@ const char *draftwood_instructions(void) {
 }
 
 void draftwood_close(struct engine *engine) {
-    if (engine->pool) close_pool(engine->pool);
+    if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
     free(engine->sight.seen), free(engine->scores), free(engine);
@@ -266,9 +258,9 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     if (!engine) return NULL;
     engine->model = *model;
     engine->most_rows = rows;
-    engine->pool = open_pool(threads < MOST_THREADS ? threads : MOST_THREADS);
+    engine->team = open_team(threads < MOST_THREADS ? threads : MOST_THREADS);
     const int query = model->heads * model->head_dim, key = model->kv_heads * model->head_dim;
-    int enough = engine->pool && allocate_rows(&engine->hidden, rows, model->hidden);
+    int enough = engine->team && allocate_rows(&engine->hidden, rows, model->hidden);
     enough = enough && allocate_rows(&engine->normed, rows, model->hidden);
     enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key);
     enough = enough && allocate_rows(&engine->attended, rows, query);
@@ -283,19 +275,19 @@ static int make_room(struct engine *engine, int capacity) {
     if (capacity <= engine->capacity) return 1;
     free(engine->sight.seen), free(engine->scores);
     engine->sight.seen = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
-    engine->scores = allocate((size_t)engine->pool->threads * MOST_ROWS * capacity * sizeof(float));
+    engine->scores = allocate((size_t)engine->team->threads * MOST_ROWS * capacity * sizeof(float));
     engine->capacity = engine->sight.seen && engine->scores ? capacity : 0;
     return engine->capacity;
 }
 
 /* Run a pass; 0, or -1 without memory. The caller has checked that rows, slots, tokens and positions are in range. */
 int draftwood_forward(struct engine *engine, const struct pass *pass) {
-    struct job job = {engine, pass, 0};
-    pthread_mutex_lock(&engine->pool->pass);
+    struct job job = {engine, pass};
+    pthread_mutex_lock(&engine->team->pass);
     const int enough = make_room(engine, pass->capacity);
     engine->sight.panels = (pass->length + pass->columns + LANES - 1) / LANES;
-    if (enough) together(engine->pool, run, &job);
-    pthread_mutex_unlock(&engine->pool->pass);
+    if (enough) together(engine->team, engine->model.layers * PHASES_OF_LAYER + 4, run, &job);
+    pthread_mutex_unlock(&engine->team->pass);
     return enough ? 0 : -1;
 }
 
@@ -322,4 +314,27 @@ int draftwood_move(const struct model *model, float *keys, float *values, int ca
     }
     free(kept);
     return 0;
+}
+
+/* result [rows][outputs] = values [rows][inputs] times one matrix, on this thread; 0, or -1 without memory. */
+int draftwood_linear(const struct matrix *matrix, const float *values, int rows, float *result) {
+    struct rows x = {0};
+    int enough = allocate_rows(&x, rows, matrix->inputs);
+    for (int row = 0; enough && row < rows; row++) {
+        memcpy(x.values + (size_t)row * x.stride, values + (size_t)row * matrix->inputs, matrix->inputs * sizeof(float));
+        if (matrix->format >= INT8) round_row(&x, row, matrix->inputs, matrix->block);
+    }
+    const int panels = panels_of(matrix->outputs);
+    for (int row = 0, count; enough && row < rows; row += count) {
+        count = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
+        for (int panel = 0, step; panel < panels; panel += step) {
+            f32 sums[MOST_ROWS][MOST_PANELS];
+            step = panels_at_once(count, panels - panel);
+            multiply(matrix, &x, row, count, panel, step, sums);
+            for (int r = 0; r < count; r++)
+                finish(matrix, STORE, panel, step, sums[r], result + (size_t)(row + r) * matrix->outputs);
+        }
+    }
+    free_rows(&x);
+    return enough ? 0 : -1;
 }

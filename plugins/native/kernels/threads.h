@@ -1,5 +1,9 @@
-/* A pool of threads that go through a pass together, meeting at barriers. Between passes they spin for a while, since
- * the next pass mostly comes within microseconds, and then sleep. */
+/* A team of threads that works through the phases of a pass.
+ *
+ * A phase is a number of units, and whoever is there takes the next one. Nobody waits for a thread that the system has
+ * not scheduled: a phase is over when its units are done, however many threads did them. So a busy machine makes a pass
+ * slower, but does not stop it. Between passes the helpers spin for a while, since the next one mostly comes within
+ * microseconds, and then sleep. */
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -7,20 +11,31 @@
 #include <stdlib.h>
 
 #define MOST_THREADS 64
-#define BARRIER_SPINS 20000 /* then somebody else needs the core: yield */
-#define IDLE_SPINS 4000     /* about 100 us */
+#define MOST_PHASES 4096
+#define WAIT_SPINS 20000 /* then somebody else needs the core: yield */
+#define IDLE_SPINS 4000  /* about 100 us */
 
-struct pool {
+struct phase {
+    _Alignas(64) atomic_int next, done; /* units */
+};
+
+struct team {
     int threads, users;
-    pthread_t workers[MOST_THREADS];
+    pthread_t helpers[MOST_THREADS];
     pthread_mutex_t pass, sleep; /* one pass at a time; guards going to sleep */
     pthread_cond_t wake;
-    atomic_int job, sleepers, closing; /* job: number of the current pass */
-    void (*work)(struct pool *, void *);
+    atomic_int job, sleepers, closing; /* job: number of the last pass */
+    _Alignas(64) atomic_int open;      /* that number, as long as one may join */
+    _Alignas(64) atomic_int helping;
+    void (*work)(struct team *, int thread, void *);
     void *argument;
-    _Alignas(64) atomic_int arrived;
-    _Alignas(64) atomic_int round;
-    _Alignas(64) atomic_int next; /* unit of work to be claimed */
+    struct phase phases[MOST_PHASES];
+};
+
+/* Where a thread is in a pass. */
+struct walk {
+    struct team *team;
+    int thread, phase, mine; /* mine: units of this phase that it took */
 };
 
 static void relax(void) {
@@ -31,89 +46,112 @@ static void relax(void) {
 #endif
 }
 
-/* The next unit of this phase that nobody has begun. */
-static int claim(struct pool *pool) { return atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed); }
-
-/* Wait until every thread is here; then the units are counted anew. */
-static void barrier(struct pool *pool) {
-    int round = atomic_load_explicit(&pool->round, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&pool->arrived, 1, memory_order_acq_rel) + 1 == pool->threads) {
-        atomic_store_explicit(&pool->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&pool->next, 0, memory_order_relaxed);
-        atomic_store_explicit(&pool->round, round + 1, memory_order_release);
-        return;
+/* The next of this phase's units. When none is left, wait until all are done and return -1: the next call begins the
+ * next phase. */
+static int claim(struct walk *walk, int units) {
+    struct phase *phase = &walk->team->phases[walk->phase];
+    const int unit = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
+    if (unit < units) {
+        walk->mine++;
+        return unit;
     }
-    for (int spins = 0; atomic_load_explicit(&pool->round, memory_order_acquire) == round; spins++)
-        if (spins < BARRIER_SPINS) relax(); else sched_yield();
+    if (walk->mine) atomic_fetch_add_explicit(&phase->done, walk->mine, memory_order_acq_rel);
+    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < units; spins++)
+        if (spins < WAIT_SPINS) relax(); else sched_yield();
+    walk->phase++;
+    walk->mine = 0;
+    return -1;
 }
 
-static void *worker(void *argument) {
-    struct pool *pool = argument;
-    for (int done = 0;;) {
-        for (int spins = 0; spins < IDLE_SPINS && atomic_load_explicit(&pool->job, memory_order_acquire) == done; spins++)
+struct helper {
+    struct team *team;
+    int thread;
+};
+
+static void *help(void *argument) {
+    const struct helper self = *(struct helper *)argument;
+    struct team *team = self.team;
+    free(argument);
+    for (int seen = 0;;) {
+        for (int spins = 0; spins < IDLE_SPINS && atomic_load_explicit(&team->job, memory_order_acquire) == seen; spins++)
             relax();
-        pthread_mutex_lock(&pool->sleep);
-        while (atomic_load(&pool->job) == done && !atomic_load(&pool->closing)) {
-            pool->sleepers++;
-            pthread_cond_wait(&pool->wake, &pool->sleep);
-            pool->sleepers--;
+        pthread_mutex_lock(&team->sleep);
+        while (atomic_load(&team->job) == seen && !atomic_load(&team->closing)) {
+            team->sleepers++;
+            pthread_cond_wait(&team->wake, &team->sleep);
+            team->sleepers--;
         }
-        pthread_mutex_unlock(&pool->sleep);
-        if (atomic_load(&pool->closing)) return NULL;
-        done++;
-        pool->work(pool, pool->argument);
-        barrier(pool);
+        pthread_mutex_unlock(&team->sleep);
+        if (atomic_load(&team->closing)) return NULL;
+        seen = atomic_load(&team->job);
+        atomic_fetch_add(&team->helping, 1);
+        if (atomic_load(&team->open) == seen) team->work(team, self.thread, team->argument);
+        atomic_fetch_sub(&team->helping, 1);
     }
 }
 
-/* `work` on every thread, this one included; returns when all are through. The caller holds `pass`. */
-static void together(struct pool *pool, void (*work)(struct pool *, void *), void *argument) {
-    pool->work = work;
-    pool->argument = argument;
-    atomic_store(&pool->next, 0);
-    atomic_fetch_add(&pool->job, 1);
-    if (pool->threads > 1) {
-        pthread_mutex_lock(&pool->sleep);
-        if (pool->sleepers) pthread_cond_broadcast(&pool->wake);
-        pthread_mutex_unlock(&pool->sleep);
+/* `work` on this thread and on every helper that comes in time; returns when all units of all phases are done and no
+ * helper is left. The caller holds `pass`. */
+static void together(struct team *team, int phases, void (*work)(struct team *, int, void *), void *argument) {
+    for (int phase = 0; phase < phases; phase++) {
+        atomic_store_explicit(&team->phases[phase].next, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->phases[phase].done, 0, memory_order_relaxed);
     }
-    work(pool, argument);
-    barrier(pool);
+    team->work = work;
+    team->argument = argument;
+    if (team->threads > 1) {
+        const int job = atomic_load(&team->job) + 1;
+        atomic_store(&team->open, job);
+        atomic_store(&team->job, job);
+        pthread_mutex_lock(&team->sleep);
+        if (team->sleepers) pthread_cond_broadcast(&team->wake);
+        pthread_mutex_unlock(&team->sleep);
+    }
+    work(team, 0, argument);
+    atomic_store(&team->open, 0);
+    for (int spins = 0; atomic_load(&team->helping); spins++)
+        if (spins < WAIT_SPINS) relax(); else sched_yield();
 }
 
-/* The process's pool of that many threads. Engines share it: two pools would fight for the cores. */
+/* The process's team of so many threads. Engines share it: two teams would fight for the cores. */
 static pthread_mutex_t registry = PTHREAD_MUTEX_INITIALIZER;
-static struct pool *pools[MOST_THREADS + 1];
+static struct team *teams[MOST_THREADS + 1];
 
-static struct pool *open_pool(int threads) {
+static struct team *open_team(int threads) {
     pthread_mutex_lock(&registry);
-    struct pool *pool = pools[threads];
-    if (!pool && (pool = aligned_alloc(64, (sizeof *pool + 63) & ~63ul))) {
-        memset(pool, 0, sizeof *pool);
-        pthread_mutex_init(&pool->pass, NULL);
-        pthread_mutex_init(&pool->sleep, NULL);
-        pthread_cond_init(&pool->wake, NULL);
-        pool->threads = 1;
-        while (pool->threads < threads && !pthread_create(&pool->workers[pool->threads], NULL, worker, pool))
-            pool->threads++;
-        pools[threads] = pool;
+    struct team *team = teams[threads];
+    if (!team && (team = aligned_alloc(64, sizeof *team))) {
+        memset(team, 0, sizeof *team);
+        pthread_mutex_init(&team->pass, NULL);
+        pthread_mutex_init(&team->sleep, NULL);
+        pthread_cond_init(&team->wake, NULL);
+        for (team->threads = 1; team->threads < threads; team->threads++) {
+            struct helper *helper = malloc(sizeof *helper);
+            if (!helper) break;
+            *helper = (struct helper){team, team->threads};
+            if (pthread_create(&team->helpers[team->threads], NULL, help, helper)) {
+                free(helper);
+                break;
+            }
+        }
+        teams[threads] = team;
     }
-    if (pool) pool->users++;
+    if (team) team->users++;
     pthread_mutex_unlock(&registry);
-    return pool;
+    return team;
 }
 
-static void close_pool(struct pool *pool) {
+static void close_team(struct team *team) {
     pthread_mutex_lock(&registry);
-    if (!--pool->users) {
+    if (!--team->users) {
         for (int threads = 1; threads <= MOST_THREADS; threads++)
-            if (pools[threads] == pool) pools[threads] = NULL;
-        pthread_mutex_lock(&pool->sleep);
-        atomic_store(&pool->closing, 1);
-        pthread_cond_broadcast(&pool->wake);
-        pthread_mutex_unlock(&pool->sleep);
-        for (int thread = 1; thread < pool->threads; thread++) pthread_join(pool->workers[thread], NULL);
-        free(pool);
+            if (teams[threads] == team) teams[threads] = NULL;
+        pthread_mutex_lock(&team->sleep);
+        atomic_store(&team->closing, 1);
+        pthread_cond_broadcast(&team->wake);
+        pthread_mutex_unlock(&team->sleep);
+        for (int thread = 1; thread < team->threads; thread++) pthread_join(team->helpers[thread], NULL);
+        free(team);
     }
     pthread_mutex_unlock(&registry);
 }

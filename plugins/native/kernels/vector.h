@@ -59,8 +59,10 @@ INLINE f32 silu(f32 x) {
     return x * choose(x < 0, e, splat(1.0f)) / (e + 1.0f);
 }
 
-/* sum[lane] += four unsigned bytes of `codes[lane]` times the four signed bytes of `row`: vpdpbusd. */
-INLINE i32 dot4(i32 sum, i32 codes, int32_t row) {
+/* sum[lane] += four unsigned bytes of `codes[lane]` times four signed bytes: vpdpbusd. */
+INLINE i32 dot4(i32 sum, i32 codes, const int8_t *four) {
+    int32_t row;
+    memcpy(&row, four, sizeof row);
 #if defined(__AVX512VNNI__)
     return (i32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(row));
 #elif defined(__AVXVNNI__)
@@ -72,8 +74,7 @@ INLINE i32 dot4(i32 sum, i32 codes, int32_t row) {
     memcpy(&sum, parts, sizeof sum);
     return sum;
 #else
-    for (int byte = 0; byte < 4; byte++)
-        sum += ((i32)((u32)codes >> 8 * byte) & 255) * (int32_t)(int8_t)(row >> 8 * byte);
+    for (int byte = 0; byte < 4; byte++) sum += ((i32)((u32)codes >> 8 * byte) & 255) * (int32_t)four[byte];
     return sum;
 #endif
 }

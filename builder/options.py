@@ -1,0 +1,129 @@
+"""BuildOptions: what a build is asked for, checked before anything is read."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..models.bindings import LOW_BIT, ROLES, TARGET
+from ..models.errors import ConfigError
+from ..plugins.native.compile import CompilerError, compiler
+from ..runtime.engines.compatibility import PACKAGES
+from .compile import PRECISIONS, CompileOptions
+from .quantize import HALF, refuse_dynamic
+
+# Precisions each backend can build, the default first.
+BACKENDS = {
+    "onnxruntime": ("fp32", *LOW_BIT),
+    "openvino": ("fp32", *LOW_BIT),
+    "native": ("fp32", *HALF, *LOW_BIT),
+    **dict.fromkeys(PACKAGES, PRECISIONS),
+}
+FINE_WIDTHS = 16  # of the native engine: every width up to here
+SPECULATIVE_PASSES = 4  # widest passes a cache has room for behind the longest text
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What to build. Raises ConfigError for what this release cannot build.
+
+    target, draft: Hugging Face checkpoint folders. output: the bundle's folder. max_length: tokens of prompt and output
+    together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. acceptance_head:
+    a folder of draftwood train-head, whose head becomes part of the draft's graph. draft_backend, draft_precision: None
+    takes the target's, with two exceptions. Beside OpenVINO the draft runs in ONNX Runtime: OpenVINO's passes take a
+    millisecond however small the model is. Beside int4 it is int8: a draft gains no time by 4 bits and loses
+    acceptance. graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the
+    TensorRT backends, too: see CompileOptions.
+    """
+
+    target: Path
+    draft: Path
+    output: Path
+    backend: str = "onnxruntime"
+    precision: str | None = None  # None: the backend's first
+    draft_backend: str | None = None
+    draft_precision: str | None = None
+    max_length: int | None = None
+    widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+    acceptance_head: Path | None = None
+    compute_capability: tuple[str, ...] = ()
+    plugin: bool | None = None
+    workspace: int | None = None
+    timing_cache: Path | None = None
+    graphs: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}")
+        for role in ROLES:
+            backend = self.backend_of(role)
+            if backend not in BACKENDS or (backend != self.backend and {backend, self.backend} & {*PACKAGES}):
+                raise ConfigError(f"backend {backend!r} is not available for the {role} beside {self.backend}")
+            precision = self.precision_of(role)
+            refuse_dynamic(precision)
+            if precision not in BACKENDS[backend]:
+                choices = ", ".join(BACKENDS[backend])
+                raise ConfigError(f"precision {precision!r} is not available for {backend}; choose {choices}")
+            if backend == "openvino" and importlib.util.find_spec("openvino") is None:
+                raise ConfigError("backend openvino is not installed: pip install 'draftwood[openvino]'")
+            if backend == "native":
+                try:
+                    compiler()
+                except CompilerError as error:
+                    raise ConfigError(str(error)) from error
+        if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
+            raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(f"max_length must be at least 2 (one token in, one out), not {self.max_length}")
+        if self.backend in PACKAGES:
+            for role in ROLES:
+                self.compile_options(role)
+        elif self.compute_capability or any(
+            value is not None for value in (self.plugin, self.workspace, self.timing_cache, self.graphs)
+        ):
+            raise ConfigError(
+                "--compute-capability, --plugin, --workspace, --timing-cache and --graphs are for the backends "
+                f"{' and '.join(PACKAGES)}: leave them out, or choose one of these with --backend"
+            )
+
+    def backend_of(self, role: str) -> str:
+        """What runs a role's engine, chosen or default."""
+        if role == TARGET:
+            return self.backend
+        return self.draft_backend or ("onnxruntime" if self.backend == "openvino" else self.backend)
+
+    def precision_of(self, role: str) -> str:
+        """A role's precision, chosen or default."""
+        chosen = self.precision or BACKENDS[self.backend_of(role)][0]
+        if role == TARGET:
+            return chosen
+        return self.draft_precision or ("int8" if chosen == "int4" else chosen)
+
+    def widths_of(self, role: str) -> tuple[int, ...]:
+        """Rows a pass of a role's engine may have."""
+        if self.backend_of(role) == "native":  # it computes the rows there are; a width is what a pass was measured at
+            return tuple(sorted({*self.widths, *range(1, min(FINE_WIDTHS, self.widths[-1]) + 1)}))
+        # Kernels for one row add in another order than those for more, and low-bit matrices make much of the little
+        # difference. There, plain decoding takes two rows, too, and gives the text that speculative decoding gives.
+        low_bit = role == TARGET and self.precision_of(role) in LOW_BIT
+        least = 2 if low_bit or self.backend_of(role) == "openvino" else 1
+        return tuple(sorted({max(least, width) for width in self.widths}))
+
+    @property
+    def columns(self) -> int:
+        """Speculative slots a cache has room for behind the longest text."""
+        return SPECULATIVE_PASSES * self.widths[-1]
+
+    def compile_options(self, role: str = TARGET) -> CompileOptions:
+        """What TensorRT is to do. Raises ConfigError when it cannot."""
+        return CompileOptions(
+            self.backend,
+            self.precision_of(role),
+            self.widths,
+            self.columns,
+            self.compute_capability,
+            self.plugin,
+            self.workspace,
+            self.timing_cache,
+        )

@@ -1,0 +1,82 @@
+"""Native engines of test checkpoints, and matrices for their kernels alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.native import Weights, write_weights
+from draftwood.builder.quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
+from draftwood.models.bindings import output_names
+from draftwood.plugins.native.compile import FLAGS, compile_kernels
+from draftwood.plugins.native.library import FORMATS as NAMES
+from draftwood.plugins.native.library import Matrix, NativeLibrary, address
+from draftwood.plugins.native.packing import code_panels, flat, panels
+from draftwood.runtime.engines.base import EngineSpec
+from draftwood.runtime.engines.native import KERNELS, NativeEngine
+
+PRECISIONS = NAMES
+
+
+@cache
+def kernels(*flags: str) -> Path:
+    """The kernels compiled for this processor, or with other flags in place of -march=native; once for all tests."""
+    path = Path(mkdtemp(prefix="draftwood-kernels-")) / KERNELS
+    compile_kernels(path, (*(flag for flag in FLAGS if not flag.startswith("-march")), *flags) if flags else FLAGS)
+    return path
+
+
+def held(folder: Path, precision: str) -> Weights:
+    """The weights an engine holds."""
+    checkpoint = Checkpoint(folder)
+    if form := FORMATS.get(("native", precision)):
+        return QuantizedCheckpoint(checkpoint, form)
+    return RoundedCheckpoint(checkpoint, precision) if precision in HALF else checkpoint
+
+
+def open_native(weights: Weights, spec: EngineSpec, folder: Path, threads: int = 2) -> NativeEngine:
+    """Pack weights into `folder` and open them."""
+    file = folder / f"{spec.role}.weights"
+    write_weights(weights, spec.capacity, file)
+    if not (folder / KERNELS).exists():
+        (folder / KERNELS).symlink_to(kernels())
+    return NativeEngine(file, spec, threads)
+
+
+def spec_of(weights: Weights, role: str, precision: str, widths: tuple[int, ...], capacity: int) -> EngineSpec:
+    return EngineSpec(role, "native", "", weights.config, widths, capacity, precision, output_names(role))
+
+
+class Packed:
+    """One matrix [N, K] as the kernels read it. wide: what it holds, fp32."""
+
+    def __init__(self, matrix: NDArray[np.float32], precision: str, bias: NDArray[np.float32] | None = None) -> None:
+        self._kept: list[NDArray[Any]] = []  # what the structure points to
+        self.codes = self.scales = None
+        if form := FORMATS.get(("native", precision)):
+            self.codes, self.scales = form.quantize("matrix", matrix)
+            self.wide = (self.codes.reshape(*self.scales.shape, -1) * self.scales[..., None]).reshape(matrix.shape)
+            weights, scales = code_panels(self.codes, form.bits), panels(self.scales)
+        elif precision in HALF:
+            half = matrix.astype(HALF[precision])
+            self.wide, weights, scales = half.astype(np.float32), panels(half).view(np.uint16), None
+        else:
+            self.wide, weights, scales = matrix, panels(matrix), None
+        outputs, inputs = matrix.shape
+        block = 0 if self.scales is None else inputs // self.scales.shape[1]
+        parts = [self._keep(part) for part in (weights, scales, None if bias is None else flat(bias))]
+        self.matrix = Matrix(*parts, outputs, inputs, block, NAMES.index(precision))
+
+    def times(self, rows: NDArray[np.float32], library: NativeLibrary) -> NDArray[np.float32]:
+        return library.linear(self.matrix, rows)
+
+    def _keep(self, array: NDArray[Any] | None) -> int | None:
+        if array is not None:
+            self._kept.append(array)
+        return address(array)

@@ -1,0 +1,167 @@
+"""The native engine: the same bits for a row wherever it is scored. tests/test_engines.py holds it to the contract."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundling import DEMO
+from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
+from engine_parts import contents
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowbit import assert_same_bits, greedy_texts, in_one_pass, one_by_one
+from native_parts import PRECISIONS, held, open_native, spec_of
+from trees import Tree, trees
+
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
+from draftwood.models.errors import ConfigError, EngineError
+from draftwood.runtime import SpeculativeConfig
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
+from draftwood.runtime.engines.native import KERNELS, NativeEngine
+from draftwood.runtime.engines.pool import PooledEngine
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+MODELS = ("gqa", "mha", "mqa", "demo target")
+few = settings(max_examples=6, deadline=None)
+prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)
+
+
+def opened(model: str, precision: str, folder: Path, threads: int = 2) -> NativeEngine:
+    source = write_checkpoint(folder / "checkpoint", model) if model in SHAPES else DEMO / "target"
+    weights = held(source, precision)
+    return open_native(weights, spec_of(weights, "target", precision, WIDTHS, 1024), folder, threads)
+
+
+@pytest.fixture(scope="module", params=[(model, precision) for model in MODELS for precision in PRECISIONS], ids=str)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    model, precision = request.param
+    return opened(model, precision, tmp_path_factory.mktemp("native"))
+
+
+@few
+@given(tree=trees(), prefix=prefixes, data=st.data())
+def test_a_row_has_the_same_bits_alone_and_in_a_tree(
+    tree: Tree, prefix: list[int], data: st.DataObject, engine: Engine
+) -> None:
+    """Whatever its siblings, the width of the pass, and where in it the row and its ancestors stand."""
+    path = tree.path(data.draw(st.integers(0, len(tree.tokens) - 1)))
+    width = data.draw(st.sampled_from([width for width in WIDTHS if width >= len(tree.tokens)]))
+    expected = one_by_one(engine, prefix, [tree.tokens[row] for row in path])
+    assert_same_bits(in_one_pass(engine, prefix, tree, path, width), expected)
+
+
+def test_capacity_chunks_and_threads_change_no_bit(tmp_path: Path) -> None:
+    """A text that outgrows the first buffer, prefilled in passes of 64 rows, or a few tokens at a time by one."""
+    text = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB_SIZE, 300)]
+    for name in ("many", "one"):
+        (tmp_path / name).mkdir()
+    many, one = opened("demo target", "int4", tmp_path / "many"), opened("demo target", "int4", tmp_path / "one", 1)
+    first, second = many.new_cache(), one.new_cache()
+    prefill(many, first, text)
+    for start in range(0, 300, 7):
+        prefill(one, second, text[start : start + 7])
+    assert first.capacity == 512
+    np.testing.assert_array_equal(contents(first), contents(second))
+    first.truncate(100)
+    first.shrink(100)
+    assert first.capacity == 256
+    np.testing.assert_array_equal(contents(first), contents(second)[:, :, :, :100])
+
+
+def test_in_a_pool_no_neighbour_changes_a_bit(tmp_path: Path) -> None:
+    """Two texts whose rows lie between each other's, in shared passes and moved together, as each alone."""
+    engine = opened("gqa", "int8", tmp_path)
+    texts = [[int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60)] for seed in (1, 2)]
+    alone = [one_by_one(engine, text[:1], text[1:])[-1].logits for text in texts]
+    pool = PooledEngine(engine, 2048)
+    caches = [pool.new_cache() for _ in texts]
+    for start in range(0, 60, 6):
+        batches = [causal_batch(pool.spec, text[start : start + 6], start) for text in texts]
+        outputs = pool.forward_together([Pass(pool, batch, at) for batch, at in zip(batches, caches, strict=True)])
+        for at in caches:
+            at.commit(range(6))
+    for output, expected in zip(outputs, alone, strict=True):
+        np.testing.assert_array_equal(output.logits[-1], expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_speculative_text_is_plain_text_and_the_bundle_says_how(precision: str, tmp_path: Path) -> None:
+    options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", "native", precision)
+    manifest = build(options, lambda step: lambda: None).manifest
+    target, draft = manifest.engines["target"], manifest.engines["draft"]
+    assert (target.backend, target.precision) == ("native", precision)
+    assert (draft.backend, draft.precision) == ("native", {"int4": "int8"}.get(precision, precision))
+    assert target.widths == (*range(1, 17), 24, 32, 48, 64)
+    assert {KERNELS, "target.weights", "draft.weights"} < manifest.files.keys()
+    assert manifest.parity["target"] < (0.05 if precision.startswith("int") else 1e-5)
+    prompts = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n    "]
+    plain = greedy_texts(options.output, None, prompts, 100)
+    for config in (
+        SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
+        SpeculativeConfig("topk", max_total_draft_tokens=15, max_draft_len=6, budget="fixed"),
+        SpeculativeConfig(),
+    ):
+        assert greedy_texts(options.output, config, prompts, 100) == plain
+
+
+def test_the_draft_ranks_and_its_head_speaks(tmp_path: Path) -> None:
+    """As in ONNX Runtime, from the same checkpoint and head."""
+    outputs = []
+    for backend in ("native", "onnxruntime"):
+        folders = (DEMO / "target", DEMO / "draft", tmp_path / backend)
+        build(BuildOptions(*folders, backend, acceptance_head=DEMO / "head"), lambda step: lambda: None)
+        engine = EngineBundle.open(tmp_path / backend).open_engine("draft")
+        outputs.append(
+            engine.forward(Tree((5, 6, 7), (-1, 0, 1)).batch(engine.spec, 0), engine.new_cache()).rows(range(3))
+        )
+    native, reference = outputs
+    for found, expected in zip(native, reference, strict=True):
+        assert found is not None and expected is not None
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert native.top_ids is not None
+    np.testing.assert_array_equal(native.top_ids[:, 0], native.logits.argmax(-1))
+
+
+def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
+    """Before the kernels would read beyond their tables."""
+    engine = opened("gqa", "fp32", tmp_path)
+    batch = causal_batch(engine.spec, [1, 2], 0)
+    for wrong, message in (
+        (replace(batch, token_ids=np.array([1, VOCAB_SIZE])), "outside the vocabulary"),
+        (replace(batch, token_ids=np.array([-1, 1])), "outside the vocabulary"),
+        (replace(batch, position_ids=np.array([0, 4096])), "beyond this engine's 1024"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            engine.forward(wrong, engine.new_cache())
+    engine.close()
+    engine.close()
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    engine = opened("gqa", "int4", tmp_path)
+    file = tmp_path / "target.weights"
+    content = file.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    del header["layers.0.qkv.scales"], header["norm"]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(len(content)))
+    with pytest.raises(EngineError, match="lacks the tensor 'norm': rebuild the bundle"):
+        NativeEngine(file, engine.spec)
+    for damaged in (b"", content[:5000], b"\xff" * 64):
+        file.write_bytes(damaged)
+        with pytest.raises(EngineError, match="rebuild the bundle"):
+            NativeEngine(file, engine.spec)
+
+
+def test_without_a_compiler_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
+    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match="finds no C compiler"):
+        BuildOptions(DEMO / "target", DEMO / "draft", tmp_path, "native")

@@ -1,0 +1,149 @@
+"""The native kernels' matrices against numpy, for this processor and for lesser ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_parts import PRECISIONS, Packed, kernels
+from numpy.typing import NDArray
+
+from draftwood.plugins.native import library as library_module
+from draftwood.plugins.native.compile import CompilerError, compile_kernels, compiler
+from draftwood.plugins.native.library import KernelError, NativeLibrary
+from draftwood.plugins.native.packing import alternated, code_panels, panels
+from draftwood.plugins.native.reference import linear, rounded
+
+# Processors without 16-byte products: the same C, other instructions. AVX-VNNI has them in 256 bits.
+PROCESSORS = ((), ("-march=x86-64-v3",), ("-march=x86-64-v3", "-mavxvnni"), ("-march=x86-64",))
+few = settings(max_examples=8, deadline=None)
+
+
+def runs_here(flags: tuple[str, ...]) -> NativeLibrary:
+    try:
+        return NativeLibrary(kernels(*flags))
+    except KernelError as error:
+        pytest.skip(f"needs another processor: {error}")
+
+
+@pytest.fixture(scope="module", params=PROCESSORS, ids=lambda flags: " ".join(flags) or "native")
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    return runs_here(request.param)
+
+
+def random_rows(rng: np.random.Generator, rows: int, inputs: int) -> NDArray[np.float32]:
+    """Numbers of every size, with outliers, as activations have them."""
+    sizes = np.exp(rng.normal(0, 2, (rows, 1))) * np.where(rng.random((rows, inputs)) < 0.02, 30, 1)
+    return np.asarray(rng.normal(size=(rows, inputs)) * sizes, np.float32)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@few
+@given(rows=st.integers(1, 9), outputs=st.integers(1, 100), blocks=st.integers(1, 5), seed=st.integers(0, 99))
+def test_products_are_those_of_the_oracle(
+    precision: str, rows: int, outputs: int, blocks: int, seed: int, library: NativeLibrary
+) -> None:
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(size=(outputs, 64 * blocks)).astype(np.float32)
+    bias = rng.normal(size=outputs).astype(np.float32)
+    packed, x = Packed(matrix, precision, bias), random_rows(rng, rows, 64 * blocks)
+    if packed.codes is not None and packed.scales is not None:
+        expected = linear(x, packed.codes, packed.scales) + bias
+    else:
+        expected = x.astype(np.float64) @ packed.wide.T.astype(np.float64) + bias
+    scale = np.abs(x).max() * np.abs(packed.wide).max() * 64 * blocks
+    np.testing.assert_allclose(packed.times(x, library), expected, rtol=1e-5, atol=1e-7 * scale)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@few
+@given(rows=st.integers(2, 20), seed=st.integers(0, 99), data=st.data())
+def test_a_row_has_the_same_bits_in_every_tile(
+    precision: str, rows: int, seed: int, data: st.DataObject, library: NativeLibrary
+) -> None:
+    rng = np.random.default_rng(seed)
+    packed = Packed(rng.normal(size=(70, 192)).astype(np.float32), precision)
+    x = random_rows(rng, rows, 192)
+    together, row = packed.times(x, library), data.draw(st.integers(0, rows - 1))
+    np.testing.assert_array_equal(packed.times(x[row : row + 1], library)[0], together[row])
+
+
+def test_integers_are_exact_on_every_processor() -> None:
+    """Where scales are powers of two, no sum is rounded: the bits are the oracle's."""
+    rng = np.random.default_rng(3)
+    for bits, precision in ((8, "int8"), (4, "int4")):
+        largest = 2 ** (bits - 1) - 1
+        matrix = rng.integers(-largest, largest + 1, (40, 128)).astype(np.float32)
+        matrix[:, ::64] = largest  # so that a block's scale is one
+        x = rng.integers(-127, 128, (5, 128)).astype(np.float32)
+        x[:, ::64] = 127
+        for flags in PROCESSORS[:2]:
+            np.testing.assert_array_equal(Packed(matrix, precision).times(x, runs_here(flags)), x @ matrix.T)
+
+
+def test_extreme_rows_stay_finite(library: NativeLibrary) -> None:
+    matrix = np.ones((16, 64), np.float32)
+    for precision in ("int8", "int4"):
+        x = np.stack([np.zeros(64), np.full(64, 1e-38), np.full(64, 1e30)]).astype(np.float32)
+        found = Packed(matrix, precision).times(x, library)
+        assert np.isfinite(found).all()
+        assert (found[0] == 0).all()
+        np.testing.assert_allclose(found[2], 64e30, rtol=0.01)
+
+
+def test_packing_puts_every_number_where_the_kernels_look() -> None:
+    codes = np.arange(-8, 8, dtype=np.int8).repeat(24).reshape(16, 24)
+    codes[3] = np.arange(24) % 16 - 8
+    packed = code_panels(codes, 4)
+    assert packed.shape == (1, 3, 16, 4)
+    low, high = packed & 15, packed >> 4
+    for k in range(24):
+        half = high if k % 8 >= 4 else low
+        np.testing.assert_array_equal(half[0, k // 8, :, k % 4], codes[:, k] + 8)
+    wide = code_panels(codes, 8)
+    np.testing.assert_array_equal(wide[0, 5, 3], codes[3, 20:24].astype(np.int16) + 128)
+    assert panels(codes[:5]).shape == (1, 24, 16)
+    assert (panels(codes[:5])[0, :, 5:] == 0).all()
+    turns = alternated(np.zeros((20, 4)), np.ones((20, 4)))
+    assert turns.shape == (64, 4)
+    assert [int(turns[row, 0]) for row in (0, 16, 32, 48)] == [0, 1, 0, 1]
+
+
+def test_the_oracle_rounds_as_it_says() -> None:
+    x = np.array([[254, 1, -3, 0], [0, 0, 0, 0]], np.float32)
+    codes, scales = rounded(x, 4)
+    assert codes.tolist() == [[[127, 0, -2, 0]], [[0, 0, 0, 0]]]  # 0.5 and -1.5: ties to even
+    assert scales.tolist() == [[2.0], [0.0]]
+
+
+def test_without_a_compiler_the_error_names_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
+    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CompilerError, match=r"install gcc or clang, or pip install 'draftwood\[native\]'"):
+        compile_kernels(tmp_path / "kernels.so")
+    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: object())
+    assert compiler()[-2:] == ["ziglang", "cc"]
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    with pytest.raises(CompilerError, match="set CC to a C compiler"):
+        compile_kernels(tmp_path / "kernels.so")
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(CompilerError, match="do not compile with false"):
+        compile_kernels(tmp_path / "kernels.so")
+
+
+def test_kernels_for_another_processor_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lesser = tmp_path / "cpuinfo"
+    lesser.write_text("processor: 0\nflags\t\t: fpu sse2\n")
+    monkeypatch.setattr(library_module, "CPUINFO", lesser)
+    if not NativeLibrary(kernels("-march=x86-64")).instructions:
+        with pytest.raises(KernelError, match=r"compiled for a processor with .*avx2.*: rebuild the bundle here"):
+            NativeLibrary(kernels("-march=x86-64-v3"))
+    monkeypatch.setattr(library_module, "CPUINFO", tmp_path / "none")  # not Linux: nothing to compare with
+    (tmp_path / "damaged.so").write_bytes(b"no library")
+    for name in ("damaged.so", "missing.so"):
+        with pytest.raises(KernelError, match=f"{name} cannot be loaded here"):
+            NativeLibrary(tmp_path / name)
