@@ -27,21 +27,21 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood.builder.profile import Pair, behind
+from draftwood.builder.quantize import FORMATS
 from draftwood.models.bindings import DRAFT, TARGET
-from draftwood.models.config import LlamaConfig
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.engines.base import Engine
+from draftwood.runtime.engines.base import Engine, EngineSpec
 from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 CONTEXTS = (64, 512, 960)
-PROMPTS = (32, 512, 960)
+PROMPTS = (32, 512, 960, 2048)
 REPEATS = 5
 ROWS, SQUARE = 512, 4096  # of the product that measures the arithmetic
-ITEM_BYTES = {"fp32": 4.0, "int8": 1.125, "int4": 0.625}  # of a weight, its share of a block's scale included
+ITEM_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
 
 
 def bandwidth() -> float:
@@ -73,11 +73,18 @@ def best_of(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def floor(model: LlamaConfig, precision: str, rows: int, context: int, speeds: Mapping[str, float]) -> float:
+def item_bytes(spec: EngineSpec) -> float:
+    """Bytes of a weight, its share of a block's scale included."""
+    form = FORMATS.get((spec.backend, spec.precision))
+    return ITEM_BYTES[spec.precision] if form is None else form.bits / 8 + 4 / form.block
+
+
+def floor(spec: EngineSpec, rows: int, context: int, speeds: Mapping[str, float]) -> float:
     """The least seconds of a pass that scores all its rows."""
+    model = spec.model
     weights = model.num_parameters - model.vocab_size * model.hidden_size  # an embedding is looked up, not multiplied
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
-    moved = ITEM_BYTES[precision] * weights + 4 * cache
+    moved = item_bytes(spec) * weights + 4 * cache
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * (context + rows)
     return max(moved / speeds["bytes_per_second"], rows * (2 * weights + attention) / speeds["operations_per_second"])
 
@@ -113,7 +120,7 @@ def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
     passes = {}
     for context in (each for each in CONTEXTS if each <= longest):
         row = behind(pair, context, spec.widths, REPEATS, lambda: None)[TARGET]
-        lowest = [floor(spec.model, spec.precision, width, context, speeds) for width in spec.widths]
+        lowest = [floor(spec, width, context, speeds) for width in spec.widths]
         passes[str(context)] = {
             "milliseconds": [round(1e3 * seconds, 3) for seconds in row],
             "floor": [round(1e3 * seconds, 3) for seconds in lowest],

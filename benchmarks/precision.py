@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import formats
 import numpy as np
 from machine import write
 from numpy.typing import NDArray
@@ -25,15 +26,12 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.engines import EXPORTED
-from draftwood.builder.export import export
-from draftwood.builder.quantize import BLOCKS, FORMATS, HEAD, QuantizedCheckpoint, WeightFormat
-from draftwood.models.bindings import DRAFT, LOW_BIT, ROLES, TARGET, output_names
+from draftwood.builder.quantize import BLOCKS, HEAD, QuantizedCheckpoint, WeightFormat
+from draftwood.models.bindings import DRAFT, ROLES, TARGET, output_names
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.torch import TorchEngine
 
 PAIR = Path(__file__).resolve().parent.parent / "models" / "demo"
-PRECISIONS = ("fp32", *LOW_BIT)
 WIDTHS, CAPACITY = (2, 8, 32, 64), 1024
 EXACT = "onnxruntime fp32"  # what everything is compared with
 
@@ -72,9 +70,8 @@ def main() -> None:
     Console(width=130).print(table)
     both = {
         f"{backend} {precision}": round(readings[TARGET][f"{backend} {precision}"].overlap(draft), 4)
-        for backend in EXPORTED
-        for precision in PRECISIONS
-        for draft in [readings[DRAFT][f"onnxruntime {precision}"]]
+        for backend, precision in formats.KINDS
+        for draft in [readings[DRAFT][f"{'native' if backend == 'native' else 'onnxruntime'} {precision}"]]
     }
     tokens = sum(map(len, texts)) - len(texts)
     write(args.output, "precision", {"tokens": tokens, **figures, "acceptance, draft of the same precision": both})
@@ -90,13 +87,12 @@ def held_out(limit: int) -> list[list[int]]:
 
 def compiled(role: str, folder: Path) -> Iterator[tuple[str, Callable[[], Engine]]]:
     """Every engine a build can make of one role."""
-    for backend, engine in EXPORTED.items():
-        for precision in PRECISIONS:
-            source, form = Checkpoint(PAIR / role), FORMATS.get((backend, precision))
-            weights = source if form is None else QuantizedCheckpoint(source, form)
-            file = folder / f"{role}-{backend}-{precision}.onnx"
-            export(weights, role, CAPACITY, file, lambda name: None)
-            yield f"{backend} {precision}", partial(engine, file, spec_of(weights, role, backend, precision))
+    for backend, precision, engine in formats.opened(PAIR / role, role, WIDTHS, CAPACITY, folder):
+        yield f"{backend} {precision}", partial(identity, engine)
+
+
+def identity(engine: Engine) -> Engine:
+    return engine
 
 
 def weights_only(role: str) -> Iterator[tuple[str, Callable[[], Engine]]]:

@@ -19,6 +19,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
+import formats
 import matplotlib
 import numpy as np
 from machine import write
@@ -26,17 +27,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.engines import EXPORTED
-from draftwood.builder.export import export
-from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
-from draftwood.models.bindings import LOW_BIT, TARGET, output_names
-from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
+from draftwood.models.bindings import TARGET
+from draftwood.runtime.engines.base import Engine, TokenBatch, prefill
 
 ROWS = (1, 2, 4, 8, 12, 16, 32)
 CONTEXT, CAPACITY = 128, 1024
-COLOURS = {"fp32": "tab:blue", "int8": "tab:orange", "int4": "tab:green"}
-LINES = {"onnxruntime": "--", "openvino": "-"}
+COLOURS = {"fp32": "tab:blue", "fp16": "tab:purple", "bf16": "tab:red", "int8": "tab:orange", "int4": "tab:green"}
+LINES = {"onnxruntime": ":", "openvino": "--", "native": "-"}
 QUIETEST = 4  # one sweep in so many counts
 
 
@@ -91,19 +88,8 @@ def quietest(sweeps: list[Sweep]) -> list[Sweep]:
 
 def opened(folder: Path, work: Path, threads: int) -> dict[tuple[str, str], Engine]:
     """An engine of each kind, with every width that is timed, a pass of one row included where the engine has it."""
-    engines: dict[tuple[str, str], Engine] = {}
-    for backend, engine in EXPORTED.items():
-        for precision in ("fp32", *LOW_BIT):
-            source, form = Checkpoint(folder), FORMATS.get((backend, precision))
-            weights = source if form is None else QuantizedCheckpoint(source, form)
-            file = work / f"{backend}-{precision}.onnx"
-            export(weights, TARGET, CAPACITY, file, lambda name: None)
-            widths = ROWS[1:] if backend == "openvino" else ROWS
-            spec = EngineSpec(
-                TARGET, backend, file.name, weights.config, widths, CAPACITY, precision, output_names(TARGET)
-            )
-            engines[backend, precision] = engine(file, spec, threads)
-    return engines
+    made = formats.opened(folder, TARGET, ROWS, CAPACITY, work, threads)
+    return {(backend, precision): engine for backend, precision, engine in made}
 
 
 def measure(engines: dict[tuple[str, str], Engine], count: int) -> dict[int, list[Sweep]]:

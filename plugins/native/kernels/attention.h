@@ -44,8 +44,8 @@ static void products(int count, int panels, const float *const *rows, const floa
     EACH_TILE(count, panels, PRODUCT)
 }
 
-/* Up to 8 queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose sight each has.
- * keys, values: of that head, `capacity` slots. scores: [8][capacity], room to work in. */
+/* Up to MOST_ROWS queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose sight each has.
+ * keys, values: of that head, `capacity` slots. scores: [MOST_ROWS][capacity], room to work in. */
 static void attend(int count, const float *const *queries, float *const *outputs, const int *rows,
                    const struct sight *sight, const float *keys, const float *values, int head_dim, int capacity,
                    float *scores) {

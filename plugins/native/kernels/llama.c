@@ -36,7 +36,7 @@ struct engine {
     int most_rows, capacity;
     struct rows hidden, normed, merged, attended, gated;
     struct sight sight;
-    float *scores; /* [threads][8][capacity] */
+    float *scores; /* [threads][MOST_ROWS][capacity] */
 };
 
 struct job {
@@ -128,7 +128,7 @@ static void remember(const struct model *model, const struct pass *pass, struct 
     }
 }
 
-/* Attention of a layer: every thread takes up to 8 queries of one kv head at a time. */
+/* Attention of a layer: every thread takes up to MOST_ROWS queries of one kv head at a time. */
 static void attention(struct walk *walk, struct engine *engine, const struct pass *pass, const float *keys,
                       const float *values, float *scores) {
     const struct model *model = &engine->model;

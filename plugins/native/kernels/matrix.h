@@ -1,12 +1,18 @@
 /* Rows times a matrix, in panels of 16 outputs.
  *
- * A panel is read once and meets up to 8 rows while it is in registers. Each (row, output) is one chain of operations
+ * A panel is read once and meets up to MOST_ROWS rows while it is in registers. Each (row, output) is one chain of operations
  * over the inputs, the same in every tile, so a row's result has the same bits whatever other rows a pass has. */
 #pragma once
 #include "vector.h"
 
-#define MOST_ROWS 8 /* of a tile */
+/* Of a tile: as many sums as registers hold. */
+#if defined(__AVX512F__)
+#define MOST_ROWS 8
 #define MOST_PANELS 4
+#else
+#define MOST_ROWS 2
+#define MOST_PANELS 2
+#endif
 
 enum format { FP32, FP16, BF16, INT8, INT4 };
 
@@ -131,6 +137,7 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
 
 /* Call with every number of rows as a constant, so that a tile's sums stay in registers. The fewer rows, the more
  * panels at once: a processor needs about eight independent chains to stay busy. */
+#if defined(__AVX512F__)
 #define EACH_TILE(rows, panels, CALL)                                                                                  \
     switch (rows) {                                                                                                    \
     case 1: if (panels == 4) CALL(1, 4) else if (panels == 2) CALL(1, 2) else CALL(1, 1) break;                        \
@@ -142,14 +149,21 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
     case 7: if (panels == 2) CALL(7, 2) else CALL(7, 1) break;                                                         \
     case 8: if (panels == 2) CALL(8, 2) else CALL(8, 1) break;                                                         \
     }
+#else
+#define EACH_TILE(rows, panels, CALL)                                                                                  \
+    switch (rows) {                                                                                                    \
+    case 1: if (panels == 2) CALL(1, 2) else CALL(1, 1) break;                                                         \
+    case 2: if (panels == 2) CALL(2, 2) else CALL(2, 1) break;                                                         \
+    }
+#endif
 
 /* How many of the panels that are left a tile of so many rows takes at once. */
 INLINE int panels_at_once(int rows, int left) {
-    const int most = rows <= 2 ? 4 : 2;
+    const int most = rows <= 2 ? MOST_PANELS : 2;
     return left >= most ? most : left >= 2 ? 2 : 1;
 }
 
-/* sums = up to 8 rows, from `row` on, times as many panels as panels_at_once says. */
+/* sums = up to MOST_ROWS rows, from `row` on, times as many panels as panels_at_once says. */
 static void multiply(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel, int panels,
                      f32 sums[][MOST_PANELS]) {
     const float *values[MOST_ROWS];
