@@ -40,7 +40,7 @@ class Packer:
         self.config = checkpoint.config
 
     def tensors(self) -> Iterator[Tensor]:
-        """All of them, in the order a pass reads them."""
+        """All of them, in the order a pass reads them, and the embedding."""
         config = self.config
         cosine, sine = rope_tables(config, self.positions)
         yield self.floats("cosine", lambda: cosine, cosine.shape)
@@ -57,10 +57,10 @@ class Packer:
         yield self.vector("norm", ["model.norm.weight"])
         embedding = "model.embed_tokens"
         yield from self.matrix("head", [embedding if config.tie_embeddings else "lm_head"], False)
-        shape = (config.vocab_size, config.hidden_size)
-        yield self.floats(EMBEDDING, lambda: self.checkpoint.tensor(embedding + ".weight"), shape)
         if self.head is not None:
             yield from self.acceptance(self.head)
+        shape = (config.vocab_size, config.hidden_size)
+        yield self.floats(EMBEDDING, lambda: self.checkpoint.tensor(embedding + ".weight"), shape)
 
     def acceptance(self, head: TrainedHead) -> Iterator[Tensor]:
         """The SpecDec++ head: each block's matrix [in, out] and bias, then the row that gives the log-odds."""

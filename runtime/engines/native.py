@@ -24,6 +24,7 @@ from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
 KERNELS = "kernels.so"  # of a bundle; both engines run on it
 # Of a file of weights, by safetensors' names.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
+LARGE_PAGE = 1 << 21  # bytes
 EMBEDDING, ACCEPTANCE = "embedding", "acceptance."  # names, and a prefix of names, in a file of weights
 
 
@@ -213,24 +214,24 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
 
 
 def read_weights(path: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a safetensors file: read, so that large ones lie in large pages; the embedding, of which a pass
-    needs a few rows, is mapped. Raises EngineError."""
+    """The tensors of a safetensors file. They are read into one piece of memory, which then has large pages; but the
+    embedding, of which a pass needs a few rows, is mapped. Raises EngineError."""
+    tensors: dict[str, NDArray[Any]] = {}
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-            tensors: dict[str, NDArray[Any]] = {}
-            for name, entry in header.items():
-                dtype, shape, offset = (
-                    DTYPES[entry["dtype"]],
-                    tuple(entry["shape"]),
-                    8 + size + entry["data_offsets"][0],
-                )
-                if name == EMBEDDING:
-                    tensors[name] = np.memmap(path, dtype, "r", offset, shape)
-                    continue
-                file.seek(offset)
-                tensors[name] = np.fromfile(file, dtype, int(np.prod(shape))).reshape(shape)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            read = max(entry["data_offsets"][1] for name, entry in header.items() if name != EMBEDDING)
+            memory = np.empty(read + LARGE_PAGE, np.uint8)
+            memory = memory[-memory.ctypes.data % LARGE_PAGE :][:read]
+            if file.readinto(memory.data) < read:
+                raise ValueError("it is cut off")
+        for name, entry in header.items():
+            dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if name == EMBEDDING:
+                tensors[name] = np.memmap(path, dtype, "r", 8 + size + start, shape)
+            else:
+                tensors[name] = memory[start:end].view(dtype).reshape(shape)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
     return tensors

@@ -56,7 +56,7 @@ static void attend(int count, const float *const *queries, float *const *outputs
     for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last) {
         for (int panel = first, step; panel < last; panel += step) {
             f32 sums[MOST_ROWS][MOST_PANELS] = {0};
-            step = panels_at_once(count, last - panel);
+            step = last - panel < MOST_PANELS ? 1 : MOST_PANELS;
             products(count, step, queries, keys + panel * key_panel, key_panel, 0, head_dim, sums);
             for (int r = 0; r < count; r++)
                 for (int p = 0; p < step; p++) {
@@ -86,7 +86,7 @@ static void attend(int count, const float *const *queries, float *const *outputs
     const int panels = panels_of(head_dim);
     for (int panel = 0, step; panel < panels; panel += step) {
         f32 sums[MOST_ROWS][MOST_PANELS] = {0};
-        step = panels_at_once(count, panels - panel);
+        step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
         for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last)
             products(count, step, weights, values + panel * value_panel, value_panel, first * LANES, last * LANES, sums);
         for (int r = 0; r < count; r++) {

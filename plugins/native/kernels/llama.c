@@ -90,7 +90,7 @@ static void linear(struct walk *walk, const struct matrix *matrix, const struct 
     for (int chunk; (chunk = claim(walk, (panels + CHUNK - 1) / CHUNK)) >= 0;) {
         const int end = (chunk + 1) * CHUNK < panels ? (chunk + 1) * CHUNK : panels;
         for (int panel = chunk * CHUNK, step; panel < end; panel += step) {
-            step = panels_at_once(rows, end - panel);
+            step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
             for (int tile = 0; tile < tiles; tile++) {
                 const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
                 multiply(matrix, from, row, count, panel, step, sums);
@@ -329,7 +329,7 @@ int draftwood_linear(const struct matrix *matrix, const float *values, int rows,
         count = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
         for (int panel = 0, step; panel < panels; panel += step) {
             f32 sums[MOST_ROWS][MOST_PANELS];
-            step = panels_at_once(count, panels - panel);
+            step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
             multiply(matrix, &x, row, count, panel, step, sums);
             for (int r = 0; r < count; r++)
                 finish(matrix, STORE, panel, step, sums[r], result + (size_t)(row + r) * matrix->outputs);

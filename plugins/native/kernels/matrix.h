@@ -5,14 +5,13 @@
 #pragma once
 #include "vector.h"
 
-/* Of a tile: as many sums as registers hold. */
+/* Of a tile: as many sums as registers hold. More panels at once are slower from one row on: more streams to fetch. */
 #if defined(__AVX512F__)
 #define MOST_ROWS 8
-#define MOST_PANELS 4
 #else
 #define MOST_ROWS 2
-#define MOST_PANELS 2
 #endif
+#define MOST_PANELS 2
 
 enum format { FP32, FP16, BF16, INT8, INT4 };
 
@@ -43,10 +42,11 @@ INLINE f32 widened(const void *weights, size_t index, const int format) {
     if (format == FP32) return load((const float *)weights + index);
     u16 half;
     memcpy(&half, (const uint16_t *)weights + index, sizeof half);
-    if (format == BF16) return (f32)(__builtin_convertvector(half, u32) << 16);
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) /* said in its own words: gcc makes halves of it otherwise */
+    if (format == BF16) return (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
     return (f32)_mm512_cvtph_ps((__m256i)half);
 #else
+    if (format == BF16) return (f32)(__builtin_convertvector(half, u32) << 16);
     /* Exponent and mantissa move up; the product corrects the bias, and makes subnormals normal. */
     u32 wide = __builtin_convertvector(half, u32);
     f32 size = (f32)((wide & 0x7fff) << 13) * 0x1p112f;
@@ -135,35 +135,29 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
         for (int p = 0; p < P; p++) sums[r][p] = sum[r][p];
 }
 
-/* Call with every number of rows as a constant, so that a tile's sums stay in registers. The fewer rows, the more
- * panels at once: a processor needs about eight independent chains to stay busy. */
+/* Call with every number of rows and panels as constants, so that a tile's sums stay in registers. */
+#define BOTH(R, panels, CALL) { if (panels == 2) CALL(R, 2) else CALL(R, 1) break; }
 #if defined(__AVX512F__)
 #define EACH_TILE(rows, panels, CALL)                                                                                  \
     switch (rows) {                                                                                                    \
-    case 1: if (panels == 4) CALL(1, 4) else if (panels == 2) CALL(1, 2) else CALL(1, 1) break;                        \
-    case 2: if (panels == 4) CALL(2, 4) else if (panels == 2) CALL(2, 2) else CALL(2, 1) break;                        \
-    case 3: if (panels == 2) CALL(3, 2) else CALL(3, 1) break;                                                         \
-    case 4: if (panels == 2) CALL(4, 2) else CALL(4, 1) break;                                                         \
-    case 5: if (panels == 2) CALL(5, 2) else CALL(5, 1) break;                                                         \
-    case 6: if (panels == 2) CALL(6, 2) else CALL(6, 1) break;                                                         \
-    case 7: if (panels == 2) CALL(7, 2) else CALL(7, 1) break;                                                         \
-    case 8: if (panels == 2) CALL(8, 2) else CALL(8, 1) break;                                                         \
+    case 1: BOTH(1, panels, CALL)                                                                                      \
+    case 2: BOTH(2, panels, CALL)                                                                                      \
+    case 3: BOTH(3, panels, CALL)                                                                                      \
+    case 4: BOTH(4, panels, CALL)                                                                                      \
+    case 5: BOTH(5, panels, CALL)                                                                                      \
+    case 6: BOTH(6, panels, CALL)                                                                                      \
+    case 7: BOTH(7, panels, CALL)                                                                                      \
+    case 8: BOTH(8, panels, CALL)                                                                                      \
     }
 #else
 #define EACH_TILE(rows, panels, CALL)                                                                                  \
     switch (rows) {                                                                                                    \
-    case 1: if (panels == 2) CALL(1, 2) else CALL(1, 1) break;                                                         \
-    case 2: if (panels == 2) CALL(2, 2) else CALL(2, 1) break;                                                         \
+    case 1: BOTH(1, panels, CALL)                                                                                      \
+    case 2: BOTH(2, panels, CALL)                                                                                      \
     }
 #endif
 
-/* How many of the panels that are left a tile of so many rows takes at once. */
-INLINE int panels_at_once(int rows, int left) {
-    const int most = rows <= 2 ? MOST_PANELS : 2;
-    return left >= most ? most : left >= 2 ? 2 : 1;
-}
-
-/* sums = up to MOST_ROWS rows, from `row` on, times as many panels as panels_at_once says. */
+/* sums = up to MOST_ROWS rows, from `row` on, times up to MOST_PANELS panels. */
 static void multiply(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel, int panels,
                      f32 sums[][MOST_PANELS]) {
     const float *values[MOST_ROWS];
