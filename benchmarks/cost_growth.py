@@ -28,7 +28,7 @@ from rich.table import Table
 
 from draftwood.builder.profile import Pair, behind
 from draftwood.builder.quantize import FORMATS
-from draftwood.models.bindings import DRAFT, TARGET
+from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec
@@ -86,7 +86,9 @@ def floor(spec: EngineSpec, rows: int, context: int, speeds: Mapping[str, float]
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
     moved = item_bytes(spec) * weights + 4 * cache
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * (context + rows)
-    return max(moved / speeds["bytes_per_second"], rows * (2 * weights + attention) / speeds["operations_per_second"])
+    # An instruction multiplies four times as many small integers as floats.
+    products = 2 * weights / (4 if spec.precision in LOW_BIT else 1) + attention
+    return max(moved / speeds["bytes_per_second"], rows * products / speeds["operations_per_second"])
 
 
 def resident_megabytes() -> float:

@@ -1,4 +1,5 @@
-"""Throughput and latency against the number of requests at a time, plain and speculative, through AsyncLLM.
+"""Throughput and latency against the number of requests at a time, plain and speculative, through AsyncLLM: what
+`serving_load` measures over HTTP, without HTTP.
 
     python benchmarks/load.py bundles/demo-110m --prompts models/demo/prompts.jsonl --output benchmarks/results
 
@@ -11,13 +12,14 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from machine import write
 from rich.console import Console
 from rich.table import Table
+from serving_load.figures import p99
 
 from draftwood.cli.bench import read_prompts
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams
@@ -62,9 +64,9 @@ async def load(
     return {
         "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
         "first_token_p50": median(firsts),
-        "first_token_p99": quantiles(firsts, n=100)[-1],
+        "first_token_p99": p99(firsts),
         "per_token_p50": median(later),
-        "per_token_p99": quantiles(later, n=100)[-1],
+        "per_token_p99": p99(later),
     }
 
 

@@ -18,8 +18,9 @@ from rich.table import Table
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
 from ..runtime.bundle import EngineBundle
-from ..runtime.cost import assumed, read_costs
+from ..runtime.cost import CostModel, assumed, differences, fingerprint, read_costs
 from ..runtime.decoder import SpeculativeDecoder
+from ..runtime.engines.base import Engine
 from ..runtime.fit import fitted
 from ..runtime.llm import checked_prompt
 from ..runtime.metrics import SpecDecodeStats
@@ -28,6 +29,7 @@ from ..runtime.sampling import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.tokenizer import Tokenizer
 from .files import check_writable, write
+from .live import costs_note
 from .options import add_engines, add_sampling, given, integers, positive
 
 PLAIN = "plain"
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         bundle.open_engine(TARGET, args.threads, args.provider),
         bundle.open_engine(DRAFT, args.draft_threads, args.provider),
     )
-    costs = read_costs(bundle.folder) or assumed(engines[0].spec.model, engines[1].spec.model)
+    costs = costs_of(bundle, *engines, args)
     decoders = {}
     for name, config in configs.items():
         decoders[name] = SpeculativeDecoder(
@@ -106,6 +108,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print(table(rows, greedy=params.greedy))
     return 0
+
+
+def costs_of(bundle: EngineBundle, target: Engine, draft: Engine, args: argparse.Namespace) -> CostModel:
+    """What rounds are planned by; says so when another machine measured it."""
+    measured = read_costs(bundle.folder)
+    if measured is None:
+        return assumed(target.spec.model, draft.spec.model)
+    here = fingerprint(target.spec.backend, args.provider, args.threads, args.draft_threads)
+    if stale := differences(measured.machine, here):
+        Console(stderr=True).print(f"── {costs_note(stale)}", markup=False)
+    return measured
 
 
 class Run(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.errors import ConfigError
-from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING, AsyncLLM
+from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS, AsyncLLM
 from ..runtime.llm import LLM
 from .live import costs_note
 from .options import add_engines, add_speculation, speculative
@@ -56,6 +56,13 @@ def add_parser(commands: Any) -> None:
     )
     load.add_argument("--kv-cache-bytes", type=int, help="lowers --max-running to what fits into this memory")
     load.add_argument(
+        "--prefix-cache-slots",
+        type=int,
+        default=PREFIX_CACHE_SLOTS,
+        metavar="SLOTS",
+        help=f"to keep what ended requests read, for others; 0: nothing is shared (default {PREFIX_CACHE_SLOTS})",
+    )
+    load.add_argument(
         "--request-timeout", type=seconds, metavar="SECONDS", help="until a request is ended (default: none)"
     )
     load.add_argument(
@@ -84,7 +91,11 @@ def run(args: argparse.Namespace) -> int:
         with (
             llm,
             AsyncLLM(
-                llm, max_running=args.max_running, max_waiting=args.max_waiting, kv_cache_bytes=args.kv_cache_bytes
+                llm,
+                max_running=args.max_running,
+                max_waiting=args.max_waiting,
+                kv_cache_bytes=args.kv_cache_bytes,
+                prefix_cache_slots=args.prefix_cache_slots,
             ) as async_llm,
         ):
             limits = Limits(args.max_body_bytes, 2 * async_llm.max_requests, args.api_key or None)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import EngineError
-from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING
+from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS
 from ..runtime.serving.triton import Placement, write_model
 from ..runtime.serving.triton_contract import ModelSettings
 from ..runtime.serving.triton_server import Ports, TritonServer
@@ -42,6 +42,13 @@ def add_parser(commands: Any) -> None:
     limits.add_argument(
         "--kv-cache-bytes", type=int, default=0, help="lowers --max-running to what fits into this memory"
     )
+    limits.add_argument(
+        "--prefix-cache-slots",
+        type=int,
+        default=PREFIX_CACHE_SLOTS,
+        metavar="SLOTS",
+        help=f"to keep what ended requests read, for others; 0: nothing is shared (default {PREFIX_CACHE_SLOTS})",
+    )
     local = parser.add_argument_group("local server")
     local.add_argument("--run", dest="start", action="store_true", help="start tritonserver and serve until Ctrl-C")
     local.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
@@ -62,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         max_running=args.max_running,
         max_waiting=args.max_waiting,
         kv_cache_bytes=args.kv_cache_bytes,
+        prefix_cache_slots=args.prefix_cache_slots,
     )
     placement = Placement(args.instances, args.gpus)
     folder = write_model(args.bundle, args.output, args.name, settings, placement, args.copy_bundle)

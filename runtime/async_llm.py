@@ -14,8 +14,9 @@ from typing import Any
 from uuid import uuid4
 
 from ..models.errors import ConfigError, RequestError
-from .batching import Waiting, next_together, run_together
+from .batching import Waiting, next_together, recalled, run_together
 from .engines.base import Engine, ForwardOutput, Pass
+from .engines.pool import PooledEngine
 from .llm import LLM, Engines, Prompt, Speculation
 from .metrics import SpecDecodeStats
 from .request_stream import DeadlineError, Request, RequestStream, ShutdownError, without_frames
@@ -26,7 +27,7 @@ from .text import StreamChunk
 
 __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "ShutdownError"]
 
-MAX_RUNNING, MAX_WAITING = 8, 64  # unless told otherwise
+MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS = 8, 64, 1024  # unless told otherwise
 
 
 class AsyncLLM:
@@ -34,7 +35,8 @@ class AsyncLLM:
 
     Every request has caches and randomness of its own, so its text is the one it would get alone. The cost model knows
     how many share a pass and proposes less the more there are; it does so only for requests whose text cannot depend on
-    it: greedy ones, and sampled ones without a seed. What goes wrong in a round ends that request only.
+    it: greedy ones, and sampled ones without a seed. What goes wrong in a round ends that request only. Clients whose
+    requests wait get places in turn. What one request has read of its prompt, or written, no other reads again.
     """
 
     def __init__(
@@ -44,19 +46,27 @@ class AsyncLLM:
         max_running: int = MAX_RUNNING,
         max_waiting: int = MAX_WAITING,
         kv_cache_bytes: int | None = None,
+        prefix_cache_slots: int = PREFIX_CACHE_SLOTS,
     ) -> None:
         """The LLM stays the caller's to close.
 
         max_running: requests that take turns; each holds caches. max_waiting: further ones that may queue.
-        kv_cache_bytes: lowers max_running to what fits into so much memory when every cache is full. Raises
-        ConfigError when nothing fits.
+        kv_cache_bytes: lowers max_running to what fits into so much memory when every cache is full.
+        prefix_cache_slots: to how many slots each shared cache may grow for the sake of ended requests, whose rows
+        serve later prompts that begin likewise, and give way when running ones need room; attention spans them. 0: no
+        request profits from another. Raises ConfigError when nothing fits.
         """
+        if prefix_cache_slots < 0:
+            raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
         if kv_cache_bytes is not None:
             max_running = min(max_running, affordable(llm, kv_cache_bytes))
         self.llm = llm
         self.metrics = ServingMetrics()
         self._scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
         self._pools = llm.pools(max_running)
+        for engine in self._order:
+            if isinstance(engine, PooledEngine) and prefix_cache_slots:
+                engine.share_prefixes(prefix_cache_slots)
         self._changed = Condition()  # guards the scheduler and the two flags
         self._draining = self._closed = False
         self._owns_llm = False
@@ -107,12 +117,14 @@ class AsyncLLM:
         speculative: Speculation = "own",
         request_id: str | None = None,
         deadline_s: float | None = None,
+        client: str | None = None,
     ) -> RequestStream:
         """Queue a request and iterate over its chunks, one per round. Call it where an event loop runs.
 
         speculative: how this request speculates; None decodes plainly. deadline_s: seconds from now until the request
-        ends with a DeadlineError, waiting included. At once, before anything is queued: raises RequestError or
-        ConfigError for bad input, QueueFullError when no place is left, ShutdownError while draining or closed.
+        ends with a DeadlineError, waiting included. client: whose request it is: clients wait for places in turn. At
+        once, before anything is queued: raises RequestError or ConfigError for bad input, QueueFullError when no place
+        is left, ShutdownError while draining or closed.
         """
         arrived = monotonic()
         if deadline_s is not None and not deadline_s > 0:
@@ -132,7 +144,7 @@ class AsyncLLM:
                 raise ShutdownError("this server is stopping and takes no further requests: send them to another one")
             if any(other.id == request.id for other in self._scheduler):
                 raise RequestError(f"a request {request.id!r} is in progress: choose another request_id")
-            self._scheduler.submit(request)
+            self._scheduler.submit(request, client)
             self._changed.notify_all()
         return RequestStream(request)
 
@@ -218,6 +230,7 @@ class AsyncLLM:
             if request.wanted is None:
                 self.metrics.record_start(request.num_prompt_tokens, monotonic() - request.arrived)
                 self._advance(request, None)
+            self._recall(request)
         waiting = [Waiting(request, request.wanted) for request in running if request.wanted is not None]
         if not waiting:
             return
@@ -232,6 +245,15 @@ class AsyncLLM:
         for each, output in zip(served, outputs, strict=True):
             self._turn_over(each.request)
             self._advance(each.request, output)
+
+    def _recall(self, request: Request) -> None:
+        """Let a request go on for as long as it waits for rows that are here already."""
+        while (wanted := request.wanted) is not None and (rest := recalled(wanted)) is not wanted:
+            if self._pools is not None and wanted.engine is self._pools.target:
+                request.num_cached_tokens += wanted.batch.num_tokens - (rest.batch.num_tokens if rest else 0)
+            request.wanted = rest
+            if rest is None:
+                self._advance(request, None)
 
     def _serve_alone(self, waiting: Waiting[Request]) -> None:
         self._turn_over(waiting.request)
@@ -273,9 +295,12 @@ class AsyncLLM:
             request.deliver(step)
 
     def _record(self, request: Request, chunk: StreamChunk) -> None:
+        chunk.stats.num_cached_tokens = request.num_cached_tokens
         now, drafted = monotonic(), Drafted.of(chunk.stats)
         since = request.arrived if request.last_round is None else request.last_round
         first = request.last_round is None
+        if first:
+            self.metrics.record_prompt(request.num_prompt_tokens, request.num_cached_tokens)
         self.metrics.record_round(len(chunk.token_ids), now - since, first, request.drafted, drafted)
         request.stats, request.drafted, request.last_round = chunk.stats, drafted, now
 

@@ -29,6 +29,11 @@ def next_together(waiting: Sequence[Waiting[R]], order: Sequence[Engine]) -> lis
     raise ValueError("nobody waits for any of these engines")
 
 
+def recalled(wanted: Pass) -> Pass | None:
+    """What is left to compute of a pass, see PooledEngine.recall."""
+    return wanted.engine.recall(wanted) if isinstance(wanted.engine, PooledEngine) else wanted
+
+
 def together(waiting: Sequence[Waiting[R]]) -> int:
     """How many of these, from the first on, fit one pass."""
     room = waiting[0].wanted.engine.spec.max_width

@@ -26,9 +26,10 @@ from .rounds import (
     target_probabilities,
 )
 from .sampling import Sampler
+from .speculation.acceptance import choices_of
 from .speculation.calibration import Calibration, uncorrected
 from .speculation.config import SpeculativeConfig
-from .speculation.controller import Controller, Plan
+from .speculation.controller import Controller, Experience, Plan
 from .speculation.lookup import PromptLookup, graft_chosen, graft_given
 from .speculation.proposer import DraftProposer
 from .speculation.token_graph import TokenGraph
@@ -94,14 +95,16 @@ class SpeculativeDecoder:
         eos: Sequence[int],
         costs: CostModel | None = None,
         sharing: Callable[[], int] = alone,
+        experience: Experience | None = None,
     ) -> None:
         """costs: of both engines, by which rounds are planned where `config` has a budget of "cost". sharing: says how
-        many requests' passes run together just now."""
+        many requests' passes run together just now. experience: of earlier requests, this decoder's own by default."""
         self._sharing = sharing
+        self._experience = Experience() if experience is None else experience
         self._target = target
         self._costs = costs
         self._controller: Controller | None = None
-        self._within: dict[tuple[int, int], SpeculativeConfig] = {}  # the configuration under a plan's limits
+        self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # the configuration under a plan's limits
         self._config = config if draft is not None else None
         self._cache: Any = target.new_cache()
         self._proposer = DraftProposer(draft) if draft is not None and config is not None else None
@@ -136,14 +139,14 @@ class SpeculativeDecoder:
         chunk, to be answered with None."""
         start = perf_counter()
         self._cache.truncate(0)
-        yield from prefill_passes(self._target, self._cache, prompt[:-1])
+        yield from prefill_passes(self._target, self._cache, prompt[:-1], output_read=False)
         if self._config is not None and self._proposer is not None:
-            self._begin(self._config, sampler.params.greedy)
+            self._begin(self._config, sampler)
             # A draft that is not worth asking need not read the prompt either.
-            first = None
-            if self._controller is not None:
-                first = self._controller.plan(len(prompt), self._max_length, self._sharing(), len(prompt))
-            yield from self._proposer.start(prompt, read=first is None or first.depth > 0)
+            room = min(sampler.params.max_tokens, self._max_length - len(prompt))
+            controller = self._controller
+            read = controller is None or controller.worth_reading(len(prompt), room - 1, self._sharing())
+            yield from self._proposer.start(prompt, read)
         if self._lookup is not None:
             self._lookup.extend(prompt)
         begun = perf_counter()
@@ -169,9 +172,9 @@ class SpeculativeDecoder:
             if self._calibration is not None:
                 self._calibration.update(tree, acceptance.rows)
             if self._controller is not None and plan is not None:
-                stats.record_plan(plan.depth > 0, *plan[2:])
+                stats.record_plan(plan)
                 if plan.depth:
-                    self._controller.observe(plan, acceptance.rows)
+                    self._controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
             if len(tree) > 1:
                 stats.record_round(len(tree) - 1, len(acceptance.rows))
                 stats.num_merged_tokens += sum(tree.merged)
@@ -197,11 +200,14 @@ class SpeculativeDecoder:
                 return
             begun += perf_counter() - handed_out  # what the reader does with a chunk is not decoding
 
-    def _begin(self, config: SpeculativeConfig, greedy: bool) -> None:
-        """What a request learns about itself starts anew with each."""
+    def _begin(self, config: SpeculativeConfig, sampler: Sampler) -> None:
+        """What a request learns about itself starts anew with each. What a draft is worth to earlier ones is a first
+        guess; but a sampled text with a seed must not depend on them."""
+        greedy = sampler.params.greedy
+        experience = self._experience if greedy or sampler.params.seed is None else None
         self._lookup, self._calibration = config.lookup(), config.calibration(greedy)
         if self._costs is not None:
-            self._controller = config.controller(self._costs, self._target.spec.widths, greedy)
+            self._controller = config.controller(self._costs, self._target.spec.widths, greedy, experience)
 
     def _propose(
         self,
@@ -235,9 +241,9 @@ class SpeculativeDecoder:
         return Proposal(graph, tree, reason)
 
     def _limited(self, config: SpeculativeConfig, plan: Plan) -> SpeculativeConfig:
-        limits = plan.depth, plan.size
+        limits = plan.depth, plan.size, plan.chain
         if limits not in self._within:
-            self._within[limits] = config.within(*limits)
+            self._within[limits] = config.within(plan)
         return self._within[limits]
 
     def _needs_best(self, sampler: Sampler, observe: Observer | None) -> bool:

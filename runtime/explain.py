@@ -166,7 +166,7 @@ def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) 
     if edge.certain:
         return None
     if parent in graph.draft_probs:
-        return float(graph.draft_probs[parent][graph.tokens[edge.child]])
+        return graph.draft_probs[parent].probability(graph.tokens[edge.child])
     return math.exp(edge.gain) if ranked else None
 
 

@@ -23,6 +23,7 @@ from .random import seeded_streams
 from .rounds import Observer
 from .sampling import Sampler, SamplingParams
 from .speculation.config import SpeculativeConfig
+from .speculation.controller import Experience
 from .text import StreamChunk, TextWriter
 from .tokenizer import Tokenizer
 
@@ -96,6 +97,7 @@ class LLM:
             if measured is not None:
                 here = fingerprint(self._target.spec.backend, provider, threads, draft_threads)
                 self.stale_costs = differences(measured.machine, here)
+        self._experience = Experience()
         self._idle: deque[SpeculativeDecoder] = deque()
 
     @overload
@@ -280,6 +282,7 @@ class LLM:
             manifest.eos_token_ids,
             self._costs,
             engines.sharing,
+            experience=self._experience,
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .speculation.controller import Plan
+
 
 class Switch(NamedTuple):
     """Speculation went on or off. token: tokens emitted by then. reason: in words, with what the best proposal was
@@ -24,7 +26,9 @@ class SpecDecodeStats:
     j tokens. num_merged_tokens: proposed tokens that a merge (GSD) saved the draft. num_tokens: tokens emitted.
     target_passes and draft_passes exclude the prompt; draft_rows are rows the draft scored. Seconds: time inside each
     engine, and the whole of decoding, prompt excluded. Where the cost model plans the rounds: expected_tokens and
-    expected_seconds of all plans together, and every switch between speculation and plain decoding.
+    expected_seconds of all plans together, num_chains of the plans for a chain, and every switch between speculation
+    and plain decoding. num_cached_tokens: of the prompt, which the target did not read because another request had;
+    always 0 outside of AsyncLLM.
     """
 
     num_drafts: int = 0
@@ -42,7 +46,9 @@ class SpecDecodeStats:
     prompt_seconds: float = 0.0
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
+    num_chains: int = 0
     switches: list[Switch] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -63,14 +69,16 @@ class SpecDecodeStats:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def record_plan(self, speculating: bool, tokens: float, seconds: float, speed_up: float, probe: bool) -> None:
-        """One planned round, see `controller.Plan`. A probe is no switch."""
-        self.expected_tokens += tokens
-        self.expected_seconds += seconds
+    def record_plan(self, plan: Plan) -> None:
+        """One planned round. A probe is no switch."""
+        self.expected_tokens += plan.tokens
+        self.expected_seconds += plan.seconds
+        self.num_chains += plan.chain
+        speculating = plan.depth > 0
         before = self.switches[-1].speculating if self.switches else True
-        if speculating != before and not probe:
+        if speculating != before and not plan.probe:
             how = "speculating" if speculating else "decoding plainly"
-            reason = f"{how} because a proposal promises {speed_up:.2f} times plain speed"
+            reason = f"{how} because a proposal promises {plan.speed_up:.2f} times plain speed"
             self.switches.append(Switch(self.num_tokens, speculating, reason))
 
     @property

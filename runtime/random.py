@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+BLOCK = 2048
+
 
 class RandomStream(Protocol):
     """Every random decision is one of these two."""
@@ -25,10 +27,12 @@ class SeededStream:
         self._generator = np.random.Generator(np.random.PCG64(seed))
 
     def categorical(self, probabilities: NDArray[np.float64]) -> int:
-        cumulative = np.cumsum(probabilities)
+        if len(probabilities) > BLOCK:  # summing is several times faster than accumulating: first a block, then inside
+            first = BLOCK * self.categorical(np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)))
+            return first + self.categorical(probabilities[first : first + BLOCK])
+        cumulative = probabilities.cumsum()
         # Scaling by the sum, and not by 1, keeps a rounding error from selecting an index behind the last token.
-        drawn = self._generator.random() * cumulative[-1]
-        return int(np.searchsorted(cumulative, drawn, side="right"))
+        return int(cumulative.searchsorted(self._generator.random() * cumulative[-1], side="right"))
 
     def bernoulli(self, probability: float) -> bool:
         return bool(self._generator.random() < probability)

@@ -45,6 +45,7 @@ class Request:
     arrived: float  # all times in seconds, monotonic
     deadline: float | None
     delivered: asyncio.Queue[StreamChunk | Exception]
+    num_cached_tokens: int = 0  # of the prompt: rows of the target's cache that were there already
     stats: SpecDecodeStats | None = None  # the request's own, from its first round on
     drafted: Drafted = field(default_factory=Drafted)
     last_round: float | None = None

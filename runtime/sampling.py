@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from .random import RandomStream
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
 REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
+NEGLIGIBLE = 1e-4  # of the most probable token's probability: a draft without such tokens is accepted as often
+LIKELY = 12.0  # nats below the best: sorting so much of a vocabulary is nearly always enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,21 @@ def require(name: str, value: object, holds: bool, expected: str) -> None:
         raise RequestError(f"{name} must be {expected}, not {value!r}")
 
 
+class Candidates(NamedTuple):
+    """A distribution without its zeros: token ids int64 [K] and their probabilities float64 [K]."""
+
+    ids: NDArray[np.int64]
+    probs: NDArray[np.float64]
+
+    def place(self, token: int) -> int:
+        """Where a token is that these probabilities allow."""
+        return int((self.ids == token).argmax())
+
+    def probability(self, token: int) -> float:
+        """Of any token of the vocabulary."""
+        return float(self.probs[self.ids == token].sum())
+
+
 class Sampler:
     """One request's settings over its history. A path is the tokens between the committed text and a node."""
 
@@ -86,8 +104,7 @@ class Sampler:
         self._ending = np.array(sorted({*eos, *params.stop_token_ids}), np.int64)
         self._prompt = np.array(sorted(set(prompt)), np.int64)
         self._counts = np.zeros(vocab_size, np.int64)
-        # Nothing but a temperature: the common case, several times a round, gets along without copies.
-        self._tempers_only = not (params.greedy or params.top_k or params.min_p) and params.top_p == 1
+        self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
         self._penalises = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -111,37 +128,45 @@ class Sampler:
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Probabilities [V] float64 of the token after `path`; one-hot when greedy."""
-        params = self.params
-        if self._tempers_only and not self.follows_path:
-            weights: NDArray[np.float64] = logits.astype(np.float64)
-            weights -= weights.max()
-            weights /= params.temperature
-            np.exp(weights, out=weights)
-            weights /= weights.sum()
-            return weights
-        scores = self._processed(logits, path)
-        if params.greedy:
-            one_hot = np.zeros(len(scores))
-            one_hot[scores.argmax()] = 1.0
-            return one_hot
-        weights = np.exp((scores - scores.max()) / params.temperature)
-        if params.min_p > 0:
-            weights[weights < params.min_p] = 0.0  # the largest weight is one
-        if 0 < params.top_k < len(weights):
-            weights[np.argsort(-weights, kind="stable")[params.top_k :]] = 0.0
-        weights /= weights.sum()
-        if params.top_p < 1:
-            order = np.argsort(-weights, kind="stable")
-            before = np.cumsum(weights[order]) - weights[order]
-            weights[order[before >= params.top_p]] = 0.0
-            weights /= weights.sum()
-        return weights
+        scores = self._processed(logits, path) if self.follows_path else logits
+        if not (self.params.greedy or self._truncates):
+            return softmax(scores, self.params.temperature)
+        probabilities = np.zeros(len(scores))
+        if self.params.greedy:
+            probabilities[scores.argmax()] = 1.0
+        else:
+            kept = self._truncated(scores, self.params.min_p)
+            probabilities[kept.ids] = kept.probs
+        return probabilities
+
+    def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
+        """What a draft draws the token after `path` from, above temperature 0: the same distribution without its tail.
+        Drafts may draw from whatever they like, as long as verification knows what it was."""
+        scores = self._processed(logits, path) if self.follows_path else logits
+        return self._truncated(scores, max(self.params.min_p, NEGLIGIBLE))
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities [V] after processors and penalties, before temperature and truncation."""
         scores = self._processed(logits, path)
         scores -= scores.max()
         return np.asarray(scores - np.log(np.exp(scores).sum()))
+
+    def _truncated(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
+        """The distribution of processed scores [V] after temperature, min-p, top-k and top-p."""
+        params = self.params
+        if min_p > 0:
+            ids = (scores >= float(scores.max()) + params.temperature * math.log(min_p)).nonzero()[0]
+            scores = scores[ids]
+        else:
+            ids = np.arange(len(scores))
+        if 0 < params.top_k < len(ids):
+            best = np.sort(largest(scores, params.top_k))
+            ids, scores = ids[best], scores[best]
+        probs = softmax(scores, params.temperature)
+        if params.top_p < 1:
+            kept = np.sort(nucleus(probs, params.top_p))
+            ids, probs = ids[kept], probs[kept] / probs[kept].sum()
+        return Candidates(ids, probs)
 
     def _processed(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Logits [V] in float64 after processors, min_tokens and penalties."""
@@ -174,3 +199,30 @@ class Sampler:
             scores = np.where(seen, penalised, scores)
         charge = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
         return np.asarray(scores - charge)
+
+
+def softmax(scores: NDArray[np.floating[Any]], temperature: float) -> NDArray[np.float64]:
+    """Probabilities of scores, in float64."""
+    weights: NDArray[np.float64] = scores.astype(np.float64)
+    weights -= weights.max()
+    weights /= temperature
+    np.exp(weights, out=weights)
+    weights *= 1 / weights.sum()
+    return weights
+
+
+def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
+    """Where the `count` largest scores are, best first; equal ones in their order."""
+    likely = (scores > scores.max() - LIKELY).nonzero()[0]
+    if len(likely) < count:
+        likely = np.arange(len(scores))
+    return np.asarray(likely[np.argsort(-scores[likely], kind="stable")[:count]])
+
+
+def nucleus(probs: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Where the most probable tokens are that together reach `top_p`, best first."""
+    likely = (probs > NEGLIGIBLE * probs.max()).nonzero()[0]
+    if probs[likely].sum() < top_p:
+        likely = np.arange(len(probs))
+    order = likely[np.argsort(-probs[likely], kind="stable")]
+    return np.asarray(order[np.cumsum(probs[order]) - probs[order] < top_p])

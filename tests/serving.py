@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
 
 
 class Served(NamedTuple):
@@ -22,6 +27,16 @@ class Served(NamedTuple):
     @property
     def root(self) -> str:
         return self.url.removesuffix("/v1")
+
+    def metric(self, name: str) -> float:
+        """A number of /metrics; 0 before it is counted for the first time."""
+        with urllib.request.urlopen(f"{self.root}/metrics", timeout=20) as answer:
+            found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.metric(RUNNING) and not self.metric(WAITING)
 
 
 def with_chat_template(bundle: Path, folder: Path) -> Path:
@@ -44,3 +59,10 @@ def served(bundle: Path, *options: str) -> Iterator[Served]:
             yield Served("http://" + line.split("http://")[1].split(",")[0], process)
         finally:
             process.kill()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)

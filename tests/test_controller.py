@@ -15,12 +15,18 @@ from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.speculation.acceptance import Choice, Shapes
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.controller import Controller, Plan, Shapes
+from draftwood.runtime.speculation.controller import Controller, Plan
 
-CHAIN = Shapes((12,), 12, 1, True, 0)
+CHAIN = Shapes((), 12, 1, True, 0)
 TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
 DEAR_DRAFT = 3.0  # passes of the target
+
+
+def choices(plan: Plan, accepted: int) -> list[Choice]:
+    """Along a chain of which so many tokens were accepted."""
+    return [*[Choice(0, 1)] * accepted, *[Choice(None, 1)] * (accepted < plan.depth)]
 
 
 def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[Plan]:
@@ -32,7 +38,7 @@ def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -
         plans.append(plan)
         if plan.depth:
             accepted = int((np.cumprod(rng.random(plan.depth) < alpha)).sum())
-            controller.observe(plan, list(range(1, accepted + 1)))
+            controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
     return plans
 
 
@@ -70,7 +76,8 @@ def test_speculation_comes_back_when_the_draft_improves() -> None:
             plan = controller.plan(100, 1000)
             plans.append(plan)
             if plan.depth:
-                controller.observe(plan, list(range(1, plan.depth + 1)) if right else [])
+                accepted = plan.depth if right else 0
+                controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
         assert bool(plans[-1].depth and not plans[-1].probe) is right
         assert any(plan.probe for plan in plans)
 
@@ -83,7 +90,7 @@ def test_the_size_follows_the_price_of_rows() -> None:
         for _ in range(200):
             plan = controller.plan(0, 100)
             accepted = [row for row in (1, 4, 9) if row <= plan.size][: plan.depth]
-            controller.observe(plan, accepted)
+            controller.observe(plan, accepted, [])
         return plan.size
 
     assert size(0.0) == 15
@@ -94,8 +101,8 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     """Row 4 at depth 2 is beyond a budget of 3, which would have got one token."""
     controller = Controller(table(), TREES, greedy=True)
     for _ in range(300):
-        controller.observe(Plan(3, 7, 0.0, 0.0, 0.0, False), [1, 4])
-    expected = controller._expected()
+        controller.observe(Plan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
+    expected = controller._estimate.accepted()
     assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
     assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
     assert expected[2, 2] - expected[1, 2] > 0.7
@@ -106,8 +113,8 @@ def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
     looked_up = CHAIN._replace(given=4)
     controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
     for _ in range(300):
-        controller.observe(Plan(12, 12, 0.0, 0.0, 0.0, False), list(range(5, 17)))
-    assert controller._expected()[0, -1] == pytest.approx(12, abs=1)
+        controller.observe(Plan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [Choice(0, 1)] * 12)
+    assert controller._estimate.accepted()[0, -1] == pytest.approx(12, abs=1)
 
 
 def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
@@ -152,7 +159,7 @@ def test_proposals_shrink_as_more_requests_share_a_pass() -> None:
             plan = controller.plan(0, 100, sharing)
             if plan.depth:
                 accepted = [row for row in (1, 4) if row <= plan.size][: plan.depth]
-                controller.observe(plan, accepted[: 1 + (plan.size > 3)])
+                controller.observe(plan, accepted[: 1 + (plan.size > 3)], [Choice(0, 2)] * len(accepted))
         return controller.plan(0, 100, sharing).size
 
     sizes = [settled_size(sharing) for sharing in (1, 4, 16)]
@@ -229,6 +236,6 @@ def test_these_prices_do_make_plans_differ() -> None:
     later: list[Sequence[int]] = []
     for accepted in ([], list(range(1, first.depth + 1))):
         controller = Controller(NEAR[0], CHAIN, greedy=False)
-        controller.observe(controller.plan(10, 100), accepted)
+        controller.observe(controller.plan(10, 100), accepted, choices(first, len(accepted)))
         later.append(controller.plan(10, 100)[:2])
     assert later[0] != later[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,13 +45,20 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         GenerateRequest=dict,
         **records,
     )
+    errors = {name: type(name, (Exception,), {}) for name in ("EngineShutdown", "InvalidArgument", "Unknown")}
     for module in (
         stand_in("dynamo"),
         stand_in("dynamo.common"),
         backend,
+        stand_in("dynamo.common.backend.health_check", build_health_check_payload=lambda begin: {"token_ids": [begin]}),
         stand_in("dynamo.common.backend.run", run=None),
+        stand_in("dynamo.llm"),
+        stand_in("dynamo.llm.exceptions", **errors),
     ):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    for limit in ("DYN_ENGINE_REQUEST_LIMIT", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT"):
+        monkeypatch.setenv(limit, "0")  # the worker sets them where they are not
+        monkeypatch.delenv(limit)
     spec = importlib.util.spec_from_file_location("draftwood_dynamo_worker", ROOT / "deploy" / "dynamo" / "worker.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -84,8 +92,7 @@ def test_chunks_are_the_rounds_of_the_llm(worker: Any, tiny_bundle: Path) -> Non
         chunks = asyncio.run(tokens(sent))
         assert [token for chunk in chunks for token in chunk["token_ids"]] == expected.token_ids
         assert chunks[-1]["finish_reason"] == expected.finish_reason
-        usage = chunks[-1]["completion_usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), len(expected.token_ids))
+        assert not any("completion_usage" in chunk for chunk in chunks), "the front end counts, across migrations"
         assert not any("finish_reason" in chunk for chunk in chunks[:-1])
 
 
@@ -102,6 +109,43 @@ def test_an_aborted_request_ends_and_frees_the_engine(worker: Any, tiny_bundle: 
         return dict(chunks[-1])
 
     assert asyncio.run(last_chunk())["finish_reason"] == "cancelled"
+
+
+def test_errors_say_whose_fault_they_are(worker: Any, tiny_bundle: Path) -> None:
+    async def fails(expected: str, request: dict[str, Any], engine: Any) -> str:
+        with pytest.raises(getattr(sys.modules["dynamo.llm.exceptions"], expected)) as raised:
+            async for _ in engine.generate(request, Context()):
+                pass
+        return str(raised.value)
+
+    async def refuses() -> None:
+        engine = await started(worker, tiny_bundle)
+        assert "best_of" in await fails(
+            "InvalidArgument", {"token_ids": [1], "sampling_options": {"best_of": 2}}, engine
+        )
+        assert "--max-length" in await fails("InvalidArgument", {"token_ids": [1] * 5000}, engine)
+        assert os.environ["DYN_ENGINE_REQUEST_LIMIT"] == "66"
+        assert (await engine.health_check_payload())["token_ids"] == engine._engine.llm.tokenizer.encode("")
+        await engine._engine.drain()
+        assert "stopping" in await fails("EngineShutdown", {"token_ids": [1]}, engine)
+        await engine.cleanup()
+
+    asyncio.run(refuses())
+
+
+def test_cleanup_finishes_what_was_accepted(worker: Any, tiny_bundle: Path) -> None:
+    async def last() -> str:
+        engine = await started(worker, tiny_bundle)
+        request = {"token_ids": [1, 5], "stop_conditions": {"max_tokens": 40, "ignore_eos": True}}
+        chunks = engine.generate(request, Context())
+        first = await anext(chunks)
+        ending = asyncio.create_task(engine.cleanup())
+        rest = [chunk async for chunk in chunks]
+        await ending
+        assert sum(len(chunk["token_ids"]) for chunk in [first, *rest]) == 40
+        return str(rest[-1]["finish_reason"])
+
+    assert asyncio.run(last()) == "length"
 
 
 def test_settings_are_taken_or_refused(worker: Any) -> None:

@@ -75,3 +75,23 @@ def test_a_request_that_leaves_no_token_is_the_clients_mistake(llm: LLM) -> None
     body = {**BODY, "min_tokens": 5, "stop_token_ids": list(range(vocab_size))}
     status, text = asyncio.run(post(llm, body))
     assert status == 400 and "no token is left" in text
+
+
+def test_when_the_engine_breaks_everybody_learns_it_and_so_does_health(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake outside of any request's round; three requests are in hand."""
+
+    async def broken() -> None:
+        with AsyncLLM(llm, max_running=2) as async_llm:
+            monkeypatch.setattr(async_llm.metrics, "record_round", lambda *_: 1 / 0)
+            transport = httpx.ASGITransport(create_app(async_llm, "m", Limits(10000, 4)), raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                answers = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(3)))
+                assert answers[0].status_code == 500 and "division" not in answers[0].text
+                assert {answer.status_code for answer in answers} <= {500, 503}  # 503: it came too late
+                assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+                for path in ("/health", "/health/ready"):
+                    assert (await client.get(path)).status_code == 503
+
+    asyncio.run(broken())

@@ -8,14 +8,14 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import Served, served
+from serving import RUNNING, WAITING, Served, served, wait_for
 
 from draftwood.cli.main import main
 
@@ -25,7 +25,6 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 SHORT = {**LONG, "max_tokens": 3}
 SLOW = ("--served-model-name", "small", "--grow", "chain", "--budget", "fixed")  # drafts in vain: seconds for LONG
-RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
 ABORTED = 'draftwood_requests_total{finish_reason="abort"}'
 
 
@@ -44,24 +43,6 @@ def client(server: Served) -> Iterator[Any]:
         yield client
 
 
-def gauge(client: Any, name: str) -> float:
-    """A number of /metrics; 0 before it is counted for the first time."""
-    text = client.get(root(client) + "/metrics").text
-    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-
-
-def idle(client: Any) -> bool:
-    return not gauge(client, RUNNING) and not gauge(client, WAITING)
-
-
 def root(client: Any) -> str:
     return str(client.base_url).removesuffix("/v1/")
 
@@ -72,30 +53,30 @@ def error_of(answer: Any) -> dict[str, Any]:
     return error
 
 
-def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(client: Any) -> None:
+def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(server: Served, client: Any) -> None:
     with ThreadPoolExecutor() as pool, client.stream("POST", "/completions", json={**LONG, "stream": True}) as first:
         lines = first.iter_lines()  # its end would be the connection's
         next(lines)
         waiting = pool.submit(client.post, "/completions", json=SHORT)
-        wait_for(lambda: gauge(client, WAITING))
+        wait_for(lambda: server.metric(WAITING))
         refused = client.post("/completions", json=SHORT)
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert error_of(refused)["code"] == "queue_full"
         first.close()
         assert waiting.result(10).json()["usage"]["completion_tokens"] == 3
-    wait_for(lambda: idle(client) and gauge(client, ABORTED) == 1)
+    wait_for(lambda: server.idle and server.metric(ABORTED) == 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_whose_connection_breaks_frees_the_engine(server: Served, client: Any, stream: bool) -> None:
-    address, aborted = urlsplit(server.url), gauge(client, ABORTED)
+    address, aborted = urlsplit(server.url), server.metric(ABORTED)
     connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=10)
     headers = {"authorization": "Bearer secret", "content-type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": stream}), headers)
-    wait_for(lambda: gauge(client, RUNNING))
+    wait_for(lambda: server.metric(RUNNING))
     connection.close()
-    wait_for(lambda: idle(client), seconds=2)
-    assert gauge(client, ABORTED) == aborted + 1
+    wait_for(lambda: server.idle, seconds=2)
+    assert server.metric(ABORTED) == aborted + 1
 
 
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "secret", "Bearer secrét"])
@@ -156,11 +137,11 @@ def test_unknown_addresses_answer_in_the_same_form(client: Any, method: str, pat
     assert answer.status_code == status and error_of(answer)
 
 
-def test_the_metrics_count_what_was_done(client: Any) -> None:
-    before = gauge(client, "vllm:spec_decode_num_draft_tokens_total")
+def test_the_metrics_count_what_was_done(server: Served, client: Any) -> None:
+    before = server.metric("vllm:spec_decode_num_draft_tokens_total")
     answer = client.post("/completions", json={**LONG, "max_tokens": 40}).json()
     done = answer["metrics"]["speculative_decoding"]
-    assert gauge(client, "vllm:spec_decode_num_draft_tokens_total") == before + done["num_draft_tokens"] > before
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == before + done["num_draft_tokens"] > before
     text = client.get(root(client) + "/metrics").text
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r'[a-z_:]+(\{[a-z_]+="[^"]*"\})? [0-9.e+-]+', line) for line in samples), text
@@ -174,7 +155,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path) -> None:
         with httpx.Client(base_url=running.url, timeout=30) as client, ThreadPoolExecutor() as pool:
             alone = client.post("/completions", json=request).json()["choices"][0]["text"]
             answers = [pool.submit(client.post, "/completions", json=request) for _ in range(4)]
-            wait_for(lambda: gauge(client, WAITING) == 2)
+            wait_for(lambda: running.metric(WAITING) == 2)
             for _ in range(2):  # as timeout(1) does
                 running.process.send_signal(signal.SIGTERM)
             wait_for(lambda: client.get(root(client) + "/health/ready").status_code == 503)

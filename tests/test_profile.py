@@ -95,6 +95,10 @@ def test_costs_from_another_machine_are_noticed(
         assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]
     assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 0
     assert "measured elsewhere" in capsys.readouterr().err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}')
+    assert main(["bench", str(bundle), "--prompts", str(prompts), "--configs", "auto", "--max-tokens", "4"]) == 0
+    assert "measured elsewhere (processor" in capsys.readouterr().err
     assert main(["inspect", str(bundle), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["costs"]
     assert shown["source"] == "measured elsewhere" and "abacus there" in shown["differences"][0]

@@ -45,6 +45,24 @@ def test_places_are_given_in_order_of_arrival() -> None:
     assert served == ["a", "b", "d"]
 
 
+def test_clients_that_wait_get_places_in_turn() -> None:
+    """A hundred requests of one client delay another's single one by one of them."""
+    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=103)
+    for number in range(100):
+        scheduler.submit(f"a{number}", "a")
+    for name in ("b0", "b1", "c0"):
+        scheduler.submit(name, name[0])
+    with pytest.raises(QueueFullError):
+        for number in range(2):
+            scheduler.submit(f"d{number}", "d")
+    scheduler.remove("b0")  # gave up: its client has another one
+    served = []
+    for _ in range(7):
+        served.append(turn(scheduler))
+        scheduler.remove(served[-1])
+    assert served == ["a0", "a1", "b1", "c0", "d0", "a2", "a3"]
+
+
 def test_without_a_queue_a_free_place_is_still_taken() -> None:
     scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=0)
     scheduler.submit("a")
@@ -61,7 +79,7 @@ def test_limits_under_which_nothing_runs_are_refused(limits: tuple[int, int]) ->
 @given(
     st.integers(1, 4),
     st.integers(0, 4),
-    st.lists(st.tuples(st.sampled_from(["submit", "next", "remove"]), st.integers(0, 9)), max_size=60),
+    st.lists(st.tuples(st.sampled_from(["submit", "submit", "next", "remove"]), st.integers(0, 9)), max_size=60),
 )
 def test_limits_hold_and_nobody_starves(max_running: int, max_waiting: int, events: list[tuple[str, int]]) -> None:
     scheduler: Scheduler[int] = Scheduler(max_running, max_waiting)
@@ -70,7 +88,7 @@ def test_limits_hold_and_nobody_starves(max_running: int, max_waiting: int, even
         if event == "submit":
             full = len(inside) == max_running + max_waiting
             try:
-                scheduler.submit(number)
+                scheduler.submit(number, choice % 3)
                 inside.append(number)
                 assert not full
             except QueueFullError:

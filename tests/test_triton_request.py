@@ -17,7 +17,14 @@ from draftwood.runtime.decoder import TokenLogprob
 from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS
 from draftwood.runtime.serving.triton_metrics import REASONS
 from draftwood.runtime.serving.triton_model import CancelledError, classify
-from draftwood.runtime.serving.triton_request import KINDS, NEUTRAL, WITHOUT_EFFECT, TritonRequest, parse_request
+from draftwood.runtime.serving.triton_request import (
+    KINDS,
+    MAX_TEXT_BYTES,
+    NEUTRAL,
+    WITHOUT_EFFECT,
+    TritonRequest,
+    parse_request,
+)
 from draftwood.runtime.serving.triton_response import ResponseWriter
 
 OWN = SpeculativeConfig()
@@ -144,6 +151,9 @@ def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> No
         ({"bad_words": ["x"]}, "bad_words"),
         ({"sampling_parameters": "[]"}, "JSON object"),
         ({"sampling_parameters": "{"}, "not JSON"),
+        ({"sampling_parameters": "[" * 100_000}, "not JSON"),
+        ({"sampling_parameters": '"' + "x" * MAX_TEXT_BYTES + '"'}, f"may have {MAX_TEXT_BYTES}"),
+        ({"num_draft_tokens": 10**9}, "more than 1024"),
         ({"sampling_parameters": '{"max_tokens": 3}', "max_tokens": 4}, "given twice"),
         ({"sampling_parameters": '{"guided_json": "{}"}'}, "guided_json"),
         ({"min_tokens": 2, "min_length": 3}, "given twice"),
@@ -165,6 +175,8 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"stop": [1]}, "a list of texts"),
         ({"branching": "2,x"}, "a list of integers"),
         ({"max_draft_length": 3}, "send max_draft_len"),
+        ({"grow": "k-ary", "branching": "2," * 1000 + "2"}, "more than 1024"),  # whose tree has no end
+        ({"grow": "chain", "max_draft_len": 10**9}, "more than 1024"),
     ],
 )
 def test_parameters_of_a_wrong_type_are_refused(parameters: dict[str, Any], named: str) -> None:

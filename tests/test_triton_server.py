@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from bundling import ROOT
 
-from draftwood.runtime import LLM, EngineError, SamplingParams
+from draftwood.runtime import LLM, SamplingParams
 
 pytest.importorskip("pytriton", reason="nvidia-pytriton, the [triton] extra, is not installed")
 client_errors = pytest.importorskip("tritonclient.utils", reason="tritonclient, the [triton] extra, is not installed")
@@ -37,10 +37,10 @@ from triton_client import (  # noqa: E402 - after the skips
     metric,
     post,
     tensor,
-    write_repository,
+    triton,
 )
 
-from draftwood.runtime.serving.triton_server import Distribution, TritonServer  # noqa: E402
+from draftwood.runtime.serving.triton_server import TritonServer  # noqa: E402
 
 Refused = client_errors.InferenceServerException
 LONG = {"max_tokens": 900, "stream": True, "seed": SLOW, "end_id": -1}
@@ -48,12 +48,7 @@ LONG = {"max_tokens": 900, "stream": True, "seed": SLOW, "end_id": -1}
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    try:
-        Distribution.find()
-    except EngineError as error:
-        pytest.skip(str(error))
-    repository = write_repository(tiny_bundle, tmp_path_factory.mktemp("triton") / "models")
-    with TritonServer(repository, models=[PLAIN, FAULTY], exit_timeout=1) as running:
+    with triton(tiny_bundle, tmp_path_factory.mktemp("triton") / "models") as running:
         yield running
 
 
@@ -299,11 +294,12 @@ def test_http_errors(server: TritonServer, body: dict[str, Any] | bytes, status:
     assert (got, named in text) == (status, True), text
 
 
-def test_requests_in_flight_survive_an_unload(server: TritonServer, client: Any) -> None:
+def test_requests_in_flight_survive_an_unload(server: TritonServer, client: Any, llm: LLM) -> None:
     with Call(server.grpc, FAULTY, inputs("hello", max_tokens=20, stream=True, seed=SLOW, end_id=-1)) as call:
-        call.next()
+        first = call.next()
         client.unload_model(FAULTY)
-        assert call.rest()[-1].final
+        text = "".join(answer.outputs["text_output"] for answer in (first, *call.rest()))
+    assert text == llm.generate("hello", SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)).text
     until(lambda: not client.is_model_ready(FAULTY))
     with pytest.raises(Refused, match="no available versions"):
         ask(server, FAULTY, inputs("hello", max_tokens=2))

@@ -6,18 +6,20 @@ import json
 import queue
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import tritonclient.grpc as grpc
 from numpy.typing import NDArray
 
-from draftwood.runtime import SpeculativeConfig
+from draftwood.runtime import EngineError, SpeculativeConfig
 from draftwood.runtime.serving.triton import Placement, write_model
 from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
-from draftwood.runtime.serving.triton_server import TritonServer
+from draftwood.runtime.serving.triton_server import Distribution, TritonServer
 
 OWN = SpeculativeConfig(budget="fixed")  # proposals that do not depend on how fast this machine is at the moment
 PLAIN, FAULTY = "draftwood", "faulty"
@@ -71,6 +73,17 @@ def write_repository(bundle: Path, repository: Path) -> Path:
     with (folder / "1" / "model.py").open("a", encoding="utf-8") as file:
         file.write(FAULTS)
     return repository
+
+
+@contextmanager
+def triton(bundle: Path, folder: Path, exit_timeout: int = 1) -> Iterator[TritonServer]:
+    """A tritonserver with both models, or a skip that says why there is none."""
+    try:
+        Distribution.find()
+    except EngineError as error:
+        pytest.skip(str(error))
+    with TritonServer(write_repository(bundle, folder), models=[PLAIN, FAULTY], exit_timeout=exit_timeout) as running:
+        yield running
 
 
 def tensor(name: str, array: NDArray[Any]) -> Any:

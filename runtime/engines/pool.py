@@ -8,6 +8,9 @@ rows move together.
 
 On a CPU a pass of eight rows costs about half as much again as a pass of one, so requests that share passes share most
 of their cost. The price is attention, whose matrices span the slots of all requests.
+
+Sequences may also share slots: `share_prefixes` lets one take over the rows that another computed of the same text,
+live or not yet collected (`recall`).
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from numpy.typing import NDArray
 
 from ...models.errors import EngineError
 from .base import FIRST_CAPACITY, Engine, EngineSpec, ForwardOutput, Pass, TokenBatch
+from .prefix import ROOT, PrefixTree
 
 LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of the used slots is live
 SPARE = 4  # give slots back when there are more than so many times as could be needed: attention spans all of them
+COMMON = 24  # tokens that two texts begin with alike beyond what any template makes them
 NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -33,6 +38,7 @@ class PooledKVCache:
 
     def __init__(self, pool: PooledEngine) -> None:
         self.slots, self.drafted = NOTHING, NOTHING
+        self._pool = pool
         pool.caches.add(self)
 
     @property
@@ -47,7 +53,11 @@ class PooledKVCache:
         """See KVCache.commit. Raises EngineError for a slot never computed."""
         if any(not 0 <= slot < self.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        self.slots = np.concatenate((self.slots, self.drafted[np.asarray(slots, np.int64)]))
+        accepted, prefixes = self.drafted[np.asarray(slots, np.int64)], self._pool.prefixes
+        if prefixes is None:
+            self.slots = np.concatenate((self.slots, accepted))
+        else:
+            self.slots = prefixes.commit(self.slots, accepted)
         self.drafted = NOTHING
 
     def truncate(self, length: int) -> None:
@@ -67,9 +77,43 @@ class PooledEngine:
         self._storage.limit = slots
         self.spec: EngineSpec = replace(engine.spec, capacity=slots)
         self.caches: WeakSet[PooledKVCache] = WeakSet()
+        self.prefixes: PrefixTree | None = None
+        self._retained = 0
+        self._recalled = False  # whether texts ever began alike
+
+    def share_prefixes(self, retained: int) -> None:
+        """From now on a text that is here is not read again, be it of a live sequence or of an ended one.
+
+        retained: slots that the buffer may grow to for the sake of ended ones, once texts do begin alike, and the most
+        it keeps of their rows; they give way to live rows, those unused for longest first.
+        """
+        self.prefixes, self._retained = PrefixTree(self.spec.capacity), retained
 
     def new_cache(self) -> PooledKVCache:
         return PooledKVCache(self)
+
+    def recall(self, wanted: Pass) -> Pass | None:
+        """What is left of a pass when its cache takes over the rows that are here already, as speculative ones; None
+        when nothing is, and nobody reads the output. Only of a chunk of text: in trees every row's output is read."""
+        batch, cache = wanted.batch, wanted.cache
+        unread = batch.num_tokens - wanted.output_read if len(batch.output_rows) == 1 else 0
+        if self.prefixes is None or not unread:
+            return wanted
+        path = cache.drafted if cache.speculative else cache.slots
+        before = int(path[-1]) if len(path) else ROOT
+        known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
+        if not known:
+            return wanted
+        columns = cache.speculative + batch.num_tokens
+        cache.drafted = np.concatenate((cache.drafted, np.array(known, np.int64)))
+        self._recalled |= cache.length + cache.speculative >= COMMON
+        left = slice(len(known), batch.num_tokens)
+        count = batch.num_tokens - len(known)
+        if not count:
+            return None
+        ids, positions, mask = batch.token_ids[left], batch.position_ids[left], batch.mask[left, :columns]
+        rest = TokenBatch.padded(ids, positions, mask, self.spec.width_for(count), True, batch.ranking_only)
+        return wanted._replace(batch=rest)
 
     def forward(self, batch: TokenBatch, cache: PooledKVCache) -> ForwardOutput:
         """See Engine.forward."""
@@ -88,7 +132,7 @@ class PooledEngine:
         mask = np.zeros((width, used + width), np.bool_)
         token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
         first = 0
-        for (_, batch, cache), count in zip(passes, counts, strict=True):
+        for (_, batch, cache, _), count in zip(passes, counts, strict=True):
             new = used + np.arange(first, first + count)
             own = mask[first : first + count]
             own[:, cache.slots] = True
@@ -98,8 +142,10 @@ class PooledEngine:
             first += count
         wanted = passes[0].batch.output_rows if len(passes) == 1 else np.arange(width)
         output = self._engine.forward(TokenBatch(token_ids, position_ids, mask, wanted, rows), self._storage)
+        if self.prefixes is not None:
+            self.prefixes.note(used, token_ids[:rows], position_ids[:rows])
         first, outputs = 0, []
-        for (_, batch, cache), count in zip(passes, counts, strict=True):
+        for (_, batch, cache, _), count in zip(passes, counts, strict=True):
             cache.drafted = np.concatenate((cache.drafted, used + np.arange(first, first + count)))
             last_only = len(batch.output_rows) == 1 < count
             begin = first + count - 1 if last_only else first
@@ -113,31 +159,45 @@ class PooledEngine:
 
     def _make_room(self, width: int) -> None:
         """Space for one more pass: it grows, unless it is mostly garbage or may not; after a burst it shrinks."""
-        used, limit = int(self._storage.speculative), self.spec.capacity
+        used, capacity, limit = int(self._storage.speculative), int(self._storage.capacity), self.spec.capacity
         needed = width + sum(each.length + each.speculative for each in self.caches)
-        spare = self._storage.capacity > SPARE * max(needed, FIRST_CAPACITY)
-        if used + width <= self._storage.capacity and not spare:
+        spare = capacity > max(SPARE * max(needed, FIRST_CAPACITY), self._retained)
+        if used + width <= capacity and not spare:
             return
-        live = np.unique(
-            np.concatenate([NOTHING, *(rows for each in self.caches for rows in (each.slots, each.drafted))])
-        )
-        if spare or used + width > limit or len(live) <= LIVE_SHARE * used:
-            self._compact(live)
+        live = np.zeros(used, np.bool_)
+        for each in self.caches:
+            live[each.slots] = live[each.drafted] = True
+        rows = int(live.sum())
         if spare:
-            self._storage.shrink(2 * needed)
-        if len(live) + width > limit:
+            capacity = max(2 * needed, self._retained)
+        mostly_garbage = rows <= LIVE_SHARE * used and not (self._recalled and used + width <= self._retained)
+        if spare or used + width > limit or mostly_garbage:
+            self._retain(live, int(min(LIVE_SHARE * capacity, limit - width)) - rows)
+            self._compact(np.flatnonzero(live))
+        if spare:
+            self._storage.shrink(capacity)
+        if rows + width > limit:
             raise EngineError(
-                f"the {len(live)} rows of all requests leave no room for {width} more in {limit} cache slots: "
+                f"the {rows} rows of all requests leave no room for {width} more in {limit} cache slots: "
                 "run fewer requests at a time, or allow more memory"
             )
 
-    def _compact(self, live: NDArray[np.int64]) -> None:
-        """Move the live rows together and tell every sequence where they are now."""
-        moved = np.zeros(int(self._storage.speculative), np.int64)
-        moved[live] = np.arange(len(live))
-        self._storage.compact(live)
+    def _retain(self, live: NDArray[np.bool_], room: int) -> None:
+        """Declare rows of ended sequences alive for as long as there is room; before texts ever began alike, only as
+        many as it takes to notice that they do."""
+        count = min(room, self._retained if self._recalled else 2 * COMMON)
+        if self.prefixes is not None and count > 0:
+            live[self.prefixes.recent(live, count)] = True
+
+    def _compact(self, kept: NDArray[np.int64]) -> None:
+        """Move these rows together and tell every sequence where they are now."""
+        moved = np.full(int(self._storage.speculative) + 1, ROOT)
+        moved[kept] = np.arange(len(kept))
+        self._storage.compact(kept)
         for cache in self.caches:
             cache.slots, cache.drafted = moved[cache.slots], moved[cache.drafted]
+        if self.prefixes is not None:
+            self.prefixes.move(kept, moved)
 
 
 def part(output: ForwardOutput, rows: slice) -> ForwardOutput:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,6 +20,8 @@ from ..async_llm import AsyncLLM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEAT_SECONDS = 0.5  # some senders, such as timeout(1), deliver one signal twice
 FLUSH_SECONDS = 5  # for answers that are generated already, to be read by their clients
+UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is gone: it would keep its place for ever
+HEAD_SECONDS = 30.0  # at least, until a connection on which no whole request head arrives is closed; twice that at most
 MAX_CONNECTIONS = 1024  # idle ones included; a defence against being flooded, far above what is ever served at a time
 
 
@@ -29,13 +33,20 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError when the address cannot be had.
+
+    unread_seconds: until the connection of a client that does not read its answer breaks. Linux only; elsewhere such a
+    client is waited for.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if not 0 <= port < 1 << 16:
             raise OSError("ports go from 0 to 65535")
-        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        if sys.platform == "linux":  # connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(unread_seconds * 1000))
+        return listener
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot listen on {host} port {port} ({reason}): choose another --host or --port") from error
@@ -54,12 +65,12 @@ async def serve(
     A later signal, or the end of drain_seconds, cuts off what still runs. started: called once requests are answered.
     Returns whether every accepted request was finished.
     """
+    raise_file_limit()
     config = uvicorn.Config(
         app,
         log_level=log_level,
         lifespan="off",
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
     )
     server = Server(config)
@@ -70,14 +81,45 @@ async def serve(
             await asyncio.sleep(0.01)
         if server.started:
             started()
+        watching = asyncio.create_task(hang_up_on_silent(server))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        watching.cancel()
         finished = await drained(async_llm, drain_seconds, hurry)
         await asyncio.to_thread(async_llm.close)
         server.should_exit = True
+        await asyncio.wait((serving,), timeout=FLUSH_SECONDS)
+        for connection in server.server_state.connections:  # whoever reads no more, or never sent all of its request
+            connection.transport.abort()
         await serving
     return finished
+
+
+async def hang_up_on_silent(server: uvicorn.Server) -> None:
+    """Close connections that begin no request: uvicorn waits for one for ever, and enough of them keep others out."""
+    silent: dict[Any, Any] = {}  # connection -> what it asked for last
+    while True:
+        found: dict[Any, Any] = {
+            connection: cycle
+            for connection in server.server_state.connections
+            if (cycle := getattr(connection, "cycle", None)) is None or cycle.response_complete
+        }
+        for connection in [each for each, cycle in found.items() if each in silent and silent[each] is cycle]:
+            connection.transport.abort()
+        silent = found
+        await asyncio.sleep(HEAD_SECONDS)
+
+
+def raise_file_limit() -> None:
+    """As many open files as MAX_CONNECTIONS takes, where that is allowed: the usual 1024 are a few too small."""
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MAX_CONNECTIONS)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def drained(async_llm: AsyncLLM, seconds: float, hurry: asyncio.Event) -> bool:

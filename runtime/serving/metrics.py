@@ -57,7 +57,7 @@ class ServingMetrics:
         self._lock = Lock()
         self._finished: Counter[str] = Counter()  # by reason
         self._drafted = Drafted()
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._prefix_queries = self._prefix_hits = 0
         self._generation_tokens = 0
         self._first_token = Histogram(FIRST_TOKEN_BUCKETS)
         self._inter_token = Histogram(INTER_TOKEN_BUCKETS)
@@ -69,6 +69,12 @@ class ServingMetrics:
         with self._lock:
             self._prompt_tokens += prompt_tokens
             self._queue.observe(queue_seconds)
+
+    def record_prompt(self, tokens: int, cached_tokens: int) -> None:
+        """A prompt was read, except for so many tokens that another request had read."""
+        with self._lock:
+            self._prefix_queries += tokens
+            self._prefix_hits += cached_tokens
 
     def record_round(self, tokens: int, seconds: float, first: bool, before: Drafted, after: Drafted) -> None:
         """One round emitted `tokens`. seconds: since the request arrived if it was its first round, since its last
@@ -96,6 +102,8 @@ class ServingMetrics:
                 "vllm:spec_decode_num_drafts_total": self._drafted.num_drafts,
                 "vllm:spec_decode_num_draft_tokens_total": self._drafted.num_draft_tokens,
                 "vllm:spec_decode_num_accepted_tokens_total": self._drafted.num_accepted_tokens,
+                "vllm:prefix_cache_queries_total": self._prefix_queries,
+                "vllm:prefix_cache_hits_total": self._prefix_hits,
                 "draftwood_prompt_tokens_total": self._prompt_tokens,
                 "draftwood_generation_tokens_total": self._generation_tokens,
             }

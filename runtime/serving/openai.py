@@ -148,11 +148,11 @@ class OpenAIApi:
     ) -> Response:
         """Generate `n` choices per prompt and send them the way the client asked for."""
         config = self._llm.resolved(body.speculation())
-        streams = await self._submit(body, prompts, config, default_max_tokens)
+        client = body.client or (request.client.host if request.client else None)
+        streams = await self._submit(body, client, prompts, config, default_max_tokens)
         proposal = 0 if config is None else config.max_tokens
-        num_prompt_tokens = sum(map(len, prompts))
         echoed = [echo for echo in echoes for _ in range(body.n)]
-        answer = Answer(shape, self._texts, str(self._card["id"]), num_prompt_tokens, echoed, proposal)
+        answer = Answer(shape, self._texts, str(self._card["id"]), prompts, echoed, proposal)
         chunks = merged(streams)
         try:
             if not body.stream:
@@ -167,6 +167,7 @@ class OpenAIApi:
     async def _submit(
         self,
         body: GenerationBody,
+        client: str | None,
         prompts: Sequence[list[int]],
         config: SpeculativeConfig | None,
         default_max_tokens: int,
@@ -179,7 +180,7 @@ class OpenAIApi:
                 for choice in range(body.n):
                     seeded = replace(params, seed=None if params.seed is None else params.seed + choice)
                     stream = self._async_llm.generate(
-                        prompt, seeded, speculative=config, deadline_s=self._request_seconds
+                        prompt, seeded, speculative=config, deadline_s=self._request_seconds, client=client
                     )
                     streams.append(stream)
         except DraftwoodError:

@@ -139,13 +139,20 @@ class Answer:
     """One answer in the making, to be sent whole or in chunks."""
 
     def __init__(
-        self, shape: Shape, texts: TokenTexts, model: str, num_prompt_tokens: int, echoes: Sequence[str], proposal: int
+        self,
+        shape: Shape,
+        texts: TokenTexts,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        echoes: Sequence[str],
+        proposal: int,
     ) -> None:
-        """echoes: what each choice's text begins with. proposal: tokens one may have at most; 0: no speculation."""
+        """prompts: token ids of each. echoes: what each choice's text begins with; every prompt has equally many, side
+        by side. proposal: tokens one may have at most; 0: no speculation."""
         self.choices = [Choice(text=echo) for echo in echoes]
         self._shape, self._texts = shape, texts
         self._head = {"id": shape.prefix + uuid4().hex, "created": int(time.time()), "model": model}
-        self._num_prompt_tokens = num_prompt_tokens
+        self._prompts = prompts
         self._proposal = proposal
 
     def openings(self) -> list[dict[str, Any]]:
@@ -187,11 +194,18 @@ class Answer:
         return {**self._head, "object": self._shape.chunk_object, "choices": choices}
 
     def _account(self) -> dict[str, Any]:
-        tokens = usage(self._num_prompt_tokens, sum(choice.num_tokens for choice in self.choices))
+        num_prompt_tokens = sum(map(len, self._prompts))
+        tokens = usage(num_prompt_tokens, self._cached_tokens(), sum(choice.num_tokens for choice in self.choices))
         if not self._proposal:
             return {"usage": tokens}
         stats = [choice.stats for choice in self.choices]
         return {"usage": tokens, "metrics": speculative_metrics(stats, self._proposal)}
+
+    def _cached_tokens(self) -> int:
+        """Of every prompt those that not even the first of its choices had to read."""
+        each = len(self.choices) // len(self._prompts)
+        cached = [choice.stats.num_cached_tokens for choice in self.choices]
+        return sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
 
 
 def finite(logprob: float) -> float:
@@ -199,9 +213,10 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }

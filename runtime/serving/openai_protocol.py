@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from math import prod
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -27,16 +26,15 @@ from ...models.errors import RequestError
 from ..llm import Prompt, Speculation, is_batch
 from ..sampling import REPETITION_PENALTIES, LogitsProcessor, SamplingParams
 from ..speculation.config import SpeculativeConfig
+from .proposals import refuse_endless
 
 # Known fields that change nothing about the text, whatever they say.
 IGNORED = {
     "metadata",
     "parallel_tool_calls",
     "prompt_cache_key",
-    "safety_identifier",
     "service_tier",
     "store",
-    "user",
 }
 # Fields that are not supported, and the values of them that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -52,7 +50,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 16
-MAX_PROPOSAL = 1024  # of any size in `speculative`: nothing that large fits an engine, and some grow exponentially
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 # Without fail_fast a wrong list costs one error message per item.
@@ -108,6 +105,8 @@ class GenerationBody(Body):
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    user: str | None = Field(None, description="whose request it is: users that wait get places in turn")
+    safety_identifier: str | None = Field(None, description="OpenAI's newer name for user")
     # Ours.
     speculative: Literal[False] | dict[str, Any] | None = Field(
         None, description="SpeculativeConfig's fields for this request; false or null decodes plainly"
@@ -117,6 +116,11 @@ class GenerationBody(Body):
     def token_limit(self) -> int | None:
         """The most tokens to generate; None: as the API has it."""
         return self.max_tokens
+
+    @property
+    def client(self) -> str | None:
+        """Whose request it is, by the body's own account."""
+        return self.user or self.safety_identifier
 
     @property
     def num_logprobs(self) -> int | None:
@@ -217,11 +221,7 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise RequestError(f"speculative.{place}: {first['msg']}") from error
-    sizes = {name: getattr(typed, name) for name in values if isinstance(getattr(typed, name), int)}
-    shapes = (*typed.branching, len(typed.branching), len(typed.topology))
-    depths = [prod(typed.branching[: depth + 1]) for depth in range(min(len(typed.branching), 16))]
-    if max((*sizes.values(), *shapes, *depths), default=0) > MAX_PROPOSAL:
-        raise RequestError(f"speculative asks for more than {MAX_PROPOSAL} tokens or rows: no engine takes that many")
+    refuse_endless({name: getattr(typed, name) for name in values})
     # pydantic fills a dataclass without its __post_init__, where everything that is not lossless is refused.
     return replace(typed)
 

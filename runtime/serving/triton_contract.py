@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ...models.errors import ConfigError
-from ..async_llm import MAX_RUNNING, MAX_WAITING
+from ..async_llm import MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS
 from ..scheduler import Scheduler
 from ..speculation.config import SpeculativeConfig
 
@@ -81,7 +81,7 @@ class ModelSettings:
     bundle: its folder, absolute or relative to the model's folder. speculative: how requests are decoded that do not
     say otherwise; None leaves the draft closed. threads, draft_threads, provider: see LLM. max_running: requests
     decoded at the same time; max_waiting: requests that wait for one of them to end before more are refused.
-    kv_cache_bytes: see AsyncLLM, 0 for no limit. Raises ConfigError.
+    kv_cache_bytes, prefix_cache_slots: see AsyncLLM; no bytes are no limit. Raises ConfigError.
     """
 
     bundle: str
@@ -92,6 +92,7 @@ class ModelSettings:
     max_running: int = MAX_RUNNING
     max_waiting: int = MAX_WAITING
     kv_cache_bytes: int = 0
+    prefix_cache_slots: int = PREFIX_CACHE_SLOTS
 
     def __post_init__(self) -> None:
         Scheduler(self.max_running, self.max_waiting)  # refuses limits under which nothing could run
@@ -106,7 +107,8 @@ class ModelSettings:
         """The inverse of `to_parameters`; what is left out keeps its default. Raises ConfigError."""
         try:
             values: dict[str, Any] = {"bundle": parameters["bundle"]}
-            for name in ("threads", "draft_threads", "max_running", "max_waiting", "kv_cache_bytes"):
+            numbers = ("threads", "draft_threads", "max_running", "max_waiting", "kv_cache_bytes", "prefix_cache_slots")
+            for name in numbers:
                 if name in parameters:
                     values[name] = int(parameters[name])
             if "provider" in parameters:

@@ -11,6 +11,8 @@ from .metrics import FIRST_TOKEN_BUCKETS, INTER_TOKEN_BUCKETS, REQUEST_BUCKETS
 COUNTERS = {
     "draftwood_prompt_tokens_total": "Tokens of prompts",
     "draftwood_generation_tokens_total": "Tokens generated",
+    "vllm:prefix_cache_queries_total": "Tokens of prompts, read or not",
+    "vllm:prefix_cache_hits_total": "Tokens of prompts that another request had read",
     "vllm:spec_decode_num_drafts_total": "Proposals verified",
     "vllm:spec_decode_num_draft_tokens_total": "Draft tokens proposed",
     "vllm:spec_decode_num_accepted_tokens_total": "Draft tokens accepted",
@@ -62,6 +64,7 @@ class TritonMetrics:
     def record_start(self, prompt_tokens: int) -> None:
         """A request was taken."""
         self._metrics["draftwood_prompt_tokens_total"].increment(prompt_tokens)
+        self._metrics["vllm:prefix_cache_queries_total"].increment(prompt_tokens)
 
     def record_round(self, tokens: int, seconds: float, first: bool) -> None:
         """One round emitted `tokens`, so many seconds after the request's arrival, or after its last round."""
@@ -75,6 +78,7 @@ class TritonMetrics:
         """A request ended, so many seconds after its arrival. reason: one of REASONS."""
         self._ended[reason].increment(1)
         self._metrics["draftwood_request_seconds"].observe(seconds)
+        self._metrics["vllm:prefix_cache_hits_total"].increment(stats.num_cached_tokens)
         self._metrics["vllm:spec_decode_num_drafts_total"].increment(stats.num_drafts)
         self._metrics["vllm:spec_decode_num_draft_tokens_total"].increment(stats.num_draft_tokens)
         self._metrics["vllm:spec_decode_num_accepted_tokens_total"].increment(stats.num_accepted_tokens)

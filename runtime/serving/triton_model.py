@@ -58,6 +58,7 @@ class TritonModel:
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
             kv_cache_bytes=settings.kv_cache_bytes or None,
+            prefix_cache_slots=settings.prefix_cache_slots,
         )
         labels = {
             "model": args["model_name"],
@@ -79,6 +80,7 @@ class TritonModel:
         """Triton unloads the model; by then every request is answered."""
         self._unloading.set()
         self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
         self._engine.close()
         self._llm.close()
@@ -114,7 +116,8 @@ class Call:
         parameters = json.loads(self._request.parameters() or "{}")
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
         deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
-        stream = engine.generate(parsed.prompt, parsed.params, speculative=parsed.speculative, deadline_s=deadline)
+        prompt = await asyncio.to_thread(engine.llm.encode, parsed.prompt)  # a long one takes seconds
+        stream = engine.generate(prompt, parsed.params, speculative=parsed.speculative, deadline_s=deadline)
         self._metrics.record_start(stream.num_prompt_tokens)
         writer = ResponseWriter(parsed, stream.num_prompt_tokens)
         last, finish_reason = self._arrived, None

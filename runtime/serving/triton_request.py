@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ...models.errors import RequestError
 from ..sampling import SamplingParams
 from ..speculation.config import SpeculativeConfig
+from .proposals import refuse_endless
 from .triton_contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
 
 ALIASES = {"min_length": "min_tokens", "stop_words": "stop"}
@@ -41,6 +42,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # On padding, on beams, and on which of two exact ways to accept.
 WITHOUT_EFFECT = {"pad_id", "length_penalty", "use_draft_logits"}
+MAX_TEXT_BYTES = 4 << 20  # of one text; to read it as tokens takes seconds, and Triton itself lets gigabytes pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ def plain(name: str, item: Any) -> Any:
         return float(str(item))  # 0.7 is meant, not the nearest number of 32 bits
     if not isinstance(item, bytes):
         return item.item()
+    if len(item) > MAX_TEXT_BYTES:
+        raise RequestError(f"{name} has {len(item)} bytes and may have {MAX_TEXT_BYTES}: shorten it")
     try:
         return item.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -106,7 +110,7 @@ def plain(name: str, item: Any) -> Any:
 def json_object(content: str) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"sampling_parameters is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise RequestError(f"sampling_parameters must be a JSON object, not {content!r}")
@@ -158,6 +162,7 @@ def speculation(values: Mapping[str, Any], own: SpeculativeConfig | None) -> Spe
     """The model's way to speculate, as the request changes it. num_draft_tokens: of one proposal, 0 decodes plainly."""
     changes = {name: value for name, value in values.items() if name in SPECULATION}
     limit = values.get("num_draft_tokens")
+    refuse_endless(changes if limit is None else changes | {"num_draft_tokens": limit})
     if limit == 0:
         return None
     config = own if own is not None or not (changes or limit) else SpeculativeConfig()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..engines.base import ForwardOutput
 from ..random import RandomStream
-from ..sampling import Sampler
+from ..sampling import Sampler, largest
 from .drawing import Drawing
 from .gsd import NO_MERGER, Merger
 from .token_graph import ROOT, Best, TokenGraph
@@ -53,7 +53,7 @@ class StaticTree:
     ) -> None:
         self._layer = []
         for row, node in enumerate(nodes):
-            q = sampler.distribution(output.logits[row], graph.path(node))
+            q = sampler.candidates(output.logits[row], graph.path(node))
             graph.draft_probs[node] = q
             drawing = Drawing(q)
             for position in self._children[self._positions[node]]:
@@ -148,7 +148,7 @@ def ranked(
     ids, logprobs = [], []
     for row, node in enumerate(nodes):
         scores = sampler.log_probabilities(output.logits[row], graph.path(node))
-        best = np.argsort(-scores, kind="stable")[:width]
+        best = largest(scores, width)
         ids.append(best)
         logprobs.append(scores[best])
     return np.stack(ids), np.stack(logprobs)

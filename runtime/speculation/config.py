@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError
 from ..cost import CostModel
+from .acceptance import Shapes
 from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
 from .calibration import Calibration, Estimate, uncorrected
-from .controller import Controller, Shapes
+from .controller import Controller, Experience, Plan
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from .gsd import NO_MERGER, GraphMerger, UnexpandedMerger
 from .lookup import PromptLookup
@@ -46,7 +47,8 @@ class SpeculativeConfig:
     grow: "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth, or any
     `topology`, see `baseline.sequoia`); "dyspec" draws where acceptance is expected, in a static shape, "dyspec-heap"
     and "dyspec-threshold" are the paper's own forms; "topk" chooses the draft's most probable tokens. "auto": "topk"
-    at temperature 0, "dyspec" above. At temperature 0, where every choice is free, tokens are chosen instead of drawn:
+    at temperature 0, "dyspec" above, or "chain" in a round where a budget of "cost" expects more of it (not
+    with merge or lookup_ngram). At temperature 0, where every choice is free, tokens are chosen instead of drawn:
     fixed shapes take the most probable ones, "dyspec" is "topk". merge: "gsd" links sequences of `merge_ngram` tokens
     that recur; among drawn tokens "dyspec-threshold" does it as rejection sampling needs, the others are
     matched. stop_rule: when a branch ends before the limits. key: whose estimate of acceptance values DySpec's
@@ -203,11 +205,13 @@ class SpeculativeConfig:
             return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, estimate, self.key == "head")
         return StaticTree(chain(depth))
 
-    def controller(self, costs: CostModel, widths: Sequence[int], greedy: bool) -> Controller | None:
+    def controller(
+        self, costs: CostModel, widths: Sequence[int], greedy: bool, experience: Experience | None = None
+    ) -> Controller | None:
         """What plans one request's rounds over a target of these widths; None for a fixed budget."""
         if self.budget == "fixed" or (self._grow(greedy) == "dyspec-heap" and not greedy):
             return None
-        return Controller(costs, self._shapes(widths), greedy)
+        return Controller(costs, self._shapes(widths), greedy, experience)
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The proposals a controller may choose from."""
@@ -215,16 +219,19 @@ class SpeculativeConfig:
             shape = self._static()
             return Shapes((len(shape),), max(depths_of(shape)), self.max_frontier, False, self.max_given)
         if self.grow == "chain":
-            return Shapes((self.max_draft_len,), self.max_draft_len, 1, True, self.max_given)
+            return Shapes((), self.max_draft_len, 1, True, self.max_given)
         most = self.max_total_draft_tokens
         sizes = {most, *(width - 1 - self.max_given for width in widths if 0 < width - 1 - self.max_given < most)}
-        return Shapes(tuple(sorted(sizes)), self.max_draft_len, self.frontier_width, False, self.max_given)
+        # A chain is drawn like the tree's first branch, and every verifier that is exact for the tree is so for it.
+        either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
+        return Shapes(tuple(sorted(sizes)), self.max_draft_len, self.frontier_width, either, self.max_given)
 
-    def within(self, depth: int, size: int) -> SpeculativeConfig:
+    def within(self, plan: Plan) -> SpeculativeConfig:
         """The same configuration with a plan's limits; a shape given beforehand keeps its size."""
         if self.shaped:
             return self
-        return replace(self, max_draft_len=depth, max_total_draft_tokens=size)
+        grow = "chain" if plan.chain else self.grow
+        return replace(self, grow=grow, max_draft_len=plan.depth, max_total_draft_tokens=plan.size)
 
     def calibration(self, greedy: bool) -> Calibration | None:
         """The table of one request, where the configuration corrects the draft's probabilities."""

@@ -1,15 +1,13 @@
-"""Controller: how deep and how wide to propose in the next round, or not at all, by what passes cost on this machine.
+"""Controller: a chain or a tree, how deep and how wide, or nothing in the next round, by what passes cost here.
 
-    speed(d, n) = (1 + E[accepted | depth d, n tokens]) / (draft passes + target pass + host)      tokens per second
+    speed(kind, d, n) = (1 + E[accepted | kind, depth d, n tokens]) / (draft passes + target pass + host)
 
-The costs are a stored table (`runtime/cost.py`); the acceptance is learned while a request runs. Rows of a tree stand
-in order of value, so the n best of them are the tree a budget of n would have had: one verified round tells what every
-smaller budget and depth would have got.
+The costs are a stored table (`runtime/cost.py`); the acceptance is learned while requests run, see `acceptance.py`.
 
-A plan is made before its round, from the stored table, what earlier rounds of the request accepted, and how many others
-share its passes; never from what this round will draw: the output keeps its distribution. How many share depends on who
-else happens to be served, so a request with a seed is told that it is alone, and keeps its text as long as the table
-stays the same.
+A plan, the kind of proposal included, is made before its round, from the stored table, what earlier rounds accepted,
+and how many others share its passes; never from what this round will draw: the output keeps its distribution. How many
+share, and what other requests accepted, depends on who else happens to be served, so a sampled request with a seed is
+told that it is alone and has an `Experience` of its own: it keeps its text as long as the table stays the same.
 """
 
 from __future__ import annotations
@@ -18,15 +16,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cost import CostModel, PassCosts
+from .acceptance import AcceptanceEstimate, Choice, Shapes
 
-MEMORY = 0.96  # what a round counts for after the next one: about 25 rounds are remembered
-FIRST_GUESS = 0.6  # acceptance of a single token before anything was seen
-WIDER = 0.9  # share of the rejections that remain with the next larger budget, before it was tried
-PRIOR = 8.0  # observations a guess counts for
-PROBE_LOSS = 0.02  # share of plain decoding's time that looking whether speculation pays again may cost
+PROBE_LOSS = 0.01  # share of plain decoding's time that looking whether speculation pays again may cost
 CONTEXT_STEP = 64  # costs are looked up anew after so many tokens
 PLAIN_DEPTH = 0
 
@@ -34,7 +28,7 @@ PLAIN_DEPTH = 0
 class Plan(NamedTuple):
     """One round's limits; depth 0 decodes plainly. tokens, seconds: what the round is expected to yield and to take.
     speed_up: expected of the best proposal over plain decoding. probe: it is made although that is less than one, to
-    see whether it still is."""
+    see whether it still is. chain: propose a chain of `depth` tokens, whatever else the configuration grows."""
 
     depth: int
     size: int
@@ -42,100 +36,110 @@ class Plan(NamedTuple):
     seconds: float
     speed_up: float
     probe: bool
+    chain: bool = False
 
 
-class Shapes(NamedTuple):
-    """The proposals to choose from. sizes: tokens, ascending. depth: of the deepest. frontier: rows of a draft pass.
-    chain: whether a proposal has as many tokens as it is deep. given: tokens of a prompt lookup that come on top."""
+class Experience:
+    """What the requests of one model leave to the next: the latest estimates, and plain rounds since the last look
+    whether speculation pays. Only ever a guess, so that requests on several threads may mix theirs."""
 
-    sizes: tuple[int, ...]
-    depth: int
-    frontier: int
-    chain: bool
-    given: int
+    def __init__(self) -> None:
+        self._latest: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
+        self.plain_rounds = 0
+
+    def recall(self, shapes: Shapes, greedy: bool) -> AcceptanceEstimate:
+        """What a new request may expect."""
+        latest = self._latest.get((shapes, greedy))
+        return AcceptanceEstimate(shapes) if latest is None else latest.carried()
+
+    def note(self, shapes: Shapes, greedy: bool, estimate: AcceptanceEstimate) -> None:
+        self._latest[shapes, greedy] = estimate
 
 
 class Controller:
     """The plans of one request."""
 
-    def __init__(self, costs: CostModel, shapes: Shapes, greedy: bool) -> None:
-        self._costs, self._shapes = costs, shapes
+    def __init__(self, costs: CostModel, shapes: Shapes, greedy: bool, experience: Experience | None = None) -> None:
+        """experience: of earlier requests; none for a request that must not depend on them."""
+        self._costs, self._shapes, self._greedy = costs, shapes, greedy
         self._host = costs.greedy if greedy else costs.sampled
-        grid = (len(shapes.sizes), shapes.depth)
-        self._offered, self._accepted = np.zeros(grid), np.zeros(grid)
-        self._depths = np.arange(1, shapes.depth + 1)
+        self._experience = Experience() if experience is None else experience
+        self._estimate = self._experience.recall(shapes, greedy)
         self._priced = (-1, 0)  # for which context and sharing
-        self._seconds = np.zeros(grid)
+        self._seconds = np.zeros(shapes.grid)
         self._plain_seconds = 0.0
-        self._plain_rounds = 0
 
     def plan(self, context: int, room: int, sharing: int = 1, unread: int = 1) -> Plan:
         """The next round's limits behind `context` committed tokens; at most `room` deep. sharing: requests whose
         passes run together: the more there are, the dearer is a row. unread: tokens the draft would read first."""
-        priced = context // CONTEXT_STEP, sharing
-        if priced != self._priced:
-            self._priced = priced
-            self._price(context, sharing)
-        depth = min(room, self._shapes.depth)
+        self._price(context, sharing)
         plain = Plan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
-        if depth < 1:
+        if room < 1:
             return plain
-        tokens, seconds = 1 + self._expected()[:, :depth], self._seconds[:, :depth]
-        row, column = divmod(int((tokens / seconds).argmax()), depth)
-        best_tokens, best_seconds = float(tokens[row, column]), float(seconds[row, column])
-        speed_up = best_tokens * self._plain_seconds / best_seconds
-        best = Plan(column + 1, self._shapes.sizes[row], best_tokens, best_seconds, speed_up, probe=False)
-        if speed_up > 1:
-            self._plain_rounds = 0
+        best = self._best(room)
+        catching_up = self._catching_up(context, unread)
+        if self._saves(best, room) > catching_up:
             return best
-        self._plain_rounds += 1
-        # Reading what it missed is part of what a probe costs the draft: perhaps the whole prompt.
-        loss = best_seconds + self._costs.draft.at(unread, context) - best_tokens * self._plain_seconds
-        if self._plain_rounds > loss / (PROBE_LOSS * self._plain_seconds):
-            self._plain_rounds = 0
+        self._experience.plain_rounds += 1
+        # Nobody else drafts when one request looks: its draft passes are its own.
+        loss = (
+            catching_up
+            + best.depth * self._costs.draft.at(self._shapes.frontier, context)
+            + max(0.0, -self._saves(best, 1))
+        )
+        if self._experience.plain_rounds > loss / (PROBE_LOSS * self._plain_seconds):
+            self._experience.plain_rounds = 0
             return best._replace(probe=True)
-        return plain._replace(speed_up=speed_up)
+        return plain._replace(speed_up=best.speed_up)
 
-    def observe(self, plan: Plan, accepted: Sequence[int]) -> None:
-        """Learn from a verified round: what it, and every smaller budget, got. accepted: rows of its tree."""
-        self._offered *= MEMORY
-        self._accepted *= MEMORY
-        for index, size in enumerate(self._shapes.sizes):
-            if size > plan.size:
-                return
-            rows = size + self._shapes.given
-            for depth in range(min(plan.depth, rows)):
-                self._offered[index, depth] += 1
-                if depth >= len(accepted) or accepted[depth] > rows:
-                    break
-                self._accepted[index, depth] += 1
+    def worth_reading(self, context: int, room: int, sharing: int) -> bool:
+        """Whether the draft is to read the prompt of `context` tokens, for a text of `room` tokens behind it."""
+        self._price(context, sharing)
+        return room > 0 and self._saves(self._best(room), room) > self._catching_up(context, context)
 
-    def _expected(self) -> NDArray[np.float64]:
-        """E[accepted] [sizes, depths]: the sum over depths of the chance to get so far."""
-        offered, accepted = self._offered.sum(1), self._accepted.sum(1)
-        guess, whole = FIRST_GUESS, []
-        for row in range(len(offered)):
-            estimate = float((accepted[row] + PRIOR * guess) / (offered[row] + PRIOR))
-            whole.append(estimate)
-            guess = 1 - (1 - estimate) * WIDER
-        step = (self._accepted + PRIOR * np.array(whole)[:, None]) / (self._offered + PRIOR)
-        rows = np.array(self._shapes.sizes) + self._shapes.given
-        expected: NDArray[np.float64] = np.where(self._depths <= rows[:, None], step, 0.0).cumprod(1).cumsum(1)
-        return expected
+    def observe(self, plan: Plan, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
+        """Learn from a verified round: what it, and every smaller proposal, got. accepted: rows of its tree. choices:
+        of the verifier along them."""
+        self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
+        self._experience.note(self._shapes, self._greedy, self._estimate)
+
+    def _saves(self, plan: Plan, room: float) -> float:
+        """Seconds that such rounds save over a text of `room` tokens."""
+        return (self._plain_seconds - plan.seconds / plan.tokens) * room
+
+    def _catching_up(self, context: int, unread: int) -> float:
+        """Seconds in which the draft reads what it missed, perhaps the whole prompt: once, and in a pass of its own.
+        A few tokens are part of every round."""
+        return self._costs.draft.at(unread, context) if unread > self._shapes.depth else 0.0
+
+    def _best(self, room: int) -> Plan:
+        """The proposal of most tokens per second."""
+        most = min(room, self._shapes.depth)
+        expected, every = 1 + self._estimate.accepted()[:, :most], self._seconds[:, :most]
+        row, column = divmod(int((expected / every).argmax()), most)
+        depth, tokens, seconds = column + 1, float(expected[row, column]), float(every[row, column])
+        chain = self._shapes.chain and row == 0
+        size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
+        return Plan(depth, size, tokens, seconds, tokens * self._plain_seconds / seconds, probe=False, chain=chain)
 
     def _price(self, context: int, sharing: int) -> None:
-        """Seconds [sizes, depths] of every plan, and of a plain token, behind so many committed ones: this request's
-        part of passes in which all have as many rows as itself, and its own time on the host."""
-        shapes = self._shapes
+        """Seconds [kinds and sizes, depths] of every plan, and of a plain token, behind so many committed ones: this
+        request's part of passes in which all have as many rows as itself, and its own time on the host."""
+        priced = context // CONTEXT_STEP, sharing
+        if priced == self._priced:
+            return
+        self._priced, shapes = priced, self._shapes
 
         def part(passes: PassCosts, rows: int) -> float:
             return passes.at(rows * sharing, context) / sharing
 
         self._plain_seconds = part(self._costs.target, 1) + self._host.plain
         first = part(self._costs.draft, 2)  # the root, and often the last accepted token
-        for row, size in enumerate(shapes.sizes):
+        for row in range(len(self._seconds)):
+            chain = shapes.chain and row == 0
+            size = 1 if chain else shapes.sizes[row - shapes.chain]
             further = part(self._costs.draft, min(shapes.frontier, size))
             for depth in range(1, shapes.depth + 1):
-                tokens = (depth if shapes.chain else size) + shapes.given
+                tokens = (depth if chain else size) + shapes.given
                 verify = part(self._costs.target, tokens + 1) + self._host.round + self._host.token * tokens
                 self._seconds[row, depth - 1] = first + (depth - 1) * further + verify

@@ -6,33 +6,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..random import RandomStream
+from ..sampling import Candidates
 
 
 class Drawing:
-    """Successive draws from q [V] float64, each token at most once. R is what remains, renormalised."""
+    """Successive draws from q, each token at most once. `drawn`: how many so far."""
 
-    def __init__(self, q: NDArray[np.float64]) -> None:
-        self._q, self._R = q, q
-        self._last: int | None = None  # drawn, and still in R: most nodes are drawn from only once
+    def __init__(self, q: Candidates) -> None:
+        self._ids, self._R = q
+        self._last: int | None = None  # taken, and still in R: most nodes are drawn from only once
+        self.drawn = 0
 
     @property
     def exhausted(self) -> bool:
         """Whether every token with any probability was drawn."""
-        return not self._remaining().any()
+        return self.drawn == len(self._ids)
 
     def draw(self, stream: RandomStream) -> tuple[int, float]:
         """The next token and its share of what remained before it."""
-        R = self._remaining()
-        self._last = stream.categorical(R)
-        return self._last, float(R[self._last])
+        R = self.remaining()
+        index = stream.categorical(R)
+        self.take(index)
+        return int(self._ids[index]), float(R[index])
 
-    def _remaining(self) -> NDArray[np.float64]:
+    def remaining(self) -> NDArray[np.float64]:
+        """R [K]: q without the tokens taken, renormalised."""
         if self._last is not None:
-            if self._R is self._q:
-                self._R = self._q.copy()  # q itself is kept by the graph
+            self._R = self._R.copy()  # the first R is q itself, which the graph keeps
             self._R[self._last] = 0.0
-            total = self._R.sum()
-            if total > 0:
-                self._R /= total
+            self._R /= self._R.sum()
             self._last = None
         return self._R
+
+    def take(self, index: int) -> None:
+        """The token at this place of q was drawn."""
+        self._last = index
+        self.drawn += 1

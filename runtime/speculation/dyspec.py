@@ -56,7 +56,7 @@ class DySpecHeap:
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         for row, node in enumerate(nodes):
-            q = sampler.distribution(output.logits[row], graph.path(node))
+            q = sampler.candidates(output.logits[row], graph.path(node))
             graph.draft_probs[node] = q
             self._drawings[node] = Drawing(q)
             if self.head and node in graph.acceptance:  # the slot on top is this node's: value it anew
@@ -66,8 +66,9 @@ class DySpecHeap:
             if node not in self._drawings:
                 return  # the draft has to score this node before anything can be drawn below it
             heapq.heappop(self._slots)
-            y, share = self._drawings[node].draw(stream)
-            a = self.estimate(graph.num_drawn(node), share)
+            drawing = self._drawings[node]
+            y, share = drawing.draw(stream)
+            a = self.estimate(drawing.drawn - 1, share)
             gain = log_v - graph.values[node]
             twin = self._merger.match(graph, node, y)
             if twin is None:
@@ -75,7 +76,7 @@ class DySpecHeap:
                 heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
             else:
                 graph.link(node, twin, gain)
-            if not self._drawings[node].exhausted and a < 1:
+            if not drawing.exhausted and a < 1:
                 heapq.heappush(self._slots, self._slot(log_v + log1m(a), node))
 
     def _slot(self, log_v: float, node: int) -> tuple[float, int, int]:
@@ -129,10 +130,11 @@ class DySpecLayers:
         drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
         while slots:
             log_v, node = -slots[0][0], slots[0][1]
-            rank = graph.num_drawn(node)
+            drawing = drawings[node]
+            rank = drawing.drawn
             if not (self._best.admits(log_v) if rank else self._best.holds(log_v)):
                 return
-            y, share = drawings[node].draw(stream)
+            y, share = drawing.draw(stream)
             a = self.estimate(rank, share)
             gain = log_v - graph.values[node]
             twin = self._merger.match(graph, node, y)
@@ -146,7 +148,7 @@ class DySpecLayers:
                     self._best.offer(self._reach[child])
             else:
                 graph.link(node, twin, gain)
-            next_slot(slots, drawings[node], log_v + log1m(a))
+            next_slot(slots, drawing, log_v + log1m(a))
 
 
 class DySpecThreshold:
@@ -192,8 +194,9 @@ class DySpecThreshold:
             if not self._affords(node):
                 heapq.heappop(slots)
                 continue
-            y, share = drawings[node].draw(stream)
-            a = self.estimate(graph.num_drawn(node), share)
+            drawing = drawings[node]
+            y, share = drawing.draw(stream)
+            a = self.estimate(drawing.drawn - 1, share)
             gain = log_v - graph.values[node]
             twin = self._merger.match(graph, node, y)
             if twin is None:
@@ -205,7 +208,7 @@ class DySpecThreshold:
                 graph.link(node, twin, gain)
                 self._paths[twin] += self._paths[node]
             self._spent += self._paths[node]
-            next_slot(slots, drawings[node], log_v + log1m(a))
+            next_slot(slots, drawing, log_v + log1m(a))
 
     def _affords(self, node: int) -> bool:
         return self._spent + self._paths[node] <= self.size
@@ -217,7 +220,7 @@ def open_slots(
     """The first slot below each node of a layer, as a heap of (-log v, node): equal values keep creation order."""
     drawings, slots = {}, []
     for row, node in enumerate(nodes):
-        q = sampler.distribution(output.logits[row], graph.path(node))
+        q = sampler.candidates(output.logits[row], graph.path(node))
         graph.draft_probs[node] = q
         drawings[node] = Drawing(q)
         slots.append((-reach[node], node))

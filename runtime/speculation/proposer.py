@@ -46,7 +46,7 @@ class DraftProposer:
         self._cache.truncate(0)
         self._pending = list(prompt)
         if read:
-            yield from prefill_passes(self._engine, self._cache, prompt[:-1])
+            yield from prefill_passes(self._engine, self._cache, prompt[:-1], output_read=False)
             self._pending = list(prompt[-1:])
 
     def propose(

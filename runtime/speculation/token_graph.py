@@ -6,8 +6,7 @@ import bisect
 import math
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from ..sampling import Candidates
 
 ROOT = 0  # the last committed token
 
@@ -57,7 +56,7 @@ class TokenGraph:
     A node's log-value is the sum of the gains on its path. Of chosen tokens it is the path's log-probability; of drawn
     ones it may hold only what was known *before* the node's own token was drawn, or pruning by it would be biased.
     `shares[n]`: the draft's probability of n's token among what remained when it was drawn or chosen.
-    `draft_probs[n]` is the distribution q [V] that n's children were drawn from. `acceptance[n]`: the probability that
+    `draft_probs[n]` is the distribution q that n's children were drawn from. `acceptance[n]`: the probability that
     the target accepts n, given its parent, where a head has estimated it.
     """
 
@@ -69,7 +68,7 @@ class TokenGraph:
         self.shares = [1.0]
         self.edges: list[list[Edge]] = [[]]
         self.nodes_of: dict[int, list[int]] = {root_token: [ROOT]}  # token -> nodes that carry it
-        self.draft_probs: dict[int, NDArray[np.float64]] = {}
+        self.draft_probs: dict[int, Candidates] = {}
         self.acceptance: dict[int, float] = {}
 
     def __len__(self) -> int:
@@ -106,10 +105,6 @@ class TokenGraph:
             stack.extend(following)
         return False
 
-    def num_drawn(self, node: int) -> int:
-        """Children that were drawn or chosen below `node`, given ones not counted."""
-        return sum(not edge.certain for edge in self.edges[node])
-
     def rank(self, node: int) -> int:
         """Siblings that were drawn or chosen before `node`."""
         siblings = [edge.child for edge in self.edges[self.parents[node]] if not edge.certain]
@@ -119,7 +114,7 @@ class TokenGraph:
         """The draft's probability of a node's token after its father."""
         father = self.parents[node]
         if father in self.draft_probs:
-            return float(self.draft_probs[father][self.tokens[node]])
+            return self.draft_probs[father].probability(self.tokens[node])
         return self.shares[node]
 
     def path(self, node: int) -> list[int]:

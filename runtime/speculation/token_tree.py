@@ -6,9 +6,9 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..engines.base import EngineSpec, TokenBatch
+from ..sampling import Candidates
 from .token_graph import ROOT, TokenGraph
 
 
@@ -18,7 +18,7 @@ class TokenTree:
 
     token_ids, parents, depths: one entry per row (the root's parent is -1). nodes: the graph node of each row. merged:
     whether the row's path differs from the context its node was drafted in. certain: rows whose token was given, not
-    drawn. shares: the draft's probability of each row's token, see TokenGraph. draft_probs: q [V] that a row's other
+    drawn. shares: the draft's probability of each row's token, see TokenGraph. draft_probs: q that a row's other
     children were drawn from, by row; empty when nothing was drawn.
     """
 
@@ -29,7 +29,7 @@ class TokenTree:
     merged: tuple[bool, ...]
     certain: frozenset[int]
     shares: tuple[float, ...]
-    draft_probs: dict[int, NDArray[np.float64]]
+    draft_probs: dict[int, Candidates]
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -6,15 +6,18 @@ row's path. Each verifier is lossless for the proposals that `config.LOSSLESS` l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..random import RandomStreams
-from ..sampling import Sampler
+from ..random import RandomStream, RandomStreams
+from ..sampling import Candidates, Sampler
+from .drawing import Drawing
 from .token_tree import TokenTree
+
+NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))
 
 
 class Acceptance(NamedTuple):
@@ -76,22 +79,19 @@ def recursive_rejection(
     row = 0
     rows: list[int] = []
     path: list[int] = []
-    while True:
-        R = sampler.distribution(logits[row], path)
-        D = tree.draft_probs.get(row)
-        accepted = None
-        for child in children[row]:
-            y = tree.token_ids[child]
-            offered, D = split(tree, child, D, len(R))
-            if streams.accept.bernoulli(min(1.0, R[y] / offered[y])):
-                accepted = child
+    while children[row]:
+        q = offered_from(tree, row, children[row])
+        R = Residual(sampler.distribution(logits[row], path), q.ids)
+        for child, y, D in offers(tree, children[row], q):
+            if streams.accept.bernoulli(min(1.0, R.probs[y] / D[y])):
+                row = child
                 break
-            R = normalised(np.maximum(R - offered, 0.0), R)
-        if accepted is None:
-            return Acceptance(rows, streams.target.categorical(R))
-        row = accepted
+            R.reject(D)
+        else:
+            return Acceptance(rows, R.draw(streams.target))
         rows.append(row)
         path.append(tree.token_ids[row])
+    return Acceptance(rows, sampler.choose(logits[row], path, streams.target))
 
 
 def traversal_verification(
@@ -107,43 +107,24 @@ def traversal_verification(
     children = tree.children()
 
     def visit(row: int, pi: float, path: list[int]) -> Acceptance | None:
-        R = sampler.distribution(logits[row], path)
-        D = tree.draft_probs.get(row)
-        for child in children[row]:
-            y = tree.token_ids[child]
-            offered, D = split(tree, child, D, len(R))
-            found = visit(child, min(1.0, pi * R[y] / offered[y]), [*path, y])
+        if not children[row]:
+            if row and not streams.accept.bernoulli(pi):
+                return None
+            return Acceptance([], sampler.choose(logits[row], path, streams.target))
+        q = offered_from(tree, row, children[row])
+        R = Residual(sampler.distribution(logits[row], path), q.ids)
+        for child, y, D in offers(tree, children[row], q):
+            found = visit(child, min(1.0, pi * R.probs[y] / D[y]), [*path, tree.token_ids[child]])
             if found is not None:
                 return Acceptance([child, *found.rows], found.next_token)
-            excess = np.maximum(pi * R - offered, 0.0)
-            S = float(excess.sum())
-            R = normalised(excess, R)
-            pi = S / (S + (1.0 - pi)) if S + (1.0 - pi) > 0 else 1.0
+            pi = R.reject(D, pi)
         if row and not streams.accept.bernoulli(pi):
             return None
-        return Acceptance([], streams.target.categorical(R))
+        return Acceptance([], R.draw(streams.target))
 
     found = visit(0, 1.0, [])
     assert found is not None, "the root is always accepted"
     return found
-
-
-def split(
-    tree: TokenTree, child: int, D: NDArray[np.float64] | None, vocab_size: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """The distribution a child was offered from, and the one its next sibling is drawn from.
-
-    A child that was given and not drawn is a draw from a point mass of its own.
-    """
-    y = tree.token_ids[child]
-    if child in tree.certain:
-        point = np.zeros(vocab_size)
-        point[y] = 1.0
-        return point, D
-    assert D is not None, "a drawn row without its distribution"
-    following = D.copy()
-    following[y] = 0.0
-    return D, normalised(following, following)
 
 
 def block_verification(
@@ -153,34 +134,79 @@ def block_verification(
 
     p_i = min(1, p_{i-1} P(x_i)/Q(x_i)); S_i = Σ max(p_i P - Q, 0) at the position after x_i;
     h_i = S_i / (S_i + 1 - p_i), h_γ = p_γ.
-    The longest i whose own test succeeds is kept; the next token is drawn from norm(max(p_i P - Q, 0)).
+    The longest i whose own test succeeds is kept, so they are tested from the last one back; the next token is drawn
+    from norm(max(p_i P - Q, 0)).
     """
-    gamma = len(tree) - 1
-    path: list[int] = []
-    p, tau = 1.0, 0
-    P = Q = residual = sampler.distribution(logits[0], path)
-    for i in range(gamma + 1):
-        if i > 0:
-            x = tree.token_ids[i]
-            p = min(1.0, p * P[x] / Q[x])
-            path.append(x)
-            P = sampler.distribution(logits[i], path)
-        if i == gamma:
-            h, candidate = p, P
+    gamma, path = len(tree) - 1, list(tree.token_ids[1:])
+    p = [1.0]
+    residuals: list[Residual] = []
+    for i, x in enumerate(path):
+        Q = tree.draft_probs[i]
+        P = Residual(sampler.distribution(logits[i], path[:i]), Q.ids)
+        at = Q.place(x)
+        p.append(min(1.0, p[i] * P.probs[at] / Q.probs[at]))
+        residuals.append(P)
+    if streams.accept.bernoulli(p[gamma]):
+        return Acceptance(list(range(1, gamma + 1)), sampler.choose(logits[gamma], path, streams.target))
+    tau = gamma - 1
+    while not streams.accept.bernoulli(residuals[tau].reject(tree.draft_probs[tau].probs, p[tau])):  # h_0 = 1
+        tau -= 1
+    return Acceptance(list(range(1, tau + 1)), residuals[tau].draw(streams.target))
+
+
+class Residual:
+    """R: what is left of the target's distribution p at a row, once tokens offered there were rejected.
+
+    Tokens that nobody offers keep their proportions, so that R is only computed where tokens are offered.
+    """
+
+    def __init__(self, p: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
+        """p [V] is taken over; ids [K]: all tokens that may be offered."""
+        self.probs = p[ids]  # R [K] of `ids`
+        self._ids, self._others = ids, p
+        p[ids] = 0.0
+        self._p_others = self._R_others = float(p.sum())
+
+    def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
+        """R' = norm(max(πR - offered, 0)), for `offered` [K]. Returns π' = S / (S + 1 - π), S being the sum before
+        normalising. S = 0 means that p = q, so that this branch has probability zero up to rounding."""
+        excess = np.maximum(pi * self.probs - offered, 0.0)
+        others = pi * self._R_others
+        S = float(excess.sum()) + others
+        if S == 0:
+            return float(pi == 1)
+        self.probs, self._R_others = excess / S, others / S
+        return S / (S + (1.0 - pi))
+
+    def draw(self, stream: RandomStream) -> int:
+        """A token from R, after which nothing is left of this object."""
+        R = self._others
+        if self._p_others > 0:
+            R *= self._R_others / self._p_others
+        R[self._ids] = self.probs
+        return stream.categorical(R)
+
+
+def offered_from(tree: TokenTree, row: int, children: Sequence[int]) -> Candidates:
+    """q of a row, whose tokens include those of its given children, if need be with probability zero."""
+    q = tree.draft_probs.get(row, NOTHING)
+    given = [tree.token_ids[child] for child in children if child in tree.certain]
+    if not given:
+        return q
+    missing = np.setdiff1d(given, q.ids)
+    return Candidates(np.append(q.ids, missing), np.append(q.probs, np.zeros(len(missing))))
+
+
+def offers(tree: TokenTree, children: Sequence[int], q: Candidates) -> Iterator[tuple[int, int, NDArray[np.float64]]]:
+    """Each child, the place of its token in q, and what it was offered from, [K]: q without the children drawn before
+    it; or, for a child that was given and not drawn, a point mass of its own."""
+    drawing = Drawing(q)
+    for child in children:
+        place = q.place(tree.token_ids[child])
+        if child in tree.certain:
+            point = np.zeros(len(q.ids))
+            point[place] = 1.0
+            yield child, place, point
         else:
-            Q = tree.draft_probs[i]
-            excess = np.maximum(p * P - Q, 0.0)
-            S = float(excess.sum())
-            h = S / (S + (1.0 - p)) if S + (1.0 - p) > 0 else 1.0
-            candidate = normalised(excess, P)
-        if i == 0:
-            residual = candidate
-        elif streams.accept.bernoulli(h):
-            tau, residual = i, candidate
-    return Acceptance(list(range(1, tau + 1)), streams.target.categorical(residual))
-
-
-def normalised(weights: NDArray[np.float64], fallback: NDArray[np.float64]) -> NDArray[np.float64]:
-    """weights / sum. Zero weights mean that p = q, so that this branch has probability zero up to rounding."""
-    total = weights.sum()
-    return weights / total if total > 0 else fallback
+            yield child, place, drawing.remaining()
+            drawing.take(place)

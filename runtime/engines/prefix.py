@@ -1,0 +1,71 @@
+"""PrefixTree: which cache slot holds which text's row, so that what one request has read no other reads again.
+
+A row of a cache depends on the text up to its token and on nothing else, and a committed row never changes. So a slot
+stands for a whole text, the one its token ends, and a dictionary is all a radix tree takes: (slot of a text, the token
+behind it) -> slot of the longer text. Equal texts get equal slots: whoever commits a row that is here already takes the
+older one, and its own becomes garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = -1  # in place of a slot: the empty text
+
+
+class PrefixTree:
+    """The committed rows of a cache of at most `slots`, whether a sequence still has them or not."""
+
+    def __init__(self, slots: int) -> None:
+        self._tokens, self._positions, self._used = (np.zeros(slots, np.int64) for _ in range(3))
+        self._after: dict[tuple[int, int], int] = {}
+        self._clock = 0
+
+    def note(self, first: int, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
+        """What the rows from slot `first` on were computed from, committed or not."""
+        rows = slice(first, first + len(token_ids))
+        self._tokens[rows], self._positions[rows] = token_ids, position_ids
+
+    def find(self, before: int, token_ids: Sequence[int]) -> list[int]:
+        """Slots of as many of these tokens, behind the text of slot `before`, as there are rows of."""
+        slots: list[int] = []
+        for token in token_ids:
+            slot = self._after.get((before, token))
+            if slot is None:
+                break
+            slots.append(slot)
+            before = slot
+        return slots
+
+    def commit(self, path: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The text of `path` [n] goes on with rows that are computed; returns the slots of the whole, canonical ones
+        for the new rows."""
+        before, entered = int(path[-1]) if len(path) else ROOT, []
+        for slot, token in zip(slots.tolist(), self._tokens[slots].tolist(), strict=True):
+            before = self._after.setdefault((before, token), slot)
+            entered.append(before)
+        whole = np.concatenate((path, np.array(entered, np.int64)))
+        # The whole path, so that no row looks older than one that cannot be found without it.
+        self._clock += 1
+        self._used[whole] = self._clock
+        return whole
+
+    def recent(self, live: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+        """At most `count` of the rows that are not `live` [slots], those used last; none without the rows before it."""
+        slots = np.fromiter(self._after.values(), np.int64, len(self._after))
+        slots = slots[~live[slots]]
+        newest: NDArray[np.int64] = slots[np.lexsort((self._positions[slots], -self._used[slots]))]
+        return newest[:count]
+
+    def move(self, kept: NDArray[np.int64], moved: NDArray[np.int64]) -> None:
+        """Slots have new names. kept: those that still exist, in their new order. moved: old -> new, negative for those
+        that do not exist any more, with ROOT for ROOT at its end."""
+        for rows in (self._tokens, self._positions, self._used):
+            rows[: len(kept)] = rows[kept]
+        names = moved.tolist()
+        self._after = {
+            (names[before], token): names[slot] for (before, token), slot in self._after.items() if names[slot] >= 0
+        }

@@ -1,0 +1,49 @@
+"""A fake engine for pools: each row of its cache remembers the text it was computed of, as keys and values do."""
+
+from __future__ import annotations
+
+import numpy as np
+from fakes import FakeCache, FakeEngine
+from numpy.typing import NDArray
+
+from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+
+
+class RememberingCache(FakeCache):
+    """It grows like a real one."""
+
+    capacity = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[int, ...]] = []
+
+    def compact(self, slots: NDArray[np.int64]) -> None:
+        super().compact(slots)
+        self.texts = [self.texts[slot] for slot in slots.tolist()]
+
+
+class RememberingEngine(FakeEngine):
+    """Refuses a row that sees a row of another text, even if their tokens and positions are the same. `scored` counts
+    rows."""
+
+    scored = 0
+
+    def new_cache(self) -> RememberingCache:
+        return RememberingCache()
+
+    def forward(self, batch: TokenBatch, cache: FakeCache) -> ForwardOutput:
+        assert isinstance(cache, RememberingCache)
+        start = cache.speculative
+        del cache.texts[start:]
+        assert batch.mask.shape[1] <= cache.limit, "more rows than the cache may hold"
+        while cache.capacity < batch.mask.shape[1]:
+            cache.capacity = min(2 * cache.capacity, cache.limit)
+        output = super().forward(batch, cache)
+        self.scored += batch.num_tokens
+        for slot in range(start, start + batch.num_tokens):
+            text = self._context(cache, slot)
+            cache.texts.append(text)
+            for seen in np.flatnonzero(cache.rows[slot][2]).tolist():
+                assert cache.texts[seen] == text[: len(cache.texts[seen])], "a row sees another text's row"
+        return output

@@ -1,0 +1,195 @@
+"""Clients that read slowly or not at all: nobody else waits for them, their places come back, the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from serving import wait_for
+
+from draftwood.runtime import LLM, AsyncLLM, SamplingParams
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+from starlette.types import ASGIApp, Receive, Scope, Send  # noqa: E402 - only where fastapi is installed
+
+from draftwood.runtime.serving import http_server  # noqa: E402
+from draftwood.runtime.serving.openai import create_app  # noqa: E402
+from draftwood.runtime.serving.openai_guard import Limits, RequestGuard  # noqa: E402
+
+T = TypeVar("T")
+BODY = {"model": "m", "prompt": "hello", "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path) -> Iterator[LLM]:
+    with LLM(tiny_bundle) as llm:
+        yield llm
+
+
+def against(
+    app: Callable[[AsyncLLM], ASGIApp], llm: LLM, client: Callable[[socket.socket, AsyncLLM], T], unread_seconds: float
+) -> T:
+    """What `client` returns, in a thread, while this one serves `app`; then comes a SIGTERM."""
+    result: Future[T] = Future()
+    with AsyncLLM(llm) as async_llm, http_server.listen("127.0.0.1", 0, unread_seconds) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the kernel reads along for the client
+
+        def visit() -> None:
+            try:
+                result.set_result(client(listener, async_llm))
+            except BaseException as error:
+                result.set_exception(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=visit)
+        serving = http_server.serve(app(async_llm), async_llm, listener, 20, "error", thread.start)
+        assert asyncio.run(serving)
+        thread.join()
+    return result.result()
+
+
+def asked(listener: socket.socket, body: dict[str, Any]) -> socket.socket:
+    """A connection on which this was asked, and from which little is read ahead."""
+    content = json.dumps(body).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(20)
+    client.connect(listener.getsockname())
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return client
+
+
+def url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()
+    return f"http://{host}:{port}"
+
+
+def test_nobody_waits_for_a_slow_reader_and_it_gets_all_of_its_text(llm: LLM) -> None:
+    def visit(listener: socket.socket, async_llm: AsyncLLM) -> str:
+        with asked(listener, {**BODY, "max_tokens": 900, "logprobs": 5, "stream": True}) as slow:
+            wait_for(lambda: async_llm.num_running == 1)
+            with ThreadPoolExecutor(4) as threads:
+                request = {**BODY, "max_tokens": 20}
+                answers = [
+                    threads.submit(httpx.post, f"{url(listener)}/v1/completions", json=request, timeout=20)
+                    for _ in range(8)
+                ]
+                texts = {answer.result().json()["choices"][0]["text"] for answer in answers}
+            assert texts == {llm.generate("hello", SamplingParams(20, temperature=0, ignore_eos=True)).text}
+            wait_for(lambda: not async_llm.num_running, seconds=20)  # the engine did not wait for it either
+            response = HTTPResponse(slow)
+            response.begin()
+            lines = [line[len(b"data: ") :] for line in response if line.startswith(b"data: {")]
+            return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+    def app(async_llm: AsyncLLM) -> ASGIApp:
+        return create_app(async_llm, "m", Limits(10_000, 100))
+
+    expected = llm.generate("hello", SamplingParams(900, temperature=0, ignore_eos=True)).text
+    assert against(app, llm, visit, unread_seconds=60) == expected
+
+
+def test_a_connection_that_says_nothing_is_closed_and_a_long_answer_is_not(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a client that never asks, nor one that never finishes asking, nor one that stops after an answer."""
+    asking = b"POST /v1/completions HTTP/1.1\r\nHost"
+
+    def visit(listener: socket.socket, async_llm: AsyncLLM) -> int:
+        with httpx.Client(base_url=url(listener), timeout=20) as client, ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(client.post, "/v1/completions", json={**BODY, "max_tokens": 900})
+            wait_for(lambda: async_llm.num_running == 1)
+            for said, times in ((b"", 0), (asking, 0), (asking, 1)):
+                with socket.create_connection(listener.getsockname(), timeout=10) as silent:
+                    for _ in range(times):
+                        silent.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                        while silent.recv(1000)[-2:] != b"ok":
+                            pass
+                    silent.sendall(said)
+                    with suppress(ConnectionResetError):
+                        assert silent.recv(1) == b""
+            tokens: int = answer.result().json()["usage"]["completion_tokens"]
+            return tokens
+
+    def app(async_llm: AsyncLLM) -> ASGIApp:
+        return create_app(async_llm, "m", Limits(10_000, 100))
+
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
+    assert against(app, llm, visit, unread_seconds=60) == 900
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are different elsewhere")
+def test_as_many_files_may_be_open_as_there_may_be_connections() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * http_server.MAX_CONNECTIONS
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        http_server.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (min(wanted, before[1]) if before[1] > 0 else wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        http_server.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= before[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def endless(async_llm: AsyncLLM) -> ASGIApp:
+    """An answer without an end to whoever asks for "much", at most one at a time."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        much = b"much" in (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        gone = asyncio.ensure_future(receive())
+        while much and not gone.done():
+            await send({"type": "http.response.body", "body": bytes(10_000), "more_body": True})
+        gone.cancel()
+        await send({"type": "http.response.body", "body": b"enough"})
+
+    return RequestGuard(app, Limits(10_000, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a client does not read")
+def test_the_place_of_a_client_that_reads_nothing_comes_back(llm: LLM) -> None:
+    def visit(listener: socket.socket, async_llm: AsyncLLM) -> None:
+        def status() -> int:
+            code: int = httpx.post(f"{url(listener)}/v1/x", json={}, timeout=20).status_code
+            return code
+
+        with asked(listener, {"prompt": "much"}):
+            wait_for(lambda: status() == 429)
+            wait_for(lambda: status() == 200)
+
+    against(endless, llm, visit, unread_seconds=0.5)
+
+
+def test_the_end_of_the_server_does_not_wait_for_one_that_reads_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped = []
+
+    def visit(listener: socket.socket, async_llm: AsyncLLM) -> socket.socket:
+        client = asked(listener, {"prompt": "much"})
+        assert client.recv(12) == b"HTTP/1.1 200"
+        stopped.append(time.monotonic())
+        return client
+
+    monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.5)
+    against(endless, llm, visit, unread_seconds=60).close()
+    assert 0.5 <= time.monotonic() - stopped[0] < 5
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,149 @@
+"""Distributions: what a draft leaves out, the shortcuts against the plain definitions, and draws from large ones."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from enumeration import decoded, pair, total_variation
+from fakes import FakeEngine, Predict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from draftwood.runtime.random import BLOCK, SeededStream
+from draftwood.runtime.sampling import LIKELY, NEGLIGIBLE, Candidates, Sampler, SamplingParams, largest, nucleus
+from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.drawing import Drawing
+from draftwood.runtime.speculation.verifier import Residual
+
+SETTINGS: tuple[dict[str, float], ...] = (
+    {},
+    {"top_k": 7},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 9, "top_p": 0.7, "min_p": 0.01},
+)
+
+
+def scores_of(seed: int, vocab_size: int, spread: float = 4.0) -> NDArray[np.float32]:
+    return (spread * np.random.default_rng(seed).standard_normal(vocab_size)).astype(np.float32)
+
+
+def sampler(vocab_size: int, **changes: float) -> Sampler:
+    return Sampler(SamplingParams(temperature=0.8, **changes), (), (), vocab_size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", SETTINGS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_draft_leaves_out_only_the_tail(seed: int, changes: dict[str, float]) -> None:
+    scores = scores_of(seed, 300)
+    p, q = sampler(300, **changes).distribution(scores, []), sampler(300, **changes).candidates(scores, [])
+    assert q.probs.sum() == pytest.approx(1) and p.sum() == pytest.approx(1)
+    left_out = np.delete(p, q.ids)
+    assert (left_out <= NEGLIGIBLE * p.max()).all() and left_out.sum() < 0.01
+    assert q.probs / p[q.ids] == pytest.approx(q.probs[0] / p[q.ids][0])
+
+
+def plainly_truncated(scores: NDArray[np.float32], top_k: int, top_p: float, min_p: float) -> NDArray[np.float64]:
+    """By the definitions: everything sorted, nothing skipped."""
+    weights = np.exp((scores.astype(np.float64) - scores.max()) / 0.8)
+    weights[weights < min_p] = 0.0
+    if top_k:
+        weights[np.argsort(-weights, kind="stable")[top_k:]] = 0.0
+    weights /= weights.sum()
+    order = np.argsort(-weights, kind="stable")
+    weights[order[np.cumsum(weights[order]) - weights[order] >= top_p]] = 0.0
+    return np.asarray(weights / weights.sum())
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from((0.01, 1.0, 30.0)),
+    top_k=st.sampled_from((0, 1, 5, 60)),
+    top_p=st.sampled_from((0.05, 0.5, 0.9, 0.99999)),
+    min_p=st.sampled_from((0.0, 0.03, 1.0)),
+)
+def test_truncation_is_what_it_is_defined_as(seed: int, spread: float, top_k: int, top_p: float, min_p: float) -> None:
+    scores = scores_of(seed, 120, spread)
+    found = sampler(120, top_k=top_k, top_p=top_p, min_p=min_p).distribution(scores, [])
+    assert found == pytest.approx(plainly_truncated(scores, top_k, top_p, min_p), abs=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3, 50])
+def test_the_largest_scores_stand_in_order_however_far_apart_they_are(count: int) -> None:
+    near, far = np.zeros(50, np.float32), -2 * LIKELY * np.arange(50, dtype=np.float32)[::-1]
+    for scores in (near, far, scores_of(0, 50)):
+        assert largest(scores, count).tolist() == np.argsort(-scores, kind="stable")[:count].tolist()
+
+
+def test_a_nucleus_may_need_tokens_that_are_hardly_likely() -> None:
+    probs = np.full(20_001, 0.1 / 20_000)
+    probs[7] = 0.9
+    assert nucleus(probs, 0.5).tolist() == [7]
+    assert len(nucleus(probs, 0.95)) == pytest.approx(1 + 10_000, abs=2)
+
+
+@pytest.mark.parametrize("vocab_size", [3, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_draws_follow_their_probabilities_in_any_vocabulary(vocab_size: int) -> None:
+    probabilities = np.zeros(vocab_size)
+    probabilities[[0, vocab_size // 2, vocab_size - 1]] = 0.2, 0.3, 0.5
+    stream, draws = SeededStream(np.random.SeedSequence(3)), 4000
+    counts = np.bincount([stream.categorical(probabilities) for _ in range(draws)], minlength=vocab_size)
+    assert counts[probabilities == 0].sum() == 0
+    assert counts / draws == pytest.approx(probabilities, abs=5 * np.sqrt(0.25 / draws))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
+    """Rejections in a row, for offers that cover some of the tokens: R = norm(max(pi R - D, 0)) everywhere."""
+    generator = np.random.default_rng(seed)
+    p, ids = generator.dirichlet(np.ones(9)), generator.permutation(9)[:4]
+    drawing, residual = Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))), Residual(p.copy(), ids)
+    R, pi, whole_pi = p, 1.0, 1.0
+    for index in (2, 0, 3):
+        D = np.zeros(9)
+        D[ids] = drawing.remaining()
+        S = float(np.maximum(whole_pi * R - D, 0).sum())
+        pi = residual.reject(drawing.remaining(), pi)
+        R, whole_pi = np.maximum(whole_pi * R - D, 0) / S, S / (S + 1 - whole_pi)
+        drawing.take(index)
+        assert pi == pytest.approx(whole_pi)
+        assert residual.probs == pytest.approx(R[ids], abs=1e-12)
+    seen: list[NDArray[np.float64]] = []
+
+    class Shown(SeededStream):
+        def categorical(self, probabilities: NDArray[np.float64]) -> int:
+            seen.append(probabilities.copy())
+            return 0
+
+    residual.draw(Shown(np.random.SeedSequence(0)))
+    assert seen[0] == pytest.approx(R, abs=1e-12)
+
+
+def never(token: int, predict: Predict) -> Predict:
+    """A draft to which one token is as good as impossible."""
+
+    def without(context: tuple[int, ...]) -> NDArray[np.float64]:
+        probs = predict(context).copy()
+        probs[token] = NEGLIGIBLE * 1e-2
+        return np.asarray(probs / probs.sum())
+
+    return without
+
+
+TREES = product(("chain", "k-ary", "dyspec"), ("rejection", "traversal", "match"))
+
+
+@pytest.mark.parametrize(("grow", "verify"), [*TREES, ("chain", "block")])
+def test_what_a_draft_leaves_out_the_target_still_says(grow: str, verify: str) -> None:
+    """I2 where the draft's support is smaller than the target's."""
+    target, draft = pair(1, 3)
+    narrow = FakeEngine(never(2, draft.predict), 3, "draft")
+    config = SpeculativeConfig(grow, verify=verify, max_draft_len=2, max_total_draft_tokens=4, branching=(2, 1))
+    params = SamplingParams(max_tokens=3)
+    expected = decoded(target, None, None, params)
+    assert any(2 in tokens for tokens in expected)
+    assert total_variation(decoded(target, narrow, config, params), expected) < 1e-12
