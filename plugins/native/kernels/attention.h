@@ -52,7 +52,7 @@ static void attend(int count, const float *const *queries, float *const *outputs
     const size_t key_panel = (size_t)head_dim * LANES, value_panel = (size_t)capacity * LANES;
     const float *weights[MOST_ROWS];
     f32 most[MOST_ROWS];
-    for (int r = 0; r < count; r++) most[r] = splat(-3.0e38f), weights[r] = scores + (size_t)r * capacity;
+    for (int r = 0; r < count; r++) most[r] = splat(LEAST), weights[r] = scores + (size_t)r * capacity;
     for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last) {
         for (int panel = first, step; panel < last; panel += step) {
             f32 sums[MOST_ROWS][MOST_PANELS] = {0};
@@ -61,7 +61,7 @@ static void attend(int count, const float *const *queries, float *const *outputs
             for (int r = 0; r < count; r++)
                 for (int p = 0; p < step; p++) {
                     i32 seen = lanes(sight->seen[(size_t)rows[r] * sight->panels + panel + p]);
-                    f32 score = choose(seen, sums[r][p], splat(-3.0e38f));
+                    f32 score = choose(seen, sums[r][p], splat(LEAST));
                     most[r] = larger(most[r], score);
                     store((float *)weights[r] + (panel + p) * LANES, score);
                 }

@@ -6,7 +6,7 @@
 #define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 10 /* at most */
-#define CHUNK 8    /* panels a thread claims at a time */
+#define SHARES 2 /* of a matrix, for each thread */
 
 struct layer {
     const float *input_norm, *post_norm;
@@ -86,10 +86,11 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, int pa
 static void linear(struct walk *walk, const struct matrix *matrix, const struct rows *from, int rows, float *to,
                    int stride, const enum ending ending) {
     const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int shares = walk->team->threads * SHARES, chunk = ((panels + shares - 1) / shares + 1) / 2 * 2;
     f32 sums[MOST_ROWS][MOST_PANELS];
-    for (int chunk; (chunk = claim(walk, (panels + CHUNK - 1) / CHUNK)) >= 0;) {
-        const int end = (chunk + 1) * CHUNK < panels ? (chunk + 1) * CHUNK : panels;
-        for (int panel = chunk * CHUNK, step; panel < end; panel += step) {
+    for (int unit; (unit = claim(walk, (panels + chunk - 1) / chunk)) >= 0;) {
+        const int end = (unit + 1) * chunk < panels ? (unit + 1) * chunk : panels;
+        for (int panel = unit * chunk, step; panel < end; panel += step) {
             step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
             for (int tile = 0; tile < tiles; tile++) {
                 const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;

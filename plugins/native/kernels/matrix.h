@@ -35,7 +35,7 @@ struct rows {
 INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
 
 /* Fetch what the next panels need while these are computed: processors do not look ahead over pages. */
-INLINE void ahead(const void *from, size_t bytes) { __builtin_prefetch((const char *)from + bytes, 0, 2); }
+INLINE void ahead(const void *from, size_t bytes) { __builtin_prefetch((const char *)from + bytes, 0, 3); }
 
 /* Sixteen weights of one input as fp32. */
 INLINE f32 widened(const void *weights, size_t index, const int format) {

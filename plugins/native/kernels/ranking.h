@@ -3,31 +3,38 @@
 #include <math.h>
 #include "vector.h"
 
+#define RUN 256 /* columns that are skipped together when none of them is among the best */
+
+/* Sixteen columns; beyond the last one there is nothing. */
+INLINE f32 columns(const float *logits, int from, int size) {
+    if (size - from >= LANES) return load(logits + from);
+    f32 value = splat(LEAST);
+    memcpy(&value, logits + from, (size - from) * sizeof(float));
+    return value;
+}
+
 /* logits [size], ids and logprobs [top], best first; of equal ones the lower id first. */
 static void rank(const float *logits, int size, int top, int64_t *ids, float *logprobs) {
+    float peak = LEAST;
     int count = 0;
-    f32 most = splat(-3.0e38f);
-    for (int from = 0; from < size; from += LANES) {
-        f32 value = splat(-3.0e38f);
-        memcpy(&value, logits + from, (size - from < LANES ? size - from : LANES) * sizeof(float));
-        most = larger(most, value);
-        const float least = count < top ? -3.0e38f : logprobs[top - 1];
-        if (count == top && !(largest(value) > least)) continue;
-        for (int lane = 0; lane < LANES && from + lane < size; lane++) {
-            if (count == top && !(value[lane] > logprobs[top - 1])) continue;
+    for (int first = 0; first < size; first += RUN) {
+        const int last = first + RUN < size ? first + RUN : size;
+        f32 most = splat(LEAST);
+        for (int from = first; from < last; from += LANES) most = larger(most, columns(logits, from, size));
+        const float best = largest(most);
+        if (best > peak) peak = best;
+        if (count == top && !(best > logprobs[top - 1])) continue;
+        for (int id = first; id < last; id++) {
+            if (count == top && !(logits[id] > logprobs[top - 1])) continue;
             int at = count < top ? count++ : top - 1;
-            for (; at > 0 && value[lane] > logprobs[at - 1]; at--) logprobs[at] = logprobs[at - 1], ids[at] = ids[at - 1];
-            logprobs[at] = value[lane];
-            ids[at] = from + lane;
+            for (; at > 0 && logits[id] > logprobs[at - 1]; at--) logprobs[at] = logprobs[at - 1], ids[at] = ids[at - 1];
+            logprobs[at] = logits[id];
+            ids[at] = id;
         }
     }
-    const float peak = largest(most);
     f64 total = {0};
-    for (int from = 0; from < size; from += LANES) {
-        f32 value = splat(-3.0e38f);
-        memcpy(&value, logits + from, (size - from < LANES ? size - from : LANES) * sizeof(float));
-        total += __builtin_convertvector(exponential(value - peak), f64);
-    }
+    for (int from = 0; from < size; from += LANES)
+        total += __builtin_convertvector(exponential(columns(logits, from, size) - peak), f64);
     double sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += total[lane];
     const float normalizer = peak + (float)log(sum);

@@ -8,6 +8,7 @@
 #endif
 
 #define LANES 16
+#define LEAST (-3.0e38f) /* no score is smaller */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float f32 __attribute__((vector_size(64)));
