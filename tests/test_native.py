@@ -135,7 +135,9 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     for wrong, message in (
         (replace(batch, token_ids=np.array([1, VOCAB_SIZE])), "outside the vocabulary"),
         (replace(batch, token_ids=np.array([-1, 1])), "outside the vocabulary"),
-        (replace(batch, position_ids=np.array([0, 4096])), "beyond this engine's 1024"),
+        (replace(batch, position_ids=np.array([0, 4096])), "beyond the engine's rotary table"),
+        (replace(batch, position_ids=np.array([-1, 0])), "beyond the engine's rotary table"),
+        (replace(batch, output_rows=np.array([2])), "a row is scored that the pass does not have"),
     ):
         with pytest.raises(EngineError, match=message):
             engine.forward(wrong, engine.new_cache())

@@ -11,6 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
+REFUSALS = {  # of draftwood_forward
+    1: "no memory for a pass: run fewer requests at a time",
+    2: "a token is outside the vocabulary",
+    3: "a position is beyond the engine's rotary table: rebuild with a larger --max-length",
+    4: "a row is scored that the pass does not have",
+}
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -40,7 +46,10 @@ class Model(Structure):
     """`struct model`."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim")),
+        *(
+            (name, c_int32)
+            for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "positions")
+        ),
         ("epsilon", c_float),
         *((name, c_void_p) for name in ("embedding", "norm", "cosine", "sine")),
         ("layer", POINTER(Layer)),
@@ -99,9 +108,10 @@ class NativeLibrary:
         self._library.draftwood_close(handle)
 
     def forward(self, handle: int, wanted: Pass) -> None:
-        """Run a pass; other Python threads go on meanwhile. Raises KernelError without memory."""
-        if self._library.draftwood_forward(handle, wanted):
-            raise KernelError(f"no memory for a pass over {wanted.capacity} cache slots")
+        """Run a pass; other Python threads go on meanwhile. Raises KernelError without memory, and for a token or a
+        position that the model does not have."""
+        if refusal := self._library.draftwood_forward(handle, wanted):
+            raise KernelError(REFUSALS[refusal])
 
     def move(
         self, model: Model, keys: NDArray[np.float32], values: NDArray[np.float32], first: int, slots: NDArray[np.int64]

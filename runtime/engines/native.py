@@ -29,8 +29,9 @@ EMBEDDING, ACCEPTANCE = "embedding", "acceptance."  # names, and a prefix of nam
 
 
 class Results(NamedTuple):
-    """Buffers of a pass that scores R rows, filled by every such pass."""
+    """Buffers of a pass that scores R rows, filled by every such pass; `wanted` points to them and to the cache."""
 
+    wanted: Pass
     logits: NDArray[np.float32]
     hidden: NDArray[np.float32] | None
     top_ids: NDArray[np.int64] | None
@@ -42,7 +43,6 @@ class NativeKVCache(StackedKVCache):
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
-        self._results: dict[int, Results] = {}
         super().__init__(engine.spec)
 
     @property
@@ -52,7 +52,7 @@ class NativeKVCache(StackedKVCache):
     def results(self, outputs: int) -> Results:
         """The buffers of a pass that scores so many rows, allocated on first use."""
         if outputs not in self._results:
-            self._results[outputs] = self._engine.results(outputs)
+            self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
 
     def _allocate(self, capacity: int) -> None:
@@ -61,6 +61,7 @@ class NativeKVCache(StackedKVCache):
         heads = (model.num_layers, model.num_kv_heads)
         self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), np.float32)
         self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), np.float32)
+        self._results: dict[int, Results] = {}
 
     def _resize(self, capacity: int, used: int) -> None:
         keys, values = self.keys, self.values
@@ -95,27 +96,20 @@ class NativeEngine:
         return NativeKVCache(self)
 
     def forward(self, batch: TokenBatch, cache: NativeKVCache) -> ForwardOutput:
-        """See Engine.forward. Rows of padding are not computed: what the output holds for them is undefined."""
-        start = cache.reserve(batch)
-        rows, model = batch.num_tokens, self.spec.model
-        outputs = len(batch.output_rows)
-        if batch.token_ids[:rows].min() < 0 or batch.token_ids[:rows].max() >= model.vocab_size:
-            raise EngineError(f"a token is outside the vocabulary of {model.vocab_size}")
-        if batch.position_ids[:rows].max() >= len(self._weights["cosine"]):
-            raise EngineError(f"a position is beyond this engine's {len(self._weights['cosine'])}")
-        results = cache.results(outputs)
-        mask = np.ascontiguousarray(batch.mask)
-        scored = outputs if outputs == 1 else rows
-        wanted = Pass(
-            rows, scored, cache.length, start, mask.shape[1], cache.capacity, bindings.top_columns(model.vocab_size)
-        )
-        wanted.tokens, wanted.positions = address(batch.token_ids), address(batch.position_ids)
-        wanted.output_rows, wanted.mask = address(batch.output_rows), address(mask)
-        wanted.keys, wanted.values = address(cache.keys), address(cache.values)
-        wanted.logits, wanted.hidden = address(results.logits), address(results.hidden)
-        wanted.ids, wanted.logprobs = address(results.top_ids), address(results.top_logprobs)
+        """See Engine.forward. Rows of padding are not computed: what the output holds for them is undefined. Raises
+        EngineError, too, for tokens and positions this engine does not have."""
         if self._handle is None:
             raise EngineError(f"the {self.spec.role} engine was closed")
+        start = cache.reserve(batch)
+        rows, outputs = batch.num_tokens, len(batch.output_rows)
+        results = cache.results(outputs)
+        arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
+        tokens, positions, output_rows, mask = map(np.ascontiguousarray, arrays)
+        wanted = results.wanted
+        wanted.rows, wanted.outputs = rows, outputs if outputs == 1 else rows
+        wanted.length, wanted.start, wanted.columns = cache.length, start, mask.shape[1]
+        wanted.tokens, wanted.positions = address(tokens), address(positions)
+        wanted.output_rows, wanted.mask = address(output_rows), address(mask)
         try:
             self._library.forward(self._handle, wanted)
         except KernelError as error:
@@ -147,18 +141,20 @@ class NativeEngine:
     def __del__(self) -> None:
         self.close()
 
-    def results(self, outputs: int) -> Results:
-        """Buffers of a pass that scores so many rows."""
+    def results(self, outputs: int, cache: NativeKVCache) -> Results:
+        """Buffers of a pass over a cache that scores so many rows."""
         model, names = self.spec.model, self.spec.outputs
         columns = bindings.top_columns(model.vocab_size)
         ranked = bindings.TOP_IDS.name in names
         headed = bindings.ACCEPTANCE.name in names
-        return Results(
-            np.zeros((outputs, model.vocab_size), np.float32),
-            np.zeros((outputs, model.hidden_size), np.float32) if headed else None,
-            np.zeros((outputs, columns), np.int64) if ranked else None,
-            np.zeros((outputs, columns), np.float32) if ranked else None,
-        )
+        logits = np.zeros((outputs, model.vocab_size), np.float32)
+        hidden = np.zeros((outputs, model.hidden_size), np.float32) if headed else None
+        ids = np.zeros((outputs, columns), np.int64) if ranked else None
+        logprobs = np.zeros((outputs, columns), np.float32) if ranked else None
+        wanted = Pass(capacity=cache.capacity, top=columns, keys=address(cache.keys), values=address(cache.values))
+        wanted.logits, wanted.hidden = address(logits), address(hidden)
+        wanted.ids, wanted.logprobs = address(ids), address(logprobs)
+        return Results(wanted, logits, hidden, ids, logprobs)
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
         """Copy these slots, in this order, behind the committed rows of every layer."""
@@ -206,6 +202,7 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         model.num_heads,
         model.num_kv_heads,
         model.head_dim,
+        len(weights["cosine"]),
         model.norm_eps,
         *(address(weights[name]) for name in (EMBEDDING, "norm", "cosine", "sine")),
         layers,

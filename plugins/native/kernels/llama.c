@@ -6,6 +6,7 @@
 #define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 10 /* at most */
+#define PHASES_BESIDE 4
 #define SHARES 2 /* of a matrix, for each thread */
 
 struct layer {
@@ -14,7 +15,7 @@ struct layer {
 };
 
 struct model {
-    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim;
+    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions;
     float epsilon;
     const float *embedding, *norm, *cosine, *sine; /* cosine, sine: [positions][head_dim / 2] */
     const struct layer *layer;
@@ -255,6 +256,7 @@ void draftwood_close(struct engine *engine) {
 /* An engine for passes of up to `rows` rows on that many threads; null without memory. `model` is copied, what it points
  * to is not. */
 struct engine *draftwood_open(const struct model *model, int rows, int threads) {
+    if (model->layers > (MOST_PHASES - PHASES_BESIDE) / PHASES_OF_LAYER) return NULL;
     struct engine *engine = allocate(sizeof *engine);
     if (!engine) return NULL;
     engine->model = *model;
@@ -281,15 +283,22 @@ static int make_room(struct engine *engine, int capacity) {
     return engine->capacity;
 }
 
-/* Run a pass; 0, or -1 without memory. The caller has checked that rows, slots, tokens and positions are in range. */
+/* Run a pass; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there. */
 int draftwood_forward(struct engine *engine, const struct pass *pass) {
+    const struct model *model = &engine->model;
+    for (int row = 0; row < pass->rows; row++) {
+        if (pass->tokens[row] < 0 || pass->tokens[row] >= model->vocab) return 2;
+        if (pass->positions[row] < 0 || pass->positions[row] >= model->positions) return 3;
+    }
+    for (int output = 0; output < pass->outputs; output++)
+        if (pass->output_rows[output] < 0 || pass->output_rows[output] >= pass->rows) return 4;
     struct job job = {engine, pass};
     pthread_mutex_lock(&engine->team->pass);
     const int enough = make_room(engine, pass->capacity);
     engine->sight.panels = (pass->length + pass->columns + LANES - 1) / LANES;
-    if (enough) together(engine->team, engine->model.layers * PHASES_OF_LAYER + 4, run, &job);
+    if (enough) together(engine->team, model->layers * PHASES_OF_LAYER + PHASES_BESIDE, run, &job);
     pthread_mutex_unlock(&engine->team->pass);
-    return enough ? 0 : -1;
+    return !enough;
 }
 
 /* Copy the rows in `slots`, in that order, behind row `first` of every layer; 0, or -1 without memory. */

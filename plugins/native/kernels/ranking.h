@@ -33,8 +33,12 @@ static void rank(const float *logits, int size, int top, int64_t *ids, float *lo
         }
     }
     f64 total = {0};
-    for (int from = 0; from < size; from += LANES)
-        total += __builtin_convertvector(exponential(columns(logits, from, size) - peak), f64);
+    for (int first = 0; first < size; first += RUN) {
+        f32 sum = {0}; /* of few enough columns for fp32 */
+        for (int from = first; from < first + RUN && from < size; from += LANES)
+            sum += exponential(columns(logits, from, size) - peak);
+        total += __builtin_convertvector(sum, f64);
+    }
     double sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += total[lane];
     const float normalizer = peak + (float)log(sum);
