@@ -5,6 +5,8 @@
 #pragma once
 #include "matrix.h"
 
+#define WHOLE 256 /* weights of 22 bits whose sum fits 31 */
+
 /* What every row of a pass sees, by panels of 16 slots. */
 struct sight {
     uint16_t *seen; /* [rows][panels]: bit i of a panel is its slot i */
@@ -71,6 +73,8 @@ static void attend(int count, const float *const *queries, float *const *outputs
     for (int r = 0; r < count; r++) {
         const float peak = largest(most[r]);
         f64 total = {0};
+        i32 sum = {0};
+        int since = 0;
         for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last)
             for (int panel = first; panel < last; panel++) {
                 float *score = (float *)weights[r] + panel * LANES;
@@ -78,8 +82,12 @@ static void attend(int count, const float *const *queries, float *const *outputs
                 /* Whole multiples of 2^-22: their sum is exact in any order. */
                 i32 weight = nearest(exponential(load(score) - peak) * 4194303.0f) & seen;
                 store(score, __builtin_convertvector(weight, f32));
-                total += __builtin_convertvector(weight, f64);
+                sum += weight;
+                if (++since < WHOLE) continue;
+                total += __builtin_convertvector(sum, f64);
+                sum = (i32){0}, since = 0;
             }
+        total += __builtin_convertvector(sum, f64);
         totals[r] = 0;
         for (int lane = 0; lane < LANES; lane++) totals[r] += total[lane];
     }
