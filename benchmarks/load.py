@@ -73,7 +73,7 @@ async def load(
 async def measure(llm: LLM, prompts: Sequence[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
     """Medians by concurrency and mode."""
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
-    with AsyncLLM(llm, max_running=max(CONCURRENCY)) as served:
+    with AsyncLLM(llm, max_running=max(CONCURRENCY), prefix_cache_slots=0) as served:
         for repeat in range(repeats + 1):
             for clients in CONCURRENCY:
                 for mode in MODES:

@@ -26,6 +26,17 @@ static void look(const struct sight *sight, int row, const uint8_t *mask, int le
     }
 }
 
+/* Whether two rows see much the same panels. Rows of different requests do not: together each would pay for both. */
+static int alike(const struct sight *sight, int row, int other) {
+    const uint16_t *one = sight->seen + (size_t)row * sight->panels, *two = sight->seen + (size_t)other * sight->panels;
+    int both = 0, either = 0;
+    for (int panel = 0; panel < sight->panels; panel++) {
+        both += one[panel] && two[panel];
+        either += one[panel] || two[panel];
+    }
+    return 2 * (either - both) <= both + 4;
+}
+
 /* The next run of panels from `panel` on that any of the rows sees; returns its end, or 0 when there is none. */
 static int next_run(const struct sight *sight, const int *rows, int count, int *panel) {
     int end = 0;

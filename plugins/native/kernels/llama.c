@@ -6,7 +6,7 @@
 #define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 10 /* at most */
-#define PHASES_BESIDE 4
+#define PHASES_BESIDE 5
 #define SHARES 2 /* of a matrix, for each thread */
 
 struct layer {
@@ -37,6 +37,7 @@ struct engine {
     int most_rows, capacity;
     struct rows hidden, normed, merged, attended, gated;
     struct sight sight;
+    int *tiles, num_tiles; /* of attention: the first query of each, and the end */
     float *scores; /* [threads][MOST_ROWS][capacity] */
 };
 
@@ -130,15 +131,27 @@ static void remember(const struct model *model, const struct pass *pass, struct 
     }
 }
 
+/* Cut the queries of a pass, `group` for each row, into tiles of rows that see the same. */
+static void cut(struct engine *engine, int rows, int group) {
+    int count = MOST_ROWS, first = 0;
+    engine->num_tiles = 0;
+    for (int query = 0; query < rows * group; query++, count++) {
+        const int row = query / group;
+        if (count < MOST_ROWS && (query % group || alike(&engine->sight, first, row))) continue;
+        engine->tiles[engine->num_tiles++] = query;
+        count = 0, first = row;
+    }
+    engine->tiles[engine->num_tiles] = rows * group;
+}
+
 /* Attention of a layer: every thread takes up to MOST_ROWS queries of one kv head at a time. */
 static void attention(struct walk *walk, struct engine *engine, const struct pass *pass, const float *keys,
                       const float *values, float *scores) {
     const struct model *model = &engine->model;
-    const int dim = model->head_dim, group = model->heads / model->kv_heads, queries = pass->rows * group;
-    const int tiles = (queries + MOST_ROWS - 1) / MOST_ROWS;
+    const int dim = model->head_dim, group = model->heads / model->kv_heads, tiles = engine->num_tiles;
     for (int unit; (unit = claim(walk, model->kv_heads * tiles)) >= 0;) {
-        const int head = unit / tiles, tile = unit % tiles, first = queries * tile / tiles;
-        const int count = queries * (tile + 1) / tiles - first;
+        const int head = unit / tiles, first = engine->tiles[unit % tiles];
+        const int count = engine->tiles[unit % tiles + 1] - first;
         const float *query[MOST_ROWS];
         float *output[MOST_ROWS];
         int rows[MOST_ROWS];
@@ -169,6 +182,7 @@ static void transform(struct walk *walk, struct engine *engine, const struct pas
         look(&engine->sight, row, pass->mask, pass->length, pass->columns);
         normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }
+    for (int once; (once = claim(walk, 1)) >= 0;) cut(engine, pass->rows, model->heads / model->kv_heads);
     for (int index = 0; index < model->layers; index++) {
         const struct layer *layer = &model->layer[index];
         linear(walk, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
@@ -250,7 +264,7 @@ void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
-    free(engine->sight.seen), free(engine->scores), free(engine);
+    free(engine->sight.seen), free(engine->tiles), free(engine->scores), free(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory. `model` is copied, what it points
@@ -268,7 +282,8 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key);
     enough = enough && allocate_rows(&engine->attended, rows, query);
     enough = enough && allocate_rows(&engine->gated, rows, model->inner);
-    if (enough) return engine;
+    engine->tiles = allocate(((size_t)rows * (model->heads / model->kv_heads) + 1) * sizeof(int));
+    if (enough && engine->tiles) return engine;
     draftwood_close(engine);
     return NULL;
 }
