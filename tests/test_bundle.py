@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftwood.builder import pipeline
+from draftwood.builder import engines
 from draftwood.builder.export import export as original_export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -230,7 +230,7 @@ def test_an_engine_that_computes_something_else_is_not_bundled(
                 node.attribute[0].f *= 1.01
         onnx.save(model, path)
 
-    monkeypatch.setattr(pipeline, "export", wrong)
+    monkeypatch.setattr(engines, "export", wrong)
     with pytest.raises(BundleError, match="differs from the torch reference"):
         build(options, quiet)
     assert not options.output.exists()

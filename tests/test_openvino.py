@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -131,3 +132,22 @@ def test_without_openvino_both_build_and_bundle_name_the_extra(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"openvino is not installed: pip install 'draftwood\[openvino\]'"):
         BuildOptions(tmp_path, tmp_path, tmp_path, "openvino")
+
+
+@OPENVINO
+def test_signals_are_handled_where_they_were(tmp_path: Path) -> None:
+    """In a process of its own, since what is wrong ends it: a signal after a model was closed."""
+    script = (
+        "import os, signal, sys\n"
+        "from draftwood.runtime import LLM, SamplingParams\n"
+        "heard = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: heard.append(1))\n"
+        "for _ in range(2):\n"
+        "    with LLM(sys.argv[1], None) as llm:\n"
+        "        llm.generate('import os', SamplingParams(max_tokens=8))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print(len(heard))\n"
+    )
+    build(BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "b", "openvino"), lambda step: lambda: None)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "b")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

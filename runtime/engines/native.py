@@ -47,7 +47,7 @@ class NativeKVCache(StackedKVCache):
 
     @property
     def capacity(self) -> int:
-        return int(self.values.shape[3])
+        return min(int(self.values.shape[3]), self.limit)
 
     def results(self, outputs: int) -> Results:
         """The buffers of a pass that scores so many rows, allocated on first use."""
@@ -151,7 +151,9 @@ class NativeEngine:
         hidden = np.zeros((outputs, model.hidden_size), np.float32) if headed else None
         ids = np.zeros((outputs, columns), np.int64) if ranked else None
         logprobs = np.zeros((outputs, columns), np.float32) if ranked else None
-        wanted = Pass(capacity=cache.capacity, top=columns, keys=address(cache.keys), values=address(cache.values))
+        wanted = Pass(
+            capacity=cache.values.shape[3], top=columns, keys=address(cache.keys), values=address(cache.values)
+        )
         wanted.logits, wanted.hidden = address(logits), address(hidden)
         wanted.ids, wanted.logprobs = address(ids), address(logprobs)
         return Results(wanted, logits, hidden, ids, logprobs)
