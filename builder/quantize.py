@@ -153,17 +153,20 @@ class RoundedCheckpoint:
 
     def __init__(self, source: Checkpoint, precision: str) -> None:
         self.source, self.dtype = source, HALF[precision]
-        self.config = source.config
+        self.config = replace(source.config, tie_embeddings=False)  # only the projection is rounded
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
+        return self.source.shape(self._stored(name))
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it: the embedding, norms and biases keep their precision. Raises
         CheckpointError as the source does."""
-        stored = self.source.tensor(name).astype(np.float32, copy=False)
-        matrix = stored.ndim == 2 and (name != EMBEDDING)
+        stored = self.source.tensor(self._stored(name)).astype(np.float32, copy=False)
+        matrix = stored.ndim == 2 and name != EMBEDDING
         return stored.astype(self.dtype).astype(np.float32) if matrix else stored
+
+    def _stored(self, name: str) -> str:
+        return EMBEDDING if name == HEAD and self.source.config.tie_embeddings else name
 
 
 def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, weights: Sequence[str]) -> ir.Value:

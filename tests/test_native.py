@@ -18,16 +18,21 @@ from native_parts import PRECISIONS, held, open_native, spec_of
 from trees import Tree, trees
 
 from draftwood.builder.options import BuildOptions
+from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build
+from draftwood.models.bindings import LOW_BIT
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
 from draftwood.runtime.engines.native import KERNELS, NativeEngine
 from draftwood.runtime.engines.pool import PooledEngine
+from draftwood.runtime.engines.torch import TorchEngine
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-MODELS = ("gqa", "mha", "mqa", "demo target")
+MODELS = ("gqa", "mha", "mqa", "demo target")  # of the bits; what every shape computes is compared with torch
+# Odd head sizes leave a matrix whose inputs are no multiple of a block: those are refused (tests/test_quantize.py).
+KINDS = [(model, kind) for model in SHAPES for kind in PRECISIONS if not (kind in LOW_BIT and "head_dim" in model)]
 few = settings(max_examples=6, deadline=None)
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)
 
@@ -88,6 +93,28 @@ def test_in_a_pool_no_neighbour_changes_a_bit(tmp_path: Path) -> None:
             at.commit(range(6))
     for output, expected in zip(outputs, alone, strict=True):
         np.testing.assert_array_equal(output.logits[-1], expected)
+    caches[0].truncate(10)  # its other rows are garbage now, and a compaction moves the second text's together
+    kept = np.sort(np.concatenate([each.slots for each in caches]))
+    pool._compact(kept)
+    assert caches[1].slots.max() == len(kept) - 1
+    again = pool.new_cache()
+    prefill(pool, again, texts[1][:30])
+    for at, text in ((caches[1], [5, 6]), (again, [*texts[1][30:], 5, 6])):
+        last = prefill(pool, at, text)
+        assert last is not None
+        expected = one_by_one(engine, texts[1], [5, 6])[-1].logits
+        np.testing.assert_array_equal(last.logits[0], expected)
+
+
+@pytest.mark.parametrize(("model", "precision"), KINDS)
+def test_every_shape_computes_what_torch_computes(model: str, precision: str, tmp_path: Path) -> None:
+    """Biases, tied embeddings, odd head sizes, inner sizes that are filled up: on the weights that the engine holds."""
+    weights = held(write_checkpoint(tmp_path / "checkpoint", model), precision)
+    spec = spec_of(weights, "target", precision, WIDTHS, 256)
+    engine = open_native(weights, spec, tmp_path)
+    reference = TorchEngine(weights.tensor, replace(spec, precision="fp32"))
+    rounding = precision if precision.startswith("int") else "fp32"
+    assert largest_difference(engine, reference, rounding) < (0.1 if precision.startswith("int") else 1e-5)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -141,8 +168,14 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(EngineError, match=message):
             engine.forward(wrong, engine.new_cache())
+    with pytest.raises(EngineError, match="do not fit a mask"):
+        engine.forward(replace(batch, num_tokens=3), engine.new_cache())
     engine.close()
     engine.close()
+    with pytest.raises(EngineError, match="was closed"):
+        engine.forward(batch, engine.new_cache())
+    with pytest.raises(EngineError, match="threads must be 0"):
+        NativeEngine(tmp_path / "target.weights", engine.spec, -1)
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
@@ -155,7 +188,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(len(content)))
     with pytest.raises(EngineError, match="lacks the tensor 'norm': rebuild the bundle"):
         NativeEngine(file, engine.spec)
-    for damaged in (b"", content[:5000], b"\xff" * 64):
+    for damaged in (b"", content[:5000], b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"):
         file.write_bytes(damaged)
         with pytest.raises(EngineError, match="rebuild the bundle"):
             NativeEngine(file, engine.spec)

@@ -54,8 +54,10 @@ def test_products_are_those_of_the_oracle(
         expected = linear(x, packed.codes, packed.scales) + bias
     else:
         expected = x.astype(np.float64) @ packed.wide.T.astype(np.float64) + bias
-    scale = np.abs(x).max() * np.abs(packed.wide).max() * 64 * blocks
-    np.testing.assert_allclose(packed.times(x, library), expected, rtol=1e-5, atol=1e-7 * scale)
+    # What fp32 may lose of a row: in the order of its largest product, however many there are.
+    scale = np.abs(x).max(1, keepdims=True) * np.abs(packed.wide).max() + 1
+    difference = np.abs(packed.times(x, library) - expected)
+    assert (difference <= 1e-5 * np.abs(expected) + 3e-6 * scale).all()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -80,7 +82,7 @@ def test_integers_are_exact_on_every_processor() -> None:
         matrix[:, ::64] = largest  # so that a block's scale is one
         x = rng.integers(-127, 128, (5, 128)).astype(np.float32)
         x[:, ::64] = 127
-        for flags in PROCESSORS[:2]:
+        for flags in PROCESSORS:
             np.testing.assert_array_equal(Packed(matrix, precision).times(x, runs_here(flags)), x @ matrix.T)
 
 

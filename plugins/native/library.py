@@ -101,7 +101,9 @@ class NativeLibrary:
         """A handle for passes of up to `rows` rows. Raises KernelError without memory."""
         handle = self._library.draftwood_open(model, rows, threads)
         if not handle:
-            raise KernelError(f"no memory for passes of {rows} rows")
+            raise KernelError(
+                f"no memory for passes of {rows} rows, or too many layers ({model.layers}) for these kernels"
+            )
         return int(handle)
 
     def close(self, handle: int) -> None:

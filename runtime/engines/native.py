@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +81,10 @@ class NativeEngine:
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0) -> None:
         """Read `path`, with the kernels beside it. threads: 0 takes one for each core. Raises EngineError when either
         file is unusable here."""
+        if threads < 0:
+            raise EngineError(f"threads must be 0, for one on each core, or more, not {threads}")
         self._handle: int | None = None
+        self._lock = Lock()  # nobody closes an engine in the middle of a pass
         self.spec = spec
         self._weights = read_weights(path)
         try:
@@ -98,22 +102,25 @@ class NativeEngine:
     def forward(self, batch: TokenBatch, cache: NativeKVCache) -> ForwardOutput:
         """See Engine.forward. Rows of padding are not computed: what the output holds for them is undefined. Raises
         EngineError, too, for tokens and positions this engine does not have."""
-        if self._handle is None:
-            raise EngineError(f"the {self.spec.role} engine was closed")
+        if batch.num_tokens > len(batch.mask):
+            raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
         start = cache.reserve(batch)
         rows, outputs = batch.num_tokens, len(batch.output_rows)
         results = cache.results(outputs)
         arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
         tokens, positions, output_rows, mask = map(np.ascontiguousarray, arrays)
         wanted = results.wanted
-        wanted.rows, wanted.outputs = rows, outputs if outputs == 1 else rows
+        wanted.rows, wanted.outputs = rows, min(outputs, rows)
         wanted.length, wanted.start, wanted.columns = cache.length, start, mask.shape[1]
         wanted.tokens, wanted.positions = address(tokens), address(positions)
         wanted.output_rows, wanted.mask = address(output_rows), address(mask)
-        try:
-            self._library.forward(self._handle, wanted)
-        except KernelError as error:
-            raise EngineError(str(error)) from error
+        with self._lock:
+            if self._handle is None:
+                raise EngineError(f"the {self.spec.role} engine was closed")
+            try:
+                self._library.forward(self._handle, wanted)
+            except KernelError as error:
+                raise EngineError(str(error)) from error
         cache.speculative += rows
         acceptance = None if results.hidden is None else self.accepted(results.hidden)
         return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, acceptance)
@@ -134,12 +141,14 @@ class NativeEngine:
         return 1 / (1 + np.exp(-odds))
 
     def close(self) -> None:
-        if self._handle is not None:
-            self._library.close(self._handle)
-        self._handle = None
+        with self._lock:
+            if self._handle is not None:
+                self._library.close(self._handle)
+            self._handle = None
 
     def __del__(self) -> None:
-        self.close()
+        if getattr(self, "_lock", None) is not None:
+            self.close()
 
     def results(self, outputs: int, cache: NativeKVCache) -> Results:
         """Buffers of a pass over a cache that scores so many rows."""
@@ -231,6 +240,6 @@ def read_weights(path: Path) -> dict[str, NDArray[Any]]:
                 tensors[name] = np.memmap(path, dtype, "r", 8 + size + start, shape)
             else:
                 tensors[name] = memory[start:end].view(dtype).reshape(shape)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
     return tensors

@@ -1,7 +1,8 @@
 /* Tree attention over a cache in panels: keys [kv head][slot / 16][head_dim][16], values [kv head][dim / 16][slot][16].
  *
- * Both products are tiles of matrix.h. A slot that a row does not see weighs exactly nothing, and the sum of the weights
- * does not depend on their order: so a row's result has the same bits wherever in the cache its ancestors lie. */
+ * Both products are tiles of matrix.h. A slot that a row does not see weighs exactly nothing, all numbers being
+ * finite, and the sum of the weights does not depend on their order: so a row's result has the same bits wherever in the cache
+ * its ancestors lie, as long as they lie in the order of the text. */
 #pragma once
 #include "matrix.h"
 
@@ -107,9 +108,10 @@ static void attend(int count, const float *const *queries, float *const *outputs
         f32 sums[MOST_ROWS][MOST_PANELS] = {0};
         step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
         for (int first = 0, last; (last = next_run(sight, rows, count, &first)); first = last)
-            products(count, step, weights, values + panel * value_panel, value_panel, first * LANES, last * LANES, sums);
+            products(count, step, weights, values + panel * value_panel, value_panel, first * LANES, last * LANES,
+                     sums);
         for (int r = 0; r < count; r++) {
-            float share = (float)(1.0 / (totals[r] > 0 ? totals[r] : 1.0)); /* a row of padding sees nothing */
+            float share = (float)(1.0 / (totals[r] > 0 ? totals[r] : 1.0)); /* nothing is seen */
             for (int p = 0; p < step; p++) {
                 f32 result = sums[r][p] * share;
                 int from = (panel + p) * LANES, size = head_dim - from < LANES ? head_dim - from : LANES;

@@ -1,56 +1,11 @@
 /* One pass of a LLaMA over the rows of a token tree, behind a cache that it extends in place. */
-#include "attention.h"
+#include "engine.h"
 #include "ranking.h"
-#include "threads.h"
-
-#define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
-#define STRIDE 128 /* rows of activations are filled up to whole blocks */
-#define PHASES_OF_LAYER 10 /* at most */
-#define PHASES_BESIDE 5
-#define SHARES 2 /* of a matrix, for each thread */
-
-struct layer {
-    const float *input_norm, *post_norm;
-    struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
-};
-
-struct model {
-    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions;
-    float epsilon;
-    const float *embedding, *norm, *cosine, *sine; /* cosine, sine: [positions][head_dim / 2] */
-    const struct layer *layer;
-    struct matrix head;
-};
-
-/* keys, values: of all layers, see attention.h. hidden: [outputs][hidden] or null; ids, logprobs: [outputs][top] or null. */
-struct pass {
-    int32_t rows, outputs, length, start, columns, capacity, top;
-    const int64_t *tokens, *positions, *output_rows;
-    const uint8_t *mask;
-    float *keys, *values, *logits, *hidden, *logprobs;
-    int64_t *ids;
-};
-
-struct engine {
-    struct model model;
-    struct team *team;
-    int most_rows, capacity;
-    struct rows hidden, normed, merged, attended, gated;
-    struct sight sight;
-    int *tiles, num_tiles; /* of attention: the first query of each, and the end */
-    float *scores; /* [threads][MOST_ROWS][capacity] */
-};
 
 struct job {
     struct engine *engine;
     const struct pass *pass;
 };
-
-static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }
-static int dim_of(const struct model *model) { return (model->head_dim + LANES - 1) / LANES * LANES; }
-
-static size_t keys_of(const struct model *model, int capacity) { return (size_t)model->head_dim * capacity; }
-static size_t values_of(const struct model *model, int capacity) { return (size_t)dim_of(model) * capacity; }
 
 /* normed = hidden / rms(hidden) * weight, rounded if `next` is of integers. */
 static void normalize(const struct model *model, const struct rows *from, int row, const float *weight,
@@ -77,7 +32,7 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, int pa
         if (matrix->bias) sum[p] += load(matrix->bias + (panel + p) * LANES);
     }
     for (int p = 0; p < panels; p++) {
-        const int column = (panel + p) * LANES, size = matrix->outputs - column < LANES ? matrix->outputs - column : LANES;
+        const int column = (panel + p) * LANES, left = matrix->outputs - column, size = left < LANES ? left : LANES;
         if (ending == STORE) memcpy(result + column, &sum[p], size * sizeof(float));
         if (ending == ADD) store(result + column, load(result + column) + sum[p]);
         if (ending == GATE && p % 2) store(result + column / 2 / LANES * LANES, silu(sum[p - 1]) * sum[p]);
@@ -117,7 +72,8 @@ static void rotate(float *head, const float *cosine, const float *sine, int half
 static void remember(const struct model *model, const struct pass *pass, struct rows *merged, int row, float *keys,
                      float *values) {
     const int dim = model->head_dim, half = dim / 2, slot = pass->start + row;
-    const float *cosine = model->cosine + pass->positions[row] * half, *sine = model->sine + pass->positions[row] * half;
+    const float *cosine = model->cosine + pass->positions[row] * half;
+    const float *sine = model->sine + pass->positions[row] * half;
     float *query = merged->values + (size_t)row * merged->stride;
     float *key = query + model->heads * dim, *value = key + model->kv_heads * dim;
     for (int head = 0; head < model->heads; head++)
@@ -179,6 +135,8 @@ static void transform(struct walk *walk, struct engine *engine, const struct pas
     for (int row; (row = claim(walk, pass->rows)) >= 0;) {
         memcpy(hidden->values + (size_t)row * hidden->stride, model->embedding + pass->tokens[row] * model->hidden,
                model->hidden * sizeof(float));
+        memset(hidden->values + (size_t)row * hidden->stride + model->hidden, 0,
+               (hidden->stride - model->hidden) * sizeof(float)); /* an infinity of another pass must not stay */
         look(&engine->sight, row, pass->mask, pass->length, pass->columns);
         normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }
@@ -225,37 +183,44 @@ static void run(struct team *team, int thread, void *argument) {
     project(&walk, job->engine, job->pass);
 }
 
-static void *allocate(size_t bytes) {
-    void *memory = aligned_alloc(64, ALIGNED(bytes));
-    if (memory) memset(memory, 0, bytes);
-    return memory;
-}
-
-static int allocate_rows(struct rows *rows, int count, int size) {
-    const size_t cells = (size_t)count * padded(size);
-    rows->stride = padded(size);
-    rows->values = allocate(cells * sizeof(float));
-    rows->codes = allocate(cells);
-    rows->scales = allocate(cells / LANES * sizeof(float));
-    rows->sums = allocate(cells / LANES * sizeof(int32_t));
-    return rows->values && rows->codes && rows->scales && rows->sums;
-}
-
-static void free_rows(struct rows *rows) { free(rows->values), free(rows->codes), free(rows->scales), free(rows->sums); }
-
 /* Instructions this library was compiled for, separated by spaces, as Linux names them in /proc/cpuinfo. */
 const char *draftwood_instructions(void) {
     return ""
+#if defined(__AVX__)
+           "avx "
+#endif
+#if defined(__AVX2__)
+           "avx2 fma "
+#endif
+#if defined(__BMI2__)
+           "bmi1 bmi2 "
+#endif
+#if defined(__F16C__)
+           "f16c "
+#endif
+#if defined(__GFNI__)
+           "gfni "
+#endif
 #if defined(__AVX512F__)
-           "avx512f avx512bw avx512dq avx512vl "
+           "avx512f "
+#endif
+#if defined(__AVX512BW__)
+           "avx512bw "
+#endif
+#if defined(__AVX512DQ__)
+           "avx512dq "
+#endif
+#if defined(__AVX512VL__)
+           "avx512vl "
+#endif
+#if defined(__AVX512VBMI__)
+           "avx512vbmi "
 #endif
 #if defined(__AVX512VNNI__)
            "avx512_vnni "
-#elif defined(__AVXVNNI__)
-           "avx_vnni "
 #endif
-#if defined(__AVX2__)
-           "avx2 fma"
+#if defined(__AVXVNNI__)
+           "avx_vnni "
 #endif
         ;
 }
@@ -267,15 +232,15 @@ void draftwood_close(struct engine *engine) {
     free(engine->sight.seen), free(engine->tiles), free(engine->scores), free(engine);
 }
 
-/* An engine for passes of up to `rows` rows on that many threads; null without memory. `model` is copied, what it points
- * to is not. */
+/* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
+ * there are phases for. `model` is copied, what it points to is not. */
 struct engine *draftwood_open(const struct model *model, int rows, int threads) {
     if (model->layers > (MOST_PHASES - PHASES_BESIDE) / PHASES_OF_LAYER) return NULL;
     struct engine *engine = allocate(sizeof *engine);
     if (!engine) return NULL;
     engine->model = *model;
     engine->most_rows = rows;
-    engine->team = open_team(threads < MOST_THREADS ? threads : MOST_THREADS);
+    engine->team = open_team(threads < 1 ? 1 : threads < MOST_THREADS ? threads : MOST_THREADS);
     const int query = model->heads * model->head_dim, key = model->kv_heads * model->head_dim;
     int enough = engine->team && allocate_rows(&engine->hidden, rows, model->hidden);
     enough = enough && allocate_rows(&engine->normed, rows, model->hidden);
@@ -286,16 +251,6 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     if (enough && engine->tiles) return engine;
     draftwood_close(engine);
     return NULL;
-}
-
-/* Room to look and score over a cache of `capacity` slots. */
-static int make_room(struct engine *engine, int capacity) {
-    if (capacity <= engine->capacity) return 1;
-    free(engine->sight.seen), free(engine->scores);
-    engine->sight.seen = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
-    engine->scores = allocate((size_t)engine->team->threads * MOST_ROWS * capacity * sizeof(float));
-    engine->capacity = engine->sight.seen && engine->scores ? capacity : 0;
-    return engine->capacity;
 }
 
 /* Run a pass; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there. */
@@ -319,6 +274,7 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
 /* Copy the rows in `slots`, in that order, behind row `first` of every layer; 0, or -1 without memory. */
 int draftwood_move(const struct model *model, float *keys, float *values, int capacity, int first, const int64_t *slots,
                    int count) {
+    if (!count) return 0;
     const int dim = model->head_dim, panels = panels_of(dim);
     float *kept = allocate((size_t)count * panels * LANES * sizeof(float));
     if (!kept) return -1;
@@ -346,7 +302,8 @@ int draftwood_linear(const struct matrix *matrix, const float *values, int rows,
     struct rows x = {0};
     int enough = allocate_rows(&x, rows, matrix->inputs);
     for (int row = 0; enough && row < rows; row++) {
-        memcpy(x.values + (size_t)row * x.stride, values + (size_t)row * matrix->inputs, matrix->inputs * sizeof(float));
+        const float *from = values + (size_t)row * matrix->inputs;
+        memcpy(x.values + (size_t)row * x.stride, from, matrix->inputs * sizeof(float));
         if (matrix->format >= INT8) round_row(&x, row, matrix->inputs, matrix->block);
     }
     const int panels = panels_of(matrix->outputs);

@@ -1,7 +1,7 @@
 /* Rows times a matrix, in panels of 16 outputs.
  *
- * A panel is read once and meets up to MOST_ROWS rows while it is in registers. Each (row, output) is one chain of operations
- * over the inputs, the same in every tile, so a row's result has the same bits whatever other rows a pass has. */
+ * A panel is read once and meets up to MOST_ROWS rows while it is in registers. Each (row, output) is one chain of
+ * operations over the inputs, the same in every tile, so a row's result has the same bits whatever other rows a pass has. */
 #pragma once
 #include "vector.h"
 
@@ -82,8 +82,8 @@ INLINE void dense_tile(const int R, const int P, const float *const *rows, const
 
 /* The same over codes: whole blocks in integers, then one product with both scales. An unsigned code is `zero` too
  * large; what that adds to a block is known from the sum of the row's codes. */
-INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix, int panel,
-                         const int bits, f32 sums[][MOST_PANELS]) {
+INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
+                         int panel, const int bits, f32 sums[][MOST_PANELS]) {
     const int zero = 1 << (bits - 1), block = matrix->block, blocks = matrix->inputs / block;
     const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8;
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
@@ -166,7 +166,8 @@ static void multiply(const struct matrix *matrix, const struct rows *x, int row,
         for (int p = 0; p < panels; p++) sums[r][p] = (f32){0};
     const size_t size = (size_t)matrix->inputs * LANES;
 #define DENSE(R, P, FORMAT, BYTES)                                                                                     \
-    dense_tile(R, P, values, (const char *)matrix->weights + panel * size * BYTES, size, 0, matrix->inputs, FORMAT, sums);
+    dense_tile(R, P, values, (const char *)matrix->weights + panel * size * BYTES, size, 0, matrix->inputs, FORMAT,     \
+               sums);
 #define FP32_TILE(R, P) { DENSE(R, P, FP32, 4) }
 #define FP16_TILE(R, P) { DENSE(R, P, FP16, 2) }
 #define BF16_TILE(R, P) { DENSE(R, P, BF16, 2) }

@@ -27,7 +27,8 @@ static void rank(const float *logits, int size, int top, int64_t *ids, float *lo
         for (int id = first; id < last; id++) {
             if (count == top && !(logits[id] > logprobs[top - 1])) continue;
             int at = count < top ? count++ : top - 1;
-            for (; at > 0 && logits[id] > logprobs[at - 1]; at--) logprobs[at] = logprobs[at - 1], ids[at] = ids[at - 1];
+            for (; at > 0 && logits[id] > logprobs[at - 1]; at--)
+                logprobs[at] = logprobs[at - 1], ids[at] = ids[at - 1];
             logprobs[at] = logits[id];
             ids[at] = id;
         }

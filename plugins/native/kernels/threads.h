@@ -1,10 +1,11 @@
 /* A team of threads that works through the phases of a pass.
  *
- * A phase is a number of units, and whoever is there takes the next one. Nobody waits for a thread that the system has
- * not scheduled: a phase is over when its units are done, however many threads did them. So a busy machine makes a pass
- * slower, but does not stop it. Between passes the helpers spin for a while, since the next one mostly comes within
+ * A phase is a number of units, and whoever is there takes the next one. Nobody waits for a thread that has not begun:
+ * a phase is over when its units are done, however many threads did them. So a busy machine makes a pass slower, but
+ * seldom stops it. Between passes the helpers spin for a while, since the next one mostly comes within
  * microseconds, and then sleep. */
 #pragma once
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -56,8 +57,8 @@ static int claim(struct walk *walk, int units) {
         return unit;
     }
     if (walk->mine) atomic_fetch_add_explicit(&phase->done, walk->mine, memory_order_acq_rel);
-    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < units; spins++)
-        if (spins < WAIT_SPINS) relax(); else sched_yield();
+    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < units;)
+        if (spins < WAIT_SPINS) relax(), spins++; else sched_yield();
     walk->phase++;
     walk->mine = 0;
     return -1;
@@ -73,8 +74,8 @@ static void *help(void *argument) {
     struct team *team = self.team;
     free(argument);
     for (int seen = 0;;) {
-        for (int spins = 0; spins < IDLE_SPINS && atomic_load_explicit(&team->job, memory_order_acquire) == seen; spins++)
-            relax();
+        for (int spins = 0; spins < IDLE_SPINS; spins++, relax())
+            if (atomic_load_explicit(&team->job, memory_order_acquire) != seen) break;
         pthread_mutex_lock(&team->sleep);
         while (atomic_load(&team->job) == seen && !atomic_load(&team->closing)) {
             team->sleepers++;
@@ -100,7 +101,7 @@ static void together(struct team *team, int phases, void (*work)(struct team *, 
     team->work = work;
     team->argument = argument;
     if (team->threads > 1) {
-        const int job = atomic_load(&team->job) + 1;
+        const int last = atomic_load(&team->job), job = last == INT_MAX ? 1 : last + 1; /* never 0: closed */
         atomic_store(&team->open, job);
         atomic_store(&team->job, job);
         pthread_mutex_lock(&team->sleep);
@@ -109,11 +110,11 @@ static void together(struct team *team, int phases, void (*work)(struct team *, 
     }
     work(team, 0, argument);
     atomic_store(&team->open, 0);
-    for (int spins = 0; atomic_load(&team->helping); spins++)
-        if (spins < WAIT_SPINS) relax(); else sched_yield();
+    for (int spins = 0; atomic_load(&team->helping);)
+        if (spins < WAIT_SPINS) relax(), spins++; else sched_yield();
 }
 
-/* The process's team of so many threads. Engines share it: two teams would fight for the cores. */
+/* This library's team of so many threads. Engines share it: two such teams would fight for the cores. */
 static pthread_mutex_t registry = PTHREAD_MUTEX_INITIALIZER;
 static struct team *teams[MOST_THREADS + 1];
 

@@ -1,5 +1,5 @@
 /* Sixteen numbers at a time, in the vector extensions that gcc and clang have on every processor: AVX-512 takes one
- * register, others several. Nothing here depends on a lane's place, so a row's result never depends on its neighbours. */
+ * register, others several. Nothing depends on a lane's place, so a row's result never depends on its neighbours. */
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -1,0 +1,80 @@
+/* What an engine holds: the model it is for, its threads, and room for the rows of a pass. */
+#pragma once
+#include "attention.h"
+#include "threads.h"
+
+#define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
+#define STRIDE 128 /* rows of activations are filled up to whole blocks */
+#define PHASES_OF_LAYER 10 /* at most */
+#define PHASES_BESIDE 5
+#define SHARES 2 /* of a matrix, for each thread */
+
+struct layer {
+    const float *input_norm, *post_norm;
+    struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
+};
+
+struct model {
+    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions;
+    float epsilon;
+    const float *embedding, *norm, *cosine, *sine; /* cosine, sine: [positions][head_dim / 2] */
+    const struct layer *layer;
+    struct matrix head;
+};
+
+/* keys, values: of all layers, see attention.h. hidden: [outputs][hidden] or null; ids, logprobs: [outputs][top] or
+ * null. */
+struct pass {
+    int32_t rows, outputs, length, start, columns, capacity, top;
+    const int64_t *tokens, *positions, *output_rows;
+    const uint8_t *mask;
+    float *keys, *values, *logits, *hidden, *logprobs;
+    int64_t *ids;
+};
+
+struct engine {
+    struct model model;
+    struct team *team;
+    int most_rows, capacity;
+    struct rows hidden, normed, merged, attended, gated;
+    struct sight sight;
+    int *tiles, num_tiles; /* of attention: the first query of each, and the end */
+    float *scores; /* [threads][MOST_ROWS][capacity] */
+};
+
+static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }
+
+static size_t keys_of(const struct model *model, int capacity) { return (size_t)model->head_dim * capacity; }
+static size_t values_of(const struct model *model, int capacity) {
+    return (size_t)panels_of(model->head_dim) * LANES * capacity;
+}
+
+static void *allocate(size_t bytes) {
+    void *memory = aligned_alloc(64, ALIGNED(bytes));
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+static int allocate_rows(struct rows *rows, int count, int size) {
+    const size_t cells = (size_t)count * padded(size);
+    rows->stride = padded(size);
+    rows->values = allocate(cells * sizeof(float));
+    rows->codes = allocate(cells);
+    rows->scales = allocate(cells / LANES * sizeof(float));
+    rows->sums = allocate(cells / LANES * sizeof(int32_t));
+    return rows->values && rows->codes && rows->scales && rows->sums;
+}
+
+static void free_rows(struct rows *rows) {
+    free(rows->values), free(rows->codes), free(rows->scales), free(rows->sums);
+}
+
+/* Room to look and score over a cache of `capacity` slots. */
+static int make_room(struct engine *engine, int capacity) {
+    if (capacity <= engine->capacity) return 1;
+    free(engine->sight.seen), free(engine->scores);
+    engine->sight.seen = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
+    engine->scores = allocate((size_t)engine->team->threads * MOST_ROWS * capacity * sizeof(float));
+    engine->capacity = engine->sight.seen && engine->scores ? capacity : 0;
+    return engine->capacity;
+}
