@@ -29,6 +29,7 @@ CONTEXTS = (64, 512, 1536)
 REPEATS = 9
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
 HOST_ROUNDS = 12
+UNPADDED = ("native",)  # backends whose passes do not compute the rows that fill them up to a width
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,11 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
             seconds[role].append(row)
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
     greedy, sampled = (host(pair, temperature, advance) for temperature in (0.0, 1.0))
-    passes = {role: PassCosts(pair.engines[role].spec.widths, fitting, tuple(seconds[role])) for role in ROLES}
     backend = pair.engines[TARGET].spec.backend
+    passes = {
+        role: PassCosts(pair.engines[role].spec.widths, fitting, tuple(seconds[role]), backend not in UNPADDED)
+        for role in ROLES
+    }
     machine = fingerprint(backend, pair.provider, pair.threads, pair.draft_threads)
     return CostModel(passes[TARGET], passes[DRAFT], greedy, sampled, machine)
 

@@ -31,11 +31,12 @@ ASSUMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 @dataclass(frozen=True, slots=True)
 class PassCosts:
     """Seconds of one engine's passes. seconds[i][j]: `widths[j]` rows behind `contexts[i]` committed ones, both
-    ascending."""
+    ascending. padded: other numbers of rows cost as much as the next larger width, which they are filled up to."""
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
+    padded: bool = True
 
     def __post_init__(self) -> None:
         if any(list(axis) != sorted(set(axis)) or not axis for axis in (self.widths, self.contexts)):
@@ -45,11 +46,11 @@ class PassCosts:
             raise ValueError(f"seconds must be {shape[0]} x {shape[1]} positive numbers")
 
     def at(self, rows: int, context: int) -> float:
-        """Seconds of the smallest measured pass that holds `rows`, between the nearest contexts; the widest measured
-        one, in proportion, for more rows."""
-        column = next((index for index, width in enumerate(self.widths) if width >= rows), len(self.widths) - 1)
-        cells = [row[column] for row in self.seconds]
-        return float(np.interp(context, self.contexts, cells)) * max(1.0, rows / self.widths[column])
+        """Seconds of a pass, between the nearest contexts; of more rows than were measured, in proportion."""
+        if self.padded:
+            rows = next((width for width in self.widths if width >= rows), rows)
+        cells = [np.interp(rows, self.widths, each) for each in self.seconds]
+        return float(np.interp(context, self.contexts, cells)) * max(1.0, rows / self.widths[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def read_costs(folder: Path) -> CostModel | None:
 
 def read_passes(content: Mapping[str, Any]) -> PassCosts:
     rows = tuple(tuple(row) for row in content["seconds"])
-    return PassCosts(tuple(content["widths"]), tuple(content["contexts"]), rows)
+    return PassCosts(tuple(content["widths"]), tuple(content["contexts"]), rows, bool(content.get("padded", True)))
 
 
 def fingerprint(backend: str, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,16 @@ def test_the_smallest_pass_that_holds_the_rows_between_the_nearest_contexts(
     assert MEASURED.at(rows, context) == pytest.approx(seconds)
 
 
-@given(st.integers(1, 20), st.integers(0, 400))
-def test_more_rows_or_a_longer_context_never_cost_less(rows: int, context: int) -> None:
-    assert MEASURED.at(rows + 1, context) >= MEASURED.at(rows, context)
-    assert MEASURED.at(rows, context + 10) >= MEASURED.at(rows, context)
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 1.0), (2, 4 / 3), (4, 2.0), (5, 2.25), (16, 6.0)])
+def test_a_pass_that_is_not_padded_costs_what_its_rows_do(rows: int, seconds: float) -> None:
+    assert replace(MEASURED, padded=False).at(rows, 100) == pytest.approx(seconds)
+
+
+@given(st.integers(1, 20), st.integers(0, 400), st.booleans())
+def test_more_rows_or_a_longer_context_never_cost_less(rows: int, context: int, padded: bool) -> None:
+    passes = replace(MEASURED, padded=padded)
+    assert passes.at(rows + 1, context) >= passes.at(rows, context)
+    assert passes.at(rows, context + 10) >= passes.at(rows, context)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,7 @@ def test_a_table_of_another_shape_is_refused(
 def test_a_table_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     assert read_costs(tmp_path) is None
     costs = table(1.0, 0.125)
+    costs = replace(costs, draft=replace(costs.draft, padded=False))
     costs.write(tmp_path)
     assert read_costs(tmp_path) == costs
     assert [file.name for file in tmp_path.iterdir()] == [FILE]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from costs import table
+from fakes import FakeEngine, random_model
 
 from draftwood.builder.profile import Pair, measure, monotone
 from draftwood.builder.progress import Step
@@ -42,6 +43,15 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
     assert costs.machine["threads"] == 1 and "onnxruntime" in str(costs.machine["backend"])
     assert costs.greedy.round > 0 or costs.greedy.token > 0
     assert len(units) == 3 and set(units.values()) == {0}
+
+
+@pytest.mark.parametrize(("backend", "padded"), [("native", False), ("onnxruntime", True)])
+def test_a_table_knows_whether_passes_are_filled_up_to_a_width(backend: str, padded: bool) -> None:
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+    for engine in engines.values():
+        engine.spec = replace(engine.spec, backend=backend)
+    costs = measure(Pair(engines, 200, "cpu", 1, 1), lambda step: lambda: None, contexts=(8,), repeats=1)
+    assert costs.target.padded == costs.draft.padded == padded
 
 
 def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
