@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import date
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -33,12 +34,14 @@ from .live import costs_note
 from .options import add_engines, add_sampling, given, integers, positive
 
 PLAIN = "plain"
+NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
 CONFIGS = "plain,chain:4,topk:12,auto"
 
 
 class Row(NamedTuple):
     """One configuration's figures. speed: seconds per token of plain decoding divided by this configuration's, the
-    median over prompts and repeats, measured alternately. same_text: share of outputs equal to plain decoding's."""
+    median over prompts and repeats, measured alternately; without reading the prompt, which takes a draft longer, and
+    speed_whole with it. same_text: share of outputs equal to plain decoding's."""
 
     config: str
     mean_acceptance_length: float
@@ -47,6 +50,7 @@ class Row(NamedTuple):
     draft_passes_per_token: float
     tokens_per_second: float
     speed: float
+    speed_whole: float
     same_text: float
 
 
@@ -100,7 +104,15 @@ def run(args: argparse.Namespace) -> int:
                 if repeat:  # the first round warms caches and binds buffers
                     runs[name].append(Run(sampler.output, stats))
     rows = [summarise(name, runs[name], runs[PLAIN]) for name in configs]
-    report = {"prompts": len(prompts), "repeats": args.repeats, "rows": [row._asdict() for row in rows]}
+    report = {
+        "date": date.today().isoformat(),
+        "bundle": args.bundle.name,
+        "machine": fingerprint(engines[0].spec.backend, args.provider, args.threads, args.draft_threads),
+        "temperature": params.temperature,
+        "prompts": len(prompts),
+        "repeats": args.repeats,
+        "rows": [row._asdict() for row in rows],
+    }
     if args.output is not None:
         write(args.output, "--output", json.dumps(report, indent=2) + "\n")
     if args.json:
@@ -125,12 +137,20 @@ class Run(NamedTuple):
     token_ids: list[int]
     stats: SpecDecodeStats
 
+    @property
+    def seconds(self) -> float:
+        """Per token, without the prompt."""
+        return self.stats.decode_seconds / self.stats.num_tokens
+
+    @property
+    def seconds_whole(self) -> float:
+        return (self.stats.prompt_seconds + self.stats.decode_seconds) / self.stats.num_tokens
+
 
 def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
     """One configuration's row; runs[i] and plain[i] are the same prompt, one after the other."""
     tokens = sum(run.stats.num_tokens for run in runs)
-    seconds = [run.stats.decode_seconds / run.stats.num_tokens for run in runs]
-    plain_seconds = [run.stats.decode_seconds / run.stats.num_tokens for run in plain]
+    both = list(zip(plain, runs, strict=True))
     drafts = sum(run.stats.num_drafts for run in runs)
     accepted = sum(run.stats.num_accepted_tokens for run in runs)
     proposed = sum(run.stats.num_draft_tokens for run in runs)
@@ -140,9 +160,10 @@ def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
         acceptance_rate=accepted / proposed if proposed else 0.0,
         target_passes_per_token=sum(run.stats.target_passes for run in runs) / tokens,
         draft_passes_per_token=sum(run.stats.draft_passes for run in runs) / tokens,
-        tokens_per_second=1 / median(seconds),
-        speed=median(base / own for base, own in zip(plain_seconds, seconds, strict=True)),
-        same_text=mean(run.token_ids == base.token_ids for run, base in zip(runs, plain, strict=True)),
+        tokens_per_second=1 / median(run.seconds for run in runs),
+        speed=median(base.seconds / run.seconds for base, run in both),
+        speed_whole=median(base.seconds_whole / run.seconds_whole for base, run in both),
+        same_text=mean(run.token_ids == base.token_ids for base, run in both),
     )
 
 
@@ -150,20 +171,21 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
     """The rows for a person. Sampled texts differ from plain decoding's by chance, so only greedy ones are compared."""
     columns = [
         "",
-        "mean acceptance\nlength",
-        "target passes\nper token",
-        "draft passes\nper token",
+        "mean\naccepted\nlength",
+        "target\npasses\n/ token",
+        "draft\npasses\n/ token",
         "tokens/s",
         "× plain",
+        "with\nprompt",
     ]
     result = Table(*columns, *(["text as\nplain"] if greedy else []), box=box.SIMPLE, pad_edge=False)
     for column in result.columns[1:]:
-        column.min_width, column.justify = 8, "right"
-    result.columns[0].overflow = "fold"
+        column.no_wrap, column.justify = True, "right"
+    result.columns[0].min_width, result.columns[0].overflow = NAME_WIDTH, "fold"
     for row in rows:
         cells = [row.config, f"{row.mean_acceptance_length:.2f}"]
         cells += [f"{row.target_passes_per_token:.2f}", f"{row.draft_passes_per_token:.2f}"]
-        cells += [f"{row.tokens_per_second:.0f}", f"{row.speed:.2f}"]
+        cells += [f"{row.tokens_per_second:.0f}", f"{row.speed:.2f}", f"{row.speed_whole:.2f}"]
         result.add_row(*cells, *([f"{row.same_text:.0%}"] if greedy else []))
     return result
 
