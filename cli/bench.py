@@ -178,7 +178,7 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
         "× plain",
         "with\nprompt",
     ]
-    result = Table(*columns, *(["text as\nplain"] if greedy else []), box=box.SIMPLE, pad_edge=False)
+    result = Table(*columns, *(["same\ntext"] if greedy else []), box=box.SIMPLE, pad_edge=False)
     for column in result.columns[1:]:
         column.no_wrap, column.justify = True, "right"
     result.columns[0].min_width, result.columns[0].overflow = NAME_WIDTH, "fold"
