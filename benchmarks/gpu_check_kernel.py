@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    cache_lengths: torch.Tensor
+    sequences: torch.Tensor
     tree_mask: torch.Tensor
 
     @property
@@ -41,15 +41,17 @@ class Operands(NamedTuple):
 
 
 def shapes(dtype: str) -> list[Shape]:
-    """What a kernel can get wrong: groups of heads, head sizes, one to 64 rows, rows of earlier passes, long caches."""
+    """What a kernel can get wrong: groups of heads, head sizes, one to 64 rows, rows of earlier passes, long caches,
+    several sequences."""
     sizes = [
         (1, 4, 4, 1, 1, 256, 64),
         (1, 4, 2, 8, 8, 300, 64),
-        (2, 8, 1, 5, 9, 512, 128),
+        (2, 8, 1, 5, 9, 1024, 128),
         (1, 16, 16, 8, 8, 4096, 128),
         (1, 8, 2, 64, 64, 4096, 128),
+        (8, 32, 8, 64, 128, 16384, 128),
         (1, 6, 2, 12, 48, 777, 96),
-        (3, 2, 1, 3, 5, 130, 256),
+        (3, 2, 1, 3, 5, 390, 256),
         (1, 4, 2, 16, 32, 16384, 128),
         (1, 3, 1, 2, 4, 64, 12),
     ]
@@ -57,8 +59,8 @@ def shapes(dtype: str) -> list[Shape]:
 
 
 def interpreted_shapes() -> list[Shape]:
-    """Small enough for the interpreter; with splits, groups, and rows of earlier passes."""
-    sizes = [(1, 4, 2, 3, 5, 96, 32), (2, 2, 2, 4, 4, 600, 16), (1, 3, 1, 2, 4, 64, 12)]
+    """Small enough for the interpreter; with splits, groups, several sequences, and rows of earlier passes."""
+    sizes = [(1, 4, 2, 3, 5, 96, 32), (3, 2, 2, 4, 6, 900, 16), (1, 3, 1, 2, 4, 64, 12)]
     return [Shape(*size, dtype) for size in sizes for dtype in ("fp32", "fp16")]
 
 
@@ -66,14 +68,14 @@ def interpreted(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cache_lengths: torch.Tensor,
+    sequences: torch.Tensor,
     tree_mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """The kernel on host memory; TRITON_INTERPRET must have been 1 when it was imported."""
     from draftwood.plugins.tree_attention.launch import InterpreterLauncher, strides
 
-    tensors = (query, key, value, cache_lengths, tree_mask)
+    tensors = (query, key, value, sequences, tree_mask)
     shape = Shape.of([tensor.shape for tensor in tensors], DTYPES_BY_TORCH[query.dtype])
     launcher = InterpreterLauncher(multiprocessors=4)
     layout = plan(shape, launcher.multiprocessors)
@@ -85,31 +87,38 @@ def interpreted(
 
 
 def operands(shape: Shape, lengths: Sequence[int], seed: int, device: str) -> Operands:
-    """Random operands, made on the device. Slots that nobody sees are NaN: what reads one shows."""
+    """Random operands, made on the device: a region of the cache for each sequence, the speculative rows of all behind
+    the last one's committed slots, rows dealt out evenly. Slots that nobody sees are NaN: what reads one shows."""
     generator = torch.Generator(device).manual_seed(seed)
     draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[shape.dtype])
-    query = draw((shape.batch, shape.heads, shape.rows, shape.head_dim))
-    key, value = (draw((shape.batch, shape.kv_heads, shape.capacity, shape.head_dim)) for _ in range(2))
-    for cache in (key, value):
-        for sequence, length in enumerate(lengths):
-            cache[sequence, :, length + shape.columns :] = torch.nan
-    chances = torch.rand((shape.batch, shape.rows, shape.columns), generator=generator, device=device)
+    query = draw((1, shape.heads, shape.rows, shape.head_dim))
+    key, value = (draw((1, shape.kv_heads, shape.capacity, shape.head_dim)) for _ in range(2))
+    region = (shape.capacity - shape.columns) // shape.sequences
+    tree_slot = region * (shape.sequences - 1) + lengths[-1]
+    hidden = torch.ones(shape.capacity, dtype=torch.bool, device=device)
+    hidden[tree_slot : tree_slot + shape.columns] = False
+    sequences = []
+    for number, length in enumerate(lengths):
+        hidden[number * region : number * region + length] = False
+        sequences.append((number * shape.rows // shape.sequences, number * region, length, tree_slot))
+    key[:, :, hidden] = value[:, :, hidden] = torch.nan
+    chances = torch.rand((1, shape.rows, shape.columns), generator=generator, device=device)
     own = torch.eye(shape.rows, shape.columns, dtype=torch.bool, device=device).roll(shape.columns - shape.rows, 1)
-    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return Operands(query, key, value, counts, (chances < 0.4) | own)  # a row sees itself
+    described = torch.tensor(sequences, dtype=torch.int32, device=device)
+    return Operands(query, key, value, described, (chances < 0.4) | own)  # a row sees itself
 
 
 def expected(given: Operands, scale: float) -> NDArray[np.float32]:
     """The oracle's answer to what the device really holds: rounded inputs, widened."""
     query, key, value = (tensor.float().cpu().numpy() for tensor in given[:3])
-    return oracle(query, key, value, given.cache_lengths.cpu().numpy(), given.tree_mask.cpu().numpy(), scale)
+    return oracle(query, key, value, given.sequences.cpu().numpy(), given.tree_mask.cpu().numpy(), scale)
 
 
 def relative_error(attend: Attend, shape: Shape, seed: int, device: str) -> float:
-    """||out - oracle|| / ||oracle|| of one call with a cache that is nearly full."""
+    """||out - oracle|| / ||oracle|| of one call in which the last sequence's region is full."""
     rng = np.random.default_rng(seed)
-    room = shape.capacity - shape.columns
-    lengths = [room, *(int(rng.integers(0, room)) for _ in range(shape.batch - 1))]
+    room = (shape.capacity - shape.columns) // shape.sequences
+    lengths = [*(int(rng.integers(0, room)) for _ in range(shape.sequences - 1)), room]
     given = operands(shape, lengths, seed, device)
     found = attend(*given, given.scale).float().cpu().numpy()
     wanted = expected(given, given.scale)
@@ -133,7 +142,7 @@ def numerics(attend: Attend, cases: Sequence[Shape], device: str) -> Findings:
 
 def label(shape: Shape) -> str:
     return (
-        f"{shape.dtype} B={shape.batch} H={shape.heads}:{shape.kv_heads} T={shape.rows} S={shape.columns} "
+        f"{shape.dtype} N={shape.sequences} H={shape.heads}:{shape.kv_heads} T={shape.rows} S={shape.columns} "
         f"C={shape.capacity} D={shape.head_dim}"
     )
 

@@ -41,9 +41,10 @@ TYPICAL_TREE = 8  # rows of the default proposal
 class CompileOptions:
     """What a plan is compiled for. Raises ConfigError for what the package cannot do, before anything is built.
 
-    widths: rows a pass may have. columns: speculative slots a pass may see, its own rows included.
-    compute_capabilities: "8.9"; TensorRT-RTX only, whose default is `PORTABLE`. plugin: attention by our kernel instead
-    of TensorRT's own; None takes it where Triton is there and compiles it for every GPU. workspace: MiB of scratch
+    widths: rows a pass may have. columns: speculative slots a pass may see, its own rows included. max_batch: sequences
+    that its rows may be of, which takes the kernel. compute_capabilities: "8.9"; TensorRT-RTX only, whose default is
+    `PORTABLE`. plugin: attention by our kernel instead of TensorRT's own; None takes it where Triton is there and
+    compiles it for every GPU. workspace: MiB of scratch
     memory an engine may use at most; None sets no limit. timing_cache: a file that TensorRT reads and extends, so that
     the next build measures less; TensorRT-RTX measures nothing.
     """
@@ -56,6 +57,7 @@ class CompileOptions:
     plugin: bool | None = None
     workspace: int | None = None
     timing_cache: Path | None = None
+    max_batch: int = 1
 
     def __post_init__(self) -> None:
         if self.backend not in PACKAGES:
@@ -63,6 +65,7 @@ class CompileOptions:
         if self.precision not in PRECISIONS:
             choices = ", ".join(PRECISIONS)
             raise ConfigError(f"precision {self.precision!r} is not available for {self.backend}; choose {choices}")
+        self._check_batch()
         if self.columns < self.widths[-1]:
             raise ConfigError(f"a pass of {self.widths[-1]} rows sees more than {self.columns} speculative slots")
         if self.workspace is not None and self.workspace < 1:
@@ -75,6 +78,22 @@ class CompileOptions:
                 )
         else:
             self._check_rtx()
+
+    def _check_batch(self) -> None:
+        if self.max_batch < 1:
+            raise ConfigError(f"--max-batch must be at least 1, not {self.max_batch}")
+        if self.max_batch == 1:
+            return
+        needs = f"--max-batch {self.max_batch} needs our attention kernel"
+        if self.plugin is False:
+            raise ConfigError(
+                f"{needs}, since TensorRT's own would read the slots of all sequences for every row: "
+                "leave out --no-plugin, or --max-batch"
+            )
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError(f"{needs}, and Triton is not installed: pip install 'draftwood[kernel]'")
+        if "7.5" in self.compute_capabilities:
+            raise ConfigError(f"{needs}, which is not for SM 7.5: leave out --compute-capability 7.5, or --max-batch")
 
     def _check_rtx(self) -> None:
         for capability in self.targets:
@@ -104,10 +123,16 @@ class CompileOptions:
         return width_families(self.widths)
 
     def takes_plugin(self, head_dim: int, targets: Sequence[str]) -> bool:
-        """Whether attention is to be computed by our kernel, in a plan for GPUs of these compute capabilities."""
+        """Whether attention is to be computed by our kernel, in a plan for GPUs of these compute capabilities. Raises
+        ConfigError where several sequences need it and it cannot be had."""
         if self.plugin is not None:
             return self.plugin
         compilable = head_dim <= MAX_HEAD_DIM and {*map(as_number, targets)} <= {*CAPABILITIES}
+        if self.max_batch > 1 and not compilable:
+            raise ConfigError(
+                f"--max-batch {self.max_batch} needs our attention kernel, which is for SM 8.0 and later and for heads "
+                f"of at most {MAX_HEAD_DIM}: leave out --max-batch"
+            )
         return compilable and importlib.util.find_spec("triton") is not None
 
 
@@ -199,6 +224,7 @@ def profiles(options: CompileOptions) -> list[Any]:
     for family in options.families:
         rows = tuple(family)
         axes = {"B": (1, 1, 1), "T": rows, "S": (*rows[:2], options.columns), "R": (1, *rows[1:])}
+        axes |= {"N": (options.max_batch,) * 3, "4": (4, 4, 4)}
         profile = Profile()
         for item in bindings.inputs(bindings.COMPACT):
             profile.add(item.name, *zip(*(axes[axis] for axis in item.shape), strict=True))

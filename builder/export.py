@@ -38,16 +38,17 @@ def export(
     head: TrainedHead | None = None,
     form: str = bindings.ADDITIVE,
     precision: str = "fp32",
+    max_batch: int = 1,
 ) -> None:
     """Write `checkpoint` as the ONNX graph of `role`, for caches of up to `capacity` slots.
 
     head: of the draft; its calibrated probability becomes the output `acceptance`. form: see `models/bindings.py`; the
-    compact form fixes one sequence and the capacity. precision: of weights, activations and cache; outputs are fp32.
-    Matrices of a QuantizedCheckpoint are stored in its format.
+    compact form fixes the cache, `capacity` slots for each of `max_batch` sequences. precision: of weights, activations
+    and cache; outputs are fp32. Matrices of a QuantizedCheckpoint are stored in its format.
     Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the name of
     each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
     """
-    builder = GraphBuilder(checkpoint, capacity, head, form, precision)
+    builder = GraphBuilder(checkpoint, capacity, head, form, precision, max_batch)
     weight_bytes = builder.dtype.itemsize * checkpoint.config.num_parameters
     save(builder.build(role), path, int(weight_bytes), progress)
 
@@ -62,17 +63,18 @@ class GraphBuilder(GraphWriter):
         head: TrainedHead | None,
         form: str,
         precision: str,
+        max_batch: int = 1,
     ) -> None:
         self.checkpoint = checkpoint
         self.head = head
         self.config: LlamaConfig = checkpoint.config
-        self.capacity = capacity
+        self.positions, self.capacity = capacity, max_batch * capacity
         self.form = form
         self.precision = bindings.activations(precision, form)
         config = self.config
-        axes = {"1": 1, "H_kv": config.num_kv_heads, "D": config.head_dim, "V": config.vocab_size}
+        axes = {"1": 1, "4": 4, "H_kv": config.num_kv_heads, "D": config.head_dim, "V": config.vocab_size}
         axes["K"] = bindings.top_columns(config.vocab_size)
-        fixed = axes if form == bindings.ADDITIVE else axes | {"B": 1, "C": capacity}
+        fixed = axes if form == bindings.ADDITIVE else axes | {"B": 1, "N": max_batch, "C": self.capacity}
         super().__init__(bindings.DTYPES[self.precision], fixed)
 
     def build(self, role: str) -> ir.Model:
@@ -83,7 +85,7 @@ class GraphBuilder(GraphWriter):
         presents: list[ir.Value] = []
         embedding = "model.embed_tokens.weight"
         hidden = self.node("Gather", "embed_tokens", [self.stored(embedding), feeds["input_ids"]], axis=0)
-        cosine, sine = rope_tables(config, self.capacity)
+        cosine, sine = rope_tables(config, self.positions)
         rotary = [self.constant("rope.cos", cosine), self.constant("rope.sin", sine), feeds["position_ids"]]
         for layer in range(config.num_layers):
             past = [self.cache_input(bindings.past(kind, layer), bindings.CACHE_SHAPE) for kind in bindings.KINDS]
@@ -155,7 +157,7 @@ class GraphBuilder(GraphWriter):
         scale = 1.0 / math.sqrt(self.config.head_dim)
         if self.form == bindings.ADDITIVE:
             return self.node("Attention", name, [query, *present, feeds["attention_mask"]], scale=scale)
-        masks = [feeds["cache_lengths"], feeds["tree_mask"]]
+        masks = [feeds["sequences"], feeds["tree_mask"]]
         return self.node(op.NAME, name, [query, *present, *masks], domain=op.DOMAIN, scale=scale)
 
     def mlp(self, layer: int, hidden: ir.Value) -> ir.Value:

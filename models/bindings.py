@@ -1,7 +1,8 @@
 """Every tensor that crosses the border of an exported graph: name, shape and dtype, once.
 
-Axes: B sequences, T rows of this pass (a compiled width), S speculative rows up to and including them, R rows whose
-logits are wanted, C cache capacity, K = top-k columns, V vocabulary, H_kv key/value heads, D head size.
+Axes: B = 1, T rows of this pass (a compiled width), N sequences they may be of, S speculative rows up to and including
+them, R rows whose logits are wanted, C cache capacity, K = top-k columns, V vocabulary, H_kv key/value heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ class Binding(NamedTuple):
 INPUT_IDS = Binding("input_ids", "int64", ("B", "T"))
 POSITION_IDS = Binding("position_ids", "int64", ("B", "T"))
 ATTENTION_MASK = Binding("attention_mask", "float32", ("B", "1", "T", "C"))  # additive: 0 sees, MASKED does not
-CACHE_LENGTHS = Binding("cache_lengths", "int32", ("B",))  # committed rows: every row sees all of them
-TREE_MASK = Binding("tree_mask", "bool", ("B", "T", "S"))  # column j is slot cache_lengths + j
+SEQUENCES = Binding("sequences", "int32", ("N", "4"))  # whose rows these are, see plugins/tree_attention/op.py
+TREE_MASK = Binding("tree_mask", "bool", ("B", "T", "S"))  # column j is a slot of the speculative rows
 WRITE_INDICES = Binding("write_indices", "int64", ("B",))  # first cache slot of this pass's rows
 OUTPUT_ROWS = Binding("output_rows", "int64", ("R",))  # rows that go through the vocabulary projection
 
 # The two forms of one graph. ADDITIVE: the host makes the mask over the whole cache, which grows; the fastest on a CPU.
-# COMPACT: lengths and tree mask only, over a cache of fixed size, which is what a TensorRT kernel reads.
+# COMPACT: sequences and tree mask only, over a cache of fixed size, which is what a TensorRT kernel reads.
 ADDITIVE, COMPACT = "additive", "compact"
 
 LOGITS = Binding("logits", "float32", ("B", "R", "V"))
@@ -66,7 +67,7 @@ def activations(precision: str, form: str) -> str:
 
 def inputs(form: str) -> tuple[Binding, ...]:
     """Inputs of a graph of one form besides the cache, in order."""
-    masks = {ADDITIVE: (ATTENTION_MASK,), COMPACT: (CACHE_LENGTHS, TREE_MASK)}[form]
+    masks = {ADDITIVE: (ATTENTION_MASK,), COMPACT: (SEQUENCES, TREE_MASK)}[form]
     return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS)
 
 

@@ -41,19 +41,23 @@ class Rotary(NamedTuple):
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
-# query [B, H, T, D], key and value caches [B, H_kv, C, D], cache_lengths int32 [B], tree_mask bool [B, T, S], scale ->
-# [B, H, T, D]; as the TreeAttention operator is defined (plugins/tree_attention/op.py).
+# query [1, H, T, D], key and value caches [1, H_kv, C, D], sequences int32 [N, 4], tree_mask bool [1, T, S], scale ->
+# [1, H, T, D]; as the TreeAttention operator is defined (plugins/tree_attention/op.py).
 TreeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def dense_tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, cache_lengths: Tensor, tree_mask: Tensor, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, tree_mask: Tensor, scale: float
 ) -> Tensor:
     """TreeAttention in standard operations, which read every slot of the cache. A row that sees nothing gives zeros."""
-    relative = torch.arange(keys.shape[2], device=keys.device) - cache_lengths[:, None]  # [B, C]
-    columns = tree_mask.shape[2]
-    gathered = tree_mask.gather(2, relative.clamp(0, columns - 1)[:, None].expand(-1, query.shape[2], -1))
-    visible = ((relative < 0)[:, None] | (gathered & (relative < columns)[:, None]))[:, None]  # [B, 1, T, C]
+    rows, columns = tree_mask.shape[1:]
+    begun = sequences[:, :1] <= torch.arange(rows, device=keys.device)  # [N, T]
+    first_slot, length, tree_slot = sequences[begun.sum(0) - 1, 1:, None].unbind(1)  # [T, 1]
+    slots = torch.arange(keys.shape[2], device=keys.device)
+    relative = slots - tree_slot  # [T, C]
+    column = relative.clamp(0, columns - 1)
+    committed = (slots >= first_slot) & (slots < first_slot + length)
+    visible = committed | (tree_mask[0].gather(1, column.long()) & (relative == column))
     grouped = query.shape[1] != keys.shape[1]
     output = functional.scaled_dot_product_attention(query, keys, values, visible, scale=scale, enable_gqa=grouped)
     return output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
@@ -98,7 +102,7 @@ class StaticCache(NamedTuple):
 
     cache: Tensor
     slots: Tensor
-    cache_lengths: Tensor
+    sequences: Tensor
     tree_mask: Tensor
     attend: TreeAttention
 
@@ -108,7 +112,7 @@ class StaticCache(NamedTuple):
         cached[0].index_copy_(2, self.slots, keys)
         cached[1].index_copy_(2, self.slots, values)
         scale = 1 / math.sqrt(query.shape[-1])
-        return self.attend(query, cached[0], cached[1], self.cache_lengths, self.tree_mask, scale)
+        return self.attend(query, cached[0], cached[1], self.sequences, self.tree_mask, scale)
 
 
 class RMSNorm(nn.Module):
@@ -241,20 +245,21 @@ class Llama(nn.Module):
         self,
         token_ids: Tensor,
         position_ids: Tensor,
-        cache_lengths: Tensor,
+        sequences: Tensor,
         tree_mask: Tensor,
         cache: Tensor,
         write_indices: Tensor,
         output_rows: Tensor,
         attend: TreeAttention = dense_tree_attention,
     ) -> LlamaOutput:
-        """Score T rows of one sequence (B = 1) and append them to its cache, in work that a CUDA graph can repeat.
+        """Score T rows and write them to the cache, in work that a CUDA graph can repeat.
 
-        cache_lengths: int32 [1], committed rows. tree_mask: bool [1, T, S], S at least the speculative rows so far and
-        T together. write_indices: int64 [1], the slot of the first row. The rest is as for `forward`.
+        sequences: int32 [N, 4], whose rows they are, see TreeAttention. tree_mask: bool [1, T, S], S at least the
+        speculative rows so far and T together. write_indices: int64 [1], the slot of the first row. The rest is as for
+        `forward`.
         """
         slots = write_indices + torch.arange(token_ids.shape[1], device=token_ids.device)
-        attention = StaticCache(cache, slots, cache_lengths, tree_mask, attend)
+        attention = StaticCache(cache, slots, sequences, tree_mask, attend)
         rows = self.model(token_ids, self.rotary(position_ids), attention)
         return self.score(rows[:, output_rows])
 

@@ -105,8 +105,8 @@ def moved(move: RowMove) -> None:
     block = array_at(move.address, (tensors, tensor_bytes), np.uint8)
     planes = block[:, : heads * capacity * row_bytes].reshape(tensors, heads, capacity, row_bytes)
     assert np.shares_memory(planes, block)
-    for index, source in enumerate(move.sources.tolist()):
-        planes[:, :, move.first + index] = planes[:, :, source]
+    for source, target in zip(move.sources.tolist(), move.targets.tolist(), strict=True):
+        planes[:, :, target] = planes[:, :, source]
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
@@ -185,7 +185,7 @@ class OnnxProgram:
         del self._session
 
 
-def static_engine(path: Path, spec: EngineSpec, captures: bool = True) -> StaticEngine:
-    """An engine over the compact graph at `path`."""
+def static_engine(path: Path, spec: EngineSpec, captures: bool = True, columns: int | None = None) -> StaticEngine:
+    """An engine over the compact graph at `path`. columns: of its widest mask, None for as many as a cache."""
     device = HostDevice(captures)
-    return StaticEngine(spec, OnnxProgram(path, device, spec.capacity), device)
+    return StaticEngine(spec, OnnxProgram(path, device, columns or spec.capacity), device)

@@ -41,7 +41,7 @@ Compile = Callable[..., Plan]
 
 def options(**changes: Any) -> CompileOptions:
     given: dict[str, Any] = {"precision": "fp16", "compute_capabilities": ("8.0",), "plugin": False}
-    return CompileOptions("tensorrt-rtx", widths=WIDTHS, columns=COLUMNS, **given | changes)
+    return CompileOptions("tensorrt-rtx", widths=WIDTHS, **{"columns": COLUMNS} | given | changes)
 
 
 def quiet(step: Step) -> Callable[[], None]:
@@ -70,7 +70,8 @@ def compiled(checkpoints: Callable[[str], Checkpoint], tmp_path: Path) -> Compil
         wanted = FORMATS.get(("tensorrt-rtx", chosen.precision))
         weights = checkpoint if wanted is None else QuantizedCheckpoint(checkpoint, wanted)
         form, precision = bindings.COMPACT, chosen.precision
-        export(weights, bindings.DRAFT, CAPACITY, file, lambda name: None, form=form, precision=precision)
+        more: dict[str, Any] = {"form": form, "precision": precision, "max_batch": chosen.max_batch}
+        export(weights, bindings.DRAFT, CAPACITY, file, lambda name: None, **more)
         return compile_plan(file, tmp_path / "draft.plan", checkpoint.config, chosen, begin)
 
     return run
@@ -120,6 +121,18 @@ def test_our_kernel_is_inside_the_plan(compiled: Compile, checkpoints: Any, tmp_
     assert portable and all(b".target sm_80" in image.code for image in portable)
     config = checkpoints("gqa").config
     assert {(image.variant.head_dim, image.variant.dtype) for image in held.images} == {(config.head_dim, "fp16")}
+
+
+def test_a_plan_for_several_sequences(compiled: Compile) -> None:
+    """The same layers over a cache of the slots of all, still written in place."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs the extra kernel")
+    single = compiled(plugin=True)
+    plan = compiled(plugin=True, max_batch=4, columns=4 * COLUMNS)
+    assert plan.layers == single.layers and plan.layers.kv_cache_update == 4
+    assert plan.columns == 4 * COLUMNS
+    assert plan.kernel is not None and single.kernel is not None
+    assert plan.kernel.fingerprint == single.kernel.fingerprint, "the kernel does not depend on how many share it"
 
 
 def library_inside(plan: bytes) -> bytes:
@@ -209,6 +222,7 @@ def test_what_tensorrt_cannot_compile_is_refused_in_its_words(checkpoints: Any, 
         ({"precision": "int3"}, "choose fp16, bf16, fp32"),
         ({"timing_cache": Path("x")}, "--timing-cache"),
         ({"workspace": 0}, "at least 1 MiB"),
+        ({"max_batch": 2}, "--no-plugin"),
     ],
 )
 def test_limits_are_checked_before_anything_is_built(changes: dict[str, Any], named: str) -> None:
@@ -245,7 +259,8 @@ def test_profiles_span_rows_columns_and_scored_rows() -> None:
     assert tuple(tree["input_ids"]) == ((1, 1), (1, 4), (1, 16))
     assert tuple(tree["tree_mask"]) == ((1, 1, 1), (1, 4, 4), (1, 16, COLUMNS))
     assert tuple(wide["output_rows"]) == ((1,), (32,), (32,))
-    assert tuple(wide["cache_lengths"]) == ((1,), (1,), (1,))
+    assert tuple(wide["sequences"]) == ((1, 4), (1, 4), (1, 4))
+    assert tuple(profiles(options(max_batch=8, plugin=True))[0]["sequences"]) == ((8, 4), (8, 4), (8, 4))
 
 
 def test_the_workspace_limit_reaches_the_builder() -> None:

@@ -41,15 +41,15 @@ def test_rows_are_moved_on_the_device(device: CudaDevice) -> None:
     rng = np.random.default_rng(0)
     for row_bytes in (256, 24, 12, 6):
         geometry = CacheGeometry(5, 4, 700, row_bytes, 4 * 700 * row_bytes + 256)
-        sources = 30 + np.sort(rng.choice(600, 300, replace=False))
+        sources, targets = rng.choice(700, 300, replace=False), rng.choice(700, 300, replace=False)
         content, stream = device.pinned(geometry.nbytes), device.new_stream()
         content[:] = rng.integers(0, 255, geometry.nbytes, np.uint8)
         memory, found = device.allocate(geometry.nbytes), device.pinned(geometry.nbytes)
         device.upload(memory.address, content, stream)
-        device.move_rows(RowMove(memory.address, geometry, 30, sources), stream)
+        device.move_rows(RowMove(memory.address, geometry, sources, targets), stream)
         device.download(found, memory.address, stream)
         device.synchronize(stream)
-        moved(RowMove(content.ctypes.data, geometry, 30, sources))
+        moved(RowMove(content.ctypes.data, geometry, sources, targets))
         np.testing.assert_array_equal(found, content)
 
 
@@ -69,10 +69,12 @@ def test_copies_are_captured_and_replayed(device: CudaDevice) -> None:
         assert (target == value).all()
 
 
-@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize(("plugin", "max_batch"), [(True, 1), (False, 1), (True, 4)])
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_a_bundle_generates_with_tensorrt(backend: str, plugin: bool, device: CudaDevice, tmp_path: Path) -> None:
-    """fp32, so that speculation must not change a token."""
+def test_a_bundle_generates_with_tensorrt(
+    backend: str, plugin: bool, max_batch: int, device: CudaDevice, tmp_path: Path
+) -> None:
+    """fp32, so that neither speculation nor company must change a token."""
     if find_spec(backend.replace("-", "_")) is None:  # not importorskip: load_tensorrt alone may import it
         pytest.skip(f"needs the package {backend}")
     from draftwood.builder.options import BuildOptions
@@ -94,9 +96,11 @@ def test_a_bundle_generates_with_tensorrt(backend: str, plugin: bool, device: Cu
         max_length=512,
         compute_capability=targets,
         plugin=plugin,
+        max_batch=max_batch,
     )
     build(options, lambda step: lambda: None)
     params = SamplingParams(max_tokens=64, temperature=0)
     with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 7"]) as speculative:
-        for prompt in ("def fibonacci(n):\n", "import os\n"):
-            assert speculative.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+        expected = [plain.generate(prompt, params).token_ids for prompt in ("def fibonacci(n):\n", "import os\n")]
+        found = speculative.generate(["def fibonacci(n):\n", "import os\n"], params)
+        assert [each.token_ids for each in found] == expected

@@ -45,7 +45,7 @@ def test_numerics_name_the_worst_error_and_refuse_a_wrong_kernel() -> None:
     def wrong(*operands: torch.Tensor | float) -> torch.Tensor:
         return 1.1 * visible_only(*operands)
 
-    with pytest.raises(AssertionError, match=r"fp32 B=1 H=4:2 T=3 S=5 C=40 D=16 differs by 1\.0e-01"):
+    with pytest.raises(AssertionError, match=r"fp32 N=1 H=4:2 T=3 S=5 C=40 D=16 differs by 1\.0e-01"):
         gpu_check_kernel.numerics(wrong, SMALL, "cpu")
     with pytest.raises(AssertionError, match="differs by nan"):
         gpu_check_kernel.numerics(dense_tree_attention, SMALL, "cpu")  # which multiplies unseen NaN by zero

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs TensorRT-RTX and Triton: pip install 'draftwood[tensorrt-rtx,kernel]'",
 )
 
-CASE = Case(1, 2, 2, 6, 3, 600, (400,), 64, "fp16", multiprocessors=8)
+CASE = Case(2, 2, 6, 3, 600, (150, 0, 120), 64, "fp16", multiprocessors=8)
 WIDEST = replace(CASE, rows=16)
 
 
@@ -109,7 +109,7 @@ def test_a_clone_is_another_object_with_the_same_content() -> None:
 
 @pytest.mark.parametrize("dtype", ["HALF", "BF16", "FLOAT"])
 def test_formats(dtype: str) -> None:
-    """Linear tensors of one floating type, int32 lengths, a bool mask; nothing else."""
+    """Linear tensors of one floating type, int32 sequences, a bool mask; nothing else."""
     trt = load_tensorrt("tensorrt-rtx")
     plugin, accepted = built(), []
     for position in range(6):

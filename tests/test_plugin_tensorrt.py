@@ -15,6 +15,14 @@ needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="TensorRT-RTX is not installed: pip install 'draftwood[tensorrt-rtx]'",
 )
+on_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the wheel's libraries have versioned names on Linux"
+)
+
+
+def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
+    """Python code in a process of its own: what a process imports it keeps."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("backend", "package"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
@@ -49,25 +57,25 @@ def test_one_module_and_one_logger_per_process(caplog: pytest.LogCaptureFixture)
 
 
 @needs_rtx
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the wheel's libraries have versioned names on Linux")
+@on_linux
 def test_the_preloaded_libraries_are_removed_with_the_process() -> None:
     code = (
         "from draftwood.plugins.tensorrt import load_tensorrt, preload_rtx_libraries\n"
         "load_tensorrt('tensorrt-rtx')\n"
         "print(preload_rtx_libraries().name)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = in_a_process(code)
     left = subprocess.run(["ls", done.stdout.strip()], capture_output=True)
-    assert done.stdout.strip() and left.returncode != 0
+    assert done.returncode == 0 and done.stdout.strip() and left.returncode != 0
 
 
 @needs_rtx
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the wheel's libraries have versioned names on Linux")
+@on_linux
 def test_an_import_that_was_too_early_is_found_before_the_parser_meets_a_plugin() -> None:
     code = (
         "import tensorrt_rtx\n"
         "from draftwood.plugins.tensorrt import check_plugin_parsing, load_tensorrt\n"
         "check_plugin_parsing(load_tensorrt('tensorrt-rtx'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = in_a_process(code)
     assert done.returncode == 1 and "tensorrt_rtx was imported before" in done.stderr

@@ -26,7 +26,8 @@ from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
 from draftwood.runtime.engines.layout import Layout, PassShape
 from draftwood.runtime.engines.pool import PooledEngine
-from draftwood.runtime.engines.static import StaticEngine, cache_geometry
+from draftwood.runtime.engines.static import StaticEngine
+from draftwood.runtime.engines.static_pass import cache_geometry
 from draftwood.runtime.engines.torch import TorchEngine
 
 BACKENDS = ["tensorrt", "torch"]
@@ -39,6 +40,7 @@ test_i10_a_committed_path_equals_a_fresh_prefill = contract.test_i10_a_committed
 test_i10_truncated_text_is_forgotten = contract.test_i10_truncated_text_is_forgotten
 test_columns_are_ranked = contract.test_a_draft_ranks_its_columns_and_a_target_where_logits_are_dear
 test_a_full_cache_is_an_error_that_leaves_it_usable = contract.test_a_full_cache_is_an_error_that_leaves_it_usable
+test_a_closed_engine_says_so = contract.test_a_closed_engine_says_so_however_often_it_is_closed
 test_only_computed_rows_can_be_committed = contract.test_only_computed_rows_can_be_committed
 test_a_pass_that_was_not_compiled_is_refused = contract.test_a_pass_that_was_not_compiled_is_refused
 

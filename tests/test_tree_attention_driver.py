@@ -14,7 +14,7 @@ from draftwood.plugins.tree_attention.operands import ATTENTION, COMBINE, Operan
 from draftwood.plugins.tree_attention.plan import Plan, Shape, plan
 
 SHAPE = Shape(1, 8, 2, 3, 5, 4096, 64, "fp16")
-STRIDES = (1536, 192, 64)
+STRIDES = (192, 64)
 OPERANDS = Operands(16, 32, 48, 60, 61, 64, 80, STRIDES, STRIDES)
 OK, REFUSED = (SimpleNamespace(value=value, name=name) for value, name in ((0, "OK"), (200, "INVALID_IMAGE")))
 
@@ -89,7 +89,7 @@ def layout(multiprocessors: int) -> Plan:
 
 
 def test_both_kernels_are_launched_with_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty and seven parameters, and the two that Triton adds."""
+    """Eighteen and six parameters, and the two that Triton adds."""
     driver, launcher = driven(monkeypatch), DriverLauncher(library())
     calls = layout(launcher.multiprocessors)
     launcher.launch(calls, OPERANDS, 0.125, stream=7)
@@ -100,7 +100,7 @@ def test_both_kernels_are_launched_with_every_parameter(monkeypatch: pytest.Monk
     values, types = attention[9]
     assert values[:8] == (16, 32, 48, 60, 61, 64, 80, logsum)
     assert values[8] == pytest.approx(0.125 * 1.442695) and values[9:14] == (4096, 2, 3, 5, 16)
-    assert values[14:] == (*STRIDES, *STRIDES, 0, 0) and len(types) == 22
+    assert values[14:] == (*STRIDES, *STRIDES, 0, 0) and len(types) == 20
     assert combine[9][0] == (80, logsum, 64, 16, *STRIDES, 0, 0)
 
 

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a CUDA build of torch"),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"),
 ]
-TREE = Case(2, 2, 4, 7, 5, 3000, (2500, 3), 128, "fp16")
+TREE = Case(2, 4, 7, 5, 6000, (2500, 3), 128, "fp16")
 CASES = (
     TREE,
     replace(TREE, dtype="bf16"),

@@ -15,7 +15,7 @@ from draftwood.plugins.tree_attention.plan import plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton's language: pip install triton")
 
-TREE = Case(2, 1, 4, 7, 5, 600, (300, 3), 64, "fp16", multiprocessors=8)
+TREE = Case(2, 4, 7, 5, 700, (300, 3), 64, "fp16", multiprocessors=8)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,25 @@ def test_head_sizes(worker: ProcessPoolExecutor, head_dim: int) -> None:
 
 def test_a_piece_of_prompt_takes_several_row_blocks(worker: ProcessPoolExecutor) -> None:
     """Nothing is committed, most blocks of the mask are empty above the diagonal."""
-    case = Case(1, 1, 2, 100, 0, 160, (0,), 128, "fp16")
+    case = Case(1, 2, 100, 0, 160, (0,), 128, "fp16")
     assert plan(case.tensors().shape(), 1).grid == (4, 1, 1)
+    check(worker, case)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+def test_a_sequence_of_several_blocks_leaves_other_rows_alone(
+    worker: ProcessPoolExecutor, multiprocessors: int
+) -> None:
+    """Its last block ends among the next sequence's rows, and the interpreter runs it behind that one's first block."""
+    case = Case(1, 1, 40, 0, 700, (120, 90), 16, "fp32", multiprocessors, seed=1)
+    assert case.sequences()[:, 0].tolist() == [0, 19]
+    check(worker, case)
+
+
+def test_sequences_without_rows_and_regions_in_any_order(worker: ProcessPoolExecutor) -> None:
+    case = replace(TREE, lengths=(100, 0, 77, 130), rows=3, seed=3)
+    first_rows, first_slots, *_ = case.sequences().T.tolist()
+    assert len(set(first_rows)) < 4 and first_slots != sorted(first_slots)
     check(worker, case)
 
 
@@ -60,7 +77,7 @@ def test_a_piece_of_prompt_takes_several_row_blocks(worker: ProcessPoolExecutor)
 def test_more_splits_than_blocks(worker: ProcessPoolExecutor, length: int) -> None:
     """A short context in a large cache: many splits see nothing, and the reduction reads nothing of theirs. Those that
     see something are one, or more than it reads at once."""
-    case = Case(1, 1, 1, 3, 0, 8192, (length,), 64, "fp32", multiprocessors=132)
+    case = Case(1, 1, 3, 0, 8192, (length,), 64, "fp32", multiprocessors=132)
     assert plan(case.tensors().shape(), 132).num_splits == 32
     check(worker, case)
 
@@ -72,7 +89,9 @@ def test_rows_that_see_nothing_give_zeros(worker: ProcessPoolExecutor) -> None:
 
 def test_a_full_cache_is_read_to_its_end_and_not_beyond(worker: ProcessPoolExecutor) -> None:
     """The mask has columns for slots that the cache does not have."""
-    check(worker, replace(TREE, lengths=(595, 599)))
+    for length in (695, 699):
+        check(worker, replace(TREE, lengths=(length,)))
+    check(worker, replace(TREE, overhang=6))
 
 
 def test_the_interpreter_refuses_bf16(worker: ProcessPoolExecutor) -> None:

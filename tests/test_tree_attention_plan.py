@@ -29,7 +29,7 @@ LLAMA = Shape(1, 32, 8, 16, 16, 8192, 128, "fp16")
 def shapes(draw: st.DrawFn) -> Shape:
     kv_heads, rows = draw(st.integers(1, 16)), draw(st.integers(1, 512))
     return Shape(
-        batch=draw(st.integers(1, 32)),
+        sequences=draw(st.integers(1, 32)),
         heads=kv_heads * draw(st.integers(1, 8)),
         kv_heads=kv_heads,
         rows=rows,
@@ -46,8 +46,8 @@ def test_every_row_is_in_exactly_one_block_and_splits_stay_in_bounds(shape: Shap
     blocks, heads, splits = layout.grid
     packed = shape.rows * shape.group
     assert (blocks - 1) * layout.variant.block_rows < packed <= blocks * layout.variant.block_rows
-    assert heads == shape.batch * shape.kv_heads
-    assert splits == 1 or blocks * heads * splits <= BLOCKS_PER_MULTIPROCESSOR * multiprocessors
+    assert heads == shape.sequences * shape.kv_heads
+    assert splits == 1 or blocks * shape.kv_heads * splits <= BLOCKS_PER_MULTIPROCESSOR * multiprocessors
     assert splits == 1 or (splits - 1) * SPLIT_SLOTS < shape.capacity
     assert layout.variant.block_rows in row_blocks(packed, shape.head_dim, shape.dtype)
     assert (layout.workspace_bytes > 0) == (splits > 1)
@@ -57,7 +57,7 @@ def test_every_row_is_in_exactly_one_block_and_splits_stay_in_bounds(shape: Shap
 def test_the_workspace_of_the_largest_call_is_enough_for_smaller_ones(largest: Shape, data: st.DataObject) -> None:
     smaller = replace(
         largest,
-        batch=data.draw(st.integers(1, largest.batch)),
+        sequences=data.draw(st.integers(1, largest.sequences)),
         rows=data.draw(st.integers(1, largest.rows)),
     )
     multiprocessors = data.draw(st.integers(1, 400))
@@ -75,10 +75,10 @@ def test_blocks_in_flight_fit_into_shared_memory(head_dim: int, dtype: str, capa
         assert (variant.num_stages(capability) - 1) * tiles <= shared_memory(capability) // BLOCKS_PER_MULTIPROCESSOR
 
 
-def test_a_long_cache_is_split_over_the_device_and_a_large_batch_is_not() -> None:
+def test_a_long_cache_is_split_over_the_device_however_many_sequences_share_it() -> None:
     assert plan(LLAMA, 132).num_splits == 32
     assert plan(replace(LLAMA, capacity=256), 132).num_splits == 1
-    assert plan(replace(LLAMA, batch=32), 132).num_splits == 1
+    assert plan(replace(LLAMA, sequences=8), 132).grid == (1, 64, 32)
 
 
 def test_heads_of_a_group_share_a_block() -> None:
@@ -88,8 +88,10 @@ def test_heads_of_a_group_share_a_block() -> None:
 
 def test_bytes_moved_counts_the_cache_once_per_key_value_head() -> None:
     rows = 2 * 32 * 16 * 128 * 2
-    assert bytes_moved(LLAMA, [1000]) == 2 * 8 * 1016 * 128 * 2 + rows + 16 * 16 + 4
-    assert bytes_moved(LLAMA, [8192]) == 2 * 8 * 8192 * 128 * 2 + rows + 16 * 16 + 4
+    assert bytes_moved(LLAMA, [1000]) == 2 * 8 * 1016 * 128 * 2 + rows + 16 * 16 + 16
+    assert bytes_moved(LLAMA, [8192]) == 2 * 8 * 8192 * 128 * 2 + rows + 16 * 16 + 16
+    two = replace(LLAMA, sequences=2)
+    assert bytes_moved(two, [600, 400]) == bytes_moved(LLAMA, [1000]) + 16
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_bytes_moved_counts_the_cache_once_per_key_value_head() -> None:
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
         ({"columns": 15}, "15 columns for 16 rows"),
         ({"rows": 0}, "rows must be at least 1"),
-        ({"batch": 10_000}, "split the batch"),
+        ({"sequences": 10_000}, "take fewer"),
     ],
 )
 def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> None:
@@ -114,13 +116,14 @@ def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> 
         (0, (1, 8, 128), "expected query"),
         (1, (2, 2, 64, 128), "key is"),
         (2, (1, 2, 65, 128), "value is"),
-        (3, (2,), "cache_lengths is"),
+        (3, (2, 3), "sequences is"),
+        (0, (2, 8, 4, 128), "query is"),
         (4, (1, 5, 4), "tree_mask is"),
     ],
 )
 def test_shapes_that_disagree_are_refused(position: int, wrong: tuple[int, ...], message: str) -> None:
-    inputs: list[tuple[int, ...]] = [(1, 8, 4, 128), (1, 2, 64, 128), (1, 2, 64, 128), (1,), (1, 4, 4)]
-    assert Shape.of(inputs, "fp16") == Shape(1, 8, 2, 4, 4, 64, 128, "fp16")
+    inputs: list[tuple[int, ...]] = [(1, 8, 4, 128), (1, 2, 64, 128), (1, 2, 64, 128), (3, 4), (1, 4, 4)]
+    assert Shape.of(inputs, "fp16") == Shape(3, 8, 2, 4, 4, 64, 128, "fp16")
     inputs[position] = wrong
     with pytest.raises(ValueError, match=message):
         Shape.of(inputs, "fp16")

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from .op import DOMAIN, INPUTS, NAME, OPSET
+from .op import DOMAIN, INPUTS, NAME, OPSET, SequenceRow
 
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
@@ -30,8 +30,8 @@ class FunctionBuilder:
 
     def build(self) -> ir.Function:
         inputs = [ir.Value(name=name) for name in INPUTS]
-        query, key, value, cache_lengths, tree_mask = inputs
-        visible = self.visible(cache_lengths, tree_mask)
+        query, key, value, sequences, tree_mask = inputs
+        visible = self.visible(sequences, tree_mask)
         if self.precision == "fp32":
             attended = self.decomposed(query, key, value, visible)
         else:
@@ -43,28 +43,44 @@ class FunctionBuilder:
         graph = ir.Graph(inputs, [output], nodes=self.nodes, opset_imports={"": OPSET}, name=NAME)
         return ir.Function(DOMAIN, NAME, graph=graph, attributes=[ir.Attr("scale", ir.AttributeType.FLOAT, None)])
 
-    def visible(self, cache_lengths: ir.Value, tree_mask: ir.Value) -> ir.Value:
-        """[B, T, C], bool: the compact mask moved behind each sequence's committed slots.
+    def visible(self, sequences: ir.Value, tree_mask: ir.Value) -> ir.Value:
+        """[1, T, C], bool: each row's committed slots, and the compact mask moved to where its columns are.
 
         The slots' numbers are a constant and not a Range: TensorRT-RTX 1.7 fails on a Range used by several layers.
         """
-        zero = self.constant("zero", np.int32(0))
+        zero, one = self.constant("zero", np.int32(0)), self.constant("one", np.int32(1))
         slots = self.constant("slots", np.arange(self.capacity, dtype=np.int32))
-        first = self.node("Unsqueeze", [cache_lengths, self.integers([1, 2])], "first_slot")
-        relative = self.node("Sub", [slots, first], "relative_slot")  # [B, 1, C]
-        committed = self.node("Less", [relative, zero], "committed")
+        first_slot, length, tree_slot = self.of_each_row(sequences, tree_mask, slots)  # [T, 1]
+        ahead = self.node("Sub", [slots, first_slot], "slots_from_first")  # [T, C]
+        begun = self.node("GreaterOrEqual", [ahead, zero], "not_before_first")
+        committed = self.node("And", [begun, self.node("Less", [ahead, length], "before_end")], "committed")
+        relative = self.node("Sub", [slots, tree_slot], "relative_slot")  # [T, C]
         columns = self.node("Shape", [tree_mask], "columns", [ir.AttrInt64("start", 2), ir.AttrInt64("end", 3)])
-        columns = self.cast(columns, ir.DataType.INT32, "columns_int32")
-        last = self.node("Sub", [columns, self.constant("one", np.int32(1))], "last_column")
-        speculative = self.node("LessOrEqual", [relative, last], "speculative")
+        last = self.node("Sub", [self.cast(columns, ir.DataType.INT32, "columns_int32"), one], "last_column")
         column = self.node("Min", [self.node("Max", [relative, zero], "not_committed"), last], "column")
-        rows = self.node("Shape", [tree_mask], "rows", [ir.AttrInt64("start", 0), ir.AttrInt64("end", 2)])
-        every = self.node("Concat", [rows, self.integers([self.capacity])], "expanded_shape", [ir.AttrInt64("axis", 0)])
-        column = self.node("Expand", [column, every], "expanded_column")
+        speculative = self.node("Equal", [relative, column], "speculative")
         numbers = self.cast(tree_mask, ir.DataType.INT32, "mask_int32")
+        column = self.node("Unsqueeze", [column, self.integers([0])], "column_of_batch")
         seen = self.node("GatherElements", [numbers, column], "gathered", [ir.AttrInt64("axis", 2)])
         seen = self.node("And", [self.cast(seen, ir.DataType.BOOL, "seen"), speculative], "seen_speculative")
         return self.node("Or", [committed, seen], "visible")
+
+    def of_each_row(self, sequences: ir.Value, tree_mask: ir.Value, slots: ir.Value) -> tuple[ir.Value, ...]:
+        """What `sequences` says of each row's sequence, without its first row: three times [T, 1], int32."""
+        count = self.node("Shape", [tree_mask], "row_count_of_mask", [ir.AttrInt64("start", 1), ir.AttrInt64("end", 2)])
+        numbers = self.node("Slice", [slots, self.integers([0]), count], "row_numbers")  # [T]
+        starts, *wanted = (
+            self.node("Slice", [sequences, *map(self.integers, ([each], [each + 1], [1]))], f"field_{each}")
+            for each in range(len(SequenceRow._fields))
+        )  # [N, 1] each
+        begun = self.node("LessOrEqual", [starts, numbers], "begun")  # [N, T]
+        begun = self.cast(begun, ir.DataType.INT32, "begun_int32")
+        begun = self.node("ReduceSum", [begun, self.integers([0])], "sequences_begun", [ir.AttrInt64("keepdims", 0)])
+        index = self.node("Sub", [begun, self.constant("one", np.int32(1))], "sequence_of_row")  # [T]
+        return tuple(
+            self.node("Gather", [field, index], f"row_field_{number}", [ir.AttrInt64("axis", 0)])
+            for number, field in enumerate(wanted)
+        )
 
     def decomposed(self, query: ir.Value, key: ir.Value, value: ir.Value, visible: ir.Value) -> ir.Value:
         """Attention with the query heads of a group as rows of one matrix: keys and values are never repeated."""

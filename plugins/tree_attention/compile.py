@@ -55,7 +55,7 @@ def compiled(name: str, variant: Variant, format: str, capability: int) -> Kerne
 def example(name: str, variant: Variant) -> tuple[Argument, ...]:
     """Arguments of the types that every launch passes."""
     shape = Shape(1, variant.group, 1, 1, 1, 1, variant.head_dim, variant.dtype)
-    operands = Operands(0, 0, 0, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0))
+    operands = Operands(0, 0, 0, 0, 0, 0, 0, (0, 0), (0, 0))
     attention, combine = arguments(Plan(shape, variant, 1), operands, 1.0)
     return {ATTENTION: attention, COMBINE: combine}[name]
 
@@ -72,7 +72,7 @@ def alignment(name: str, variant: Variant, parameters: list[str]) -> dict[tuple[
     """Addresses of rows are multiples of 16 bytes, and strides of 16 elements where the head size is one."""
     aligned = {"query", "key", "value", "output", "partial", "logsum"}
     if variant.head_dim % 16 == 0:
-        aligned |= {f"{tensor}_{axis}" for tensor in ("query", "output") for axis in ("batch", "head", "row")}
+        aligned |= {f"{tensor}_{axis}" for tensor in ("query", "output") for axis in ("head", "row")}
     return {(i,): [["tt.divisibility", 16]] for i, parameter in enumerate(parameters) if parameter in aligned}
 
 

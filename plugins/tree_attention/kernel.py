@@ -1,9 +1,10 @@
 """Tree attention over a static cache, in the OpenAI Triton language: one pass over keys and values, then a reduction.
 
-The query heads that share a key/value head, times the T rows, form the rows of one matrix (GQA packing): a key or value
-is read once per key/value head and block of rows. Long caches are cut into splits, each with a softmax of its own, and
-`combine_splits` adds them up (Flash-Decoding). Which slots a split reads follows from `cache_lengths` on the device,
-the grid does not, so that a launch may be captured in a CUDA graph.
+The query heads that share a key/value head, times a sequence's rows, form the rows of one matrix (GQA packing): a key
+or value is read once per key/value head and block of rows, and only for rows of its own sequence. Long caches are cut
+into splits, each with a softmax of its own, and `combine_splits` adds them up (Flash-Decoding). Which rows and slots a
+program reads follows from `sequences` on the device, the grid does not, so that a launch may be captured in a CUDA
+graph.
 
 Scores are in units of log2, so that the exponential is one instruction. Imported with TRITON_INTERPRET=1 set, the same
 code runs on host memory; a process that did so cannot compile it.
@@ -26,7 +27,7 @@ def tree_attention(
     query,
     key,
     value,
-    cache_lengths,
+    sequences,
     tree_mask,
     output,
     partial,
@@ -37,10 +38,8 @@ def tree_attention(
     rows,
     columns,
     num_splits,
-    query_batch,
     query_head,
     query_row,
-    output_batch,
     output_head,
     output_row,
     HEAD_DIM: tl.constexpr,
@@ -49,32 +48,43 @@ def tree_attention(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (row blocks, B * H_kv, splits). With one split `output` is written, else `partial` and `logsum`.
+    """Grid (row blocks, N * H_kv, splits). With one split `output` is written, else `partial` and `logsum`.
 
-    query, output [B, H, T, D] by the strides given, in elements; key, value [B, H_kv, C, D], contiguous; tree_mask
-    [B, T, S], one byte each; partial [splits, B, H, T, D] and logsum [splits, B, H, T], fp32.
+    query, output [H, T, D] by the strides given, in elements; key, value [H_kv, C, D], contiguous; sequences [N, 4];
+    tree_mask [T, S], one byte each; partial [splits, H, T, D] and logsum [splits, H, T], fp32.
     """
     sequence = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
     split = tl.program_id(2)
-    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = packed // GROUP
+    # Everything is kept within bounds: a build measures kernels on arbitrary contents.
+    entry = sequences + 4 * sequence
+    first_row = tl.minimum(tl.maximum(tl.load(entry), 0), rows)
+    is_last = (sequence + 1) * kv_heads == tl.num_programs(1)
+    end_row = tl.minimum(tl.load(entry + 4, mask=is_last == 0, other=rows), rows)
+    packed = tl.program_id(0) * BLOCK_M
+    if packed >= (end_row - first_row) * GROUP:
+        return  # the grid has room for every row in one sequence, whichever it is
+    packed += tl.arange(0, BLOCK_M)
+    row = first_row + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     dim = tl.arange(0, HEAD_BLOCK)
     in_head = (dim < HEAD_DIM)[None, :]
-    in_rows = (row < rows)[:, None]
-    offsets = sequence * query_batch + head * query_head + row * query_row
+    in_rows = (row < end_row)[:, None]
+    offsets = head * query_head + row * query_row
     queries = tl.load(query + offsets[:, None] + dim[None, :], mask=in_rows & in_head, other=0.0)
 
-    length = tl.load(cache_lengths + sequence)
-    end = tl.maximum(tl.minimum(length + columns, capacity), 0)  # a build measures kernels on arbitrary contents
+    # The committed slots and the mask's columns are numbered through, wherever in the cache they lie.
+    first_slot = tl.minimum(tl.maximum(tl.load(entry + 1), 0), capacity)
+    length = tl.minimum(tl.maximum(tl.load(entry + 2), 0), capacity - first_slot)
+    tree_slot = tl.minimum(tl.maximum(tl.load(entry + 3), 0), capacity)
+    end = length + tl.minimum(columns, capacity - tree_slot)
     blocks = tl.cdiv(end, BLOCK_N)
-    committed_blocks = tl.minimum(length, capacity) // BLOCK_N
+    committed_blocks = length // BLOCK_N
     blocks_per_split = tl.cdiv(blocks, num_splits)
     first = split * blocks_per_split
     last = tl.minimum(first + blocks_per_split, blocks)
 
-    cache = tl.program_id(1).to(tl.int64) * capacity * HEAD_DIM
+    cache = kv_head.to(tl.int64) * capacity * HEAD_DIM
     key += cache
     value += cache
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -83,7 +93,7 @@ def tree_attention(
 
     # Every row sees every slot of these blocks: no mask is read.
     for block in range(first, tl.minimum(last, committed_blocks)):
-        slot = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = first_slot + block * BLOCK_N + tl.arange(0, BLOCK_N)
         tile = slot[:, None] * HEAD_DIM + dim[None, :]
         keys = tl.load(key + tile, mask=in_head, other=0.0)
         values = tl.load(value + tile, mask=in_head, other=0.0)
@@ -91,11 +101,12 @@ def tree_attention(
         peak, total, attended = accumulate(scores, values, peak, total, attended)
 
     for block in range(tl.maximum(first, committed_blocks), last):
-        slot = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        column = slot - length
-        within = (slot < end)[None, :]
+        number = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = number - length
+        slot = tl.where(column < 0, first_slot + number, tree_slot + column)
+        within = (number < end)[None, :]
         committed = (column < 0)[None, :]
-        cell = (sequence * rows + row)[:, None] * columns + column[None, :]
+        cell = row[:, None] * columns + column[None, :]
         marked = tl.load(tree_mask + cell, mask=in_rows & within & (column >= 0)[None, :], other=0)
         visible = in_rows & within & (committed | (marked != 0))
         seen = tl.max(visible.to(tl.int32), axis=0)
@@ -112,12 +123,12 @@ def tree_attention(
     divisor = tl.where(total == 0.0, 1.0, total)
     attended = attended / divisor[:, None]
     if num_splits == 1:
-        offsets = sequence * output_batch + head * output_head + row * output_row
+        offsets = head * output_head + row * output_row
         result = attended.to(output.dtype.element_ty)
         tl.store(output + offsets[:, None] + dim[None, :], result, mask=in_rows & in_head)
     else:
-        item = ((split * tl.num_programs(1) + tl.program_id(1)) * GROUP + packed % GROUP) * rows + row
-        tl.store(logsum + item, peak + tl.log2(divisor), mask=row < rows)
+        item = (split * kv_heads * GROUP + head) * rows + row
+        tl.store(logsum + item, peak + tl.log2(divisor), mask=row < end_row)
         written = in_rows & in_head & (total > 0.0)[:, None]
         tl.store(partial + item[:, None] * HEAD_DIM + dim[None, :], attended, mask=written)
 
@@ -140,17 +151,16 @@ def combine_splits(
     logsum,
     output,
     num_splits,
-    output_batch,
     output_head,
     output_row,
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):
-    """Grid (T, H, B): weigh the splits' results by their share of the softmax. Splits that saw nothing are not read."""
-    row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    item = (sequence * tl.num_programs(1) + head) * tl.num_programs(0) + row
-    items = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    """Grid (T, H): weigh the splits' results by their share of the softmax. Splits that saw nothing are not read."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    item = head * tl.num_programs(0) + row
+    items = tl.num_programs(0) * tl.num_programs(1)
     dim = tl.arange(0, HEAD_BLOCK)
     in_head = dim < HEAD_DIM
     peak = tl.full((), float("-inf"), tl.float32)
@@ -170,5 +180,5 @@ def combine_splits(
         attended = attended * decay + tl.sum(results * weights[:, None], axis=0)
         peak = new_peak
     attended = attended / tl.where(total == 0.0, 1.0, total)
-    offsets = sequence * output_batch + head * output_head + row * output_row
+    offsets = head * output_head + row * output_row
     tl.store(output + offsets + dim, attended.to(output.dtype.element_ty), mask=in_head)

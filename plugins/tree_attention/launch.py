@@ -19,16 +19,16 @@ DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, cache_lengths: Tensor, tree_mask: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, sequences: Tensor, tree_mask: Tensor, scale: float
 ) -> Tensor:
     """Attention of tree rows over whole static caches on a GPU; shapes, dtypes and meaning as in `op.py`.
 
-    query may have any strides whose last is 1; the other tensors are contiguous. Returns [B, H, T, D] as a view of
-    [B, T, H, D], the order in which the output projection reads it. It runs on torch's current stream. It may be
+    query may have any strides whose last is 1; the other tensors are contiguous. Returns [1, H, T, D] as a view of
+    [1, T, H, D], the order in which the output projection reads it. It runs on torch's current stream. It may be
     captured in a CUDA graph once a call of the same sizes has compiled the kernel; graphs captured on one stream share
     a workspace and must not run at the same time. Raises ValueError for tensors it cannot read.
     """
-    tensors = (query, key, value, cache_lengths, tree_mask)
+    tensors = (query, key, value, sequences, tree_mask)
     check(tensors)
     shape = Shape.of([tensor.shape for tensor in tensors], DTYPES[query.dtype])
     device = query.device
@@ -36,7 +36,7 @@ def tree_attention(
     layout = plan(shape, launcher.multiprocessors)
     stream = torch.cuda.current_stream(device).cuda_stream
     memory = workspace(power_of_two(max(1, layout.workspace_bytes)), device, stream)
-    rows = (shape.batch, shape.rows, shape.heads, shape.head_dim)
+    rows = (1, shape.rows, shape.heads, shape.head_dim)
     output = torch.empty(rows, dtype=query.dtype, device=device).transpose(1, 2)
     addresses = (tensor.data_ptr() for tensor in (*tensors, output, memory))
     operands = Operands._make((*addresses, strides(query), strides(output)))
@@ -47,7 +47,7 @@ def tree_attention(
 
 def check(tensors: tuple[Tensor, ...]) -> None:
     """Raises ValueError for devices, dtypes and strides that the kernel does not read."""
-    query, key, value, cache_lengths, tree_mask = tensors
+    query, key, value, sequences, tree_mask = tensors
     if query.device.type != "cuda" or any(tensor.device != query.device for tensor in tensors):
         devices = ", ".join(str(tensor.device) for tensor in tensors)
         raise ValueError(f"TreeAttention: all tensors must be on one CUDA device, not {devices}")
@@ -56,18 +56,16 @@ def check(tensors: tuple[Tensor, ...]) -> None:
             f"TreeAttention: query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; "
             f"cast them to one of {', '.join(map(str, DTYPES))}"
         )
-    if cache_lengths.dtype != torch.int32 or tree_mask.dtype != torch.bool:
-        raise ValueError(
-            f"TreeAttention: cache_lengths and tree_mask must be int32 and bool, not {cache_lengths.dtype} and "
-            f"{tree_mask.dtype}"
-        )
+    if sequences.dtype != torch.int32 or tree_mask.dtype != torch.bool:
+        found = f"{sequences.dtype} and {tree_mask.dtype}"
+        raise ValueError(f"TreeAttention: sequences and tree_mask must be int32 and bool, not {found}")
     if query.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in tensors[1:]):
-        raise ValueError("TreeAttention: the caches, their lengths and the mask must be contiguous; pass whole caches")
+        raise ValueError("TreeAttention: the caches, the sequences and the mask must be contiguous; pass whole caches")
 
 
 def strides(rows: Tensor) -> Strides:
-    batch, head, row, _ = rows.stride()
-    return batch, head, row
+    _, head, row, _ = rows.stride()
+    return head, row
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from .plan import Variant, row_blocks
 PTX, CUBIN = "ptx", "cubin"
 PTX_CAPABILITY = 80  # 8.0 and everything newer
 CAPABILITIES = (80, 86, 87, 89, 90, 100, 103, 120, 121)  # Triton 3.9 uses no tensor cores on 7.5
-MAGIC = b"DWKERNEL1"
+MAGIC = b"DWKERNEL2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,19 @@ from typing import NamedTuple, Protocol
 from .plan import Plan
 
 ATTENTION, COMBINE = "tree_attention", "combine_splits"  # the functions of kernel.py
-Strides = tuple[int, int, int]  # of the axes batch, head and row, in elements; the head dimension is contiguous
+Strides = tuple[int, int]  # of the axes head and row, in elements; the head dimension is contiguous
 
 
 class Operands(NamedTuple):
-    """Addresses of the tensors of one call; key, value, cache_lengths and tree_mask are contiguous.
+    """Addresses of the tensors of one call; key, value, sequences and tree_mask are contiguous.
 
-    All but cache_lengths and tree_mask are 16-byte aligned. workspace: at least `Plan.workspace_bytes`, 0 for none.
+    All but sequences and tree_mask are 16-byte aligned. workspace: at least `Plan.workspace_bytes`, 0 for none.
     """
 
     query: int
     key: int
     value: int
-    cache_lengths: int
+    sequences: int
     tree_mask: int
     output: int
     workspace: int
@@ -68,7 +68,7 @@ def arguments(plan: Plan, operands: Operands, scale: float) -> Arguments:
         Pointer(operands.query, dtype),
         Pointer(operands.key, dtype),
         Pointer(operands.value, dtype),
-        Pointer(operands.cache_lengths, "i32"),
+        Pointer(operands.sequences, "i32"),
         Pointer(operands.tree_mask, "u8"),
         output,
         partial,

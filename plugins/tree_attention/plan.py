@@ -10,6 +10,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .op import SequenceRow
+
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # by Triton's name of a dtype
 # Numbers in one block of keys: several blocks in flight fit into shared memory, and no variant of a head up to 128
 # spills more than a few bytes of registers on 8.0. fp32 has no tensor cores, which costs registers.
@@ -27,10 +29,11 @@ GRID_LIMIT = 65535  # of a CUDA grid's second and third axis
 class Shape:
     """The sizes of one call, checked. Raises ValueError.
 
-    batch B, heads H, kv_heads H_kv, rows T, columns S, capacity C, head_dim D; dtype of query, key, value and output.
+    sequences N, heads H, kv_heads H_kv, rows T, columns S, capacity C, head_dim D; dtype of query, key, value and
+    output.
     """
 
-    batch: int
+    sequences: int
     heads: int
     kv_heads: int
     rows: int
@@ -40,7 +43,7 @@ class Shape:
     dtype: str
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "kv_heads", "rows", "columns", "capacity", "head_dim"):
+        for name in ("sequences", "heads", "kv_heads", "rows", "columns", "capacity", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TreeAttention: {name} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in ITEM_BYTES:
@@ -56,29 +59,30 @@ class Shape:
                 f"TreeAttention: tree_mask has {self.columns} columns for {self.rows} rows; the rows of this pass are "
                 "speculative rows too"
             )
-        if self.batch * self.kv_heads > GRID_LIMIT:
-            raise ValueError(f"TreeAttention: more than {GRID_LIMIT} key/value heads in one batch; split the batch")
+        if self.sequences * self.kv_heads > GRID_LIMIT:
+            raise ValueError(f"TreeAttention: more than {GRID_LIMIT} key/value heads in all sequences; take fewer")
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], dtype: str) -> Shape:
-        """From the shapes of query, key, value, cache_lengths and tree_mask. Raises ValueError where they disagree."""
-        query, key, value, lengths, mask = (tuple(shape) for shape in shapes)
-        if (len(query), len(key), len(mask)) != (4, 4, 3):
+        """From the shapes of query, key, value, sequences and tree_mask. Raises ValueError where they disagree."""
+        query, key, value, sequences, mask = (tuple(shape) for shape in shapes)
+        if (len(query), len(key), len(sequences), len(mask)) != (4, 4, 2, 3):
             raise ValueError(
-                "TreeAttention: expected query [B, H, T, D], key [B, H_kv, C, D] and tree_mask [B, T, S], "
-                f"not {query}, {key} and {mask}"
+                "TreeAttention: expected query [1, H, T, D], key [1, H_kv, C, D], sequences [N, 4] and tree_mask "
+                f"[1, T, S], not {query}, {key}, {sequences} and {mask}"
             )
-        batch, heads, rows, head_dim = query
+        _, heads, rows, head_dim = query
         expected = {
-            "key": (key, (batch, key[1], key[2], head_dim)),
+            "query": (query, (1, heads, rows, head_dim)),
+            "key": (key, (1, key[1], key[2], head_dim)),
             "value": (value, key),
-            "cache_lengths": (lengths, (batch,)),
-            "tree_mask": (mask, (batch, rows, mask[2])),
+            "sequences": (sequences, (sequences[0], len(SequenceRow._fields))),
+            "tree_mask": (mask, (1, rows, mask[2])),
         }
         for name, (found, wanted) in expected.items():
             if found != wanted:
                 raise ValueError(f"TreeAttention: {name} is {found}, expected {wanted} beside a query of {query}")
-        return cls(batch, heads, key[1], rows, mask[2], key[2], head_dim, dtype)
+        return cls(sequences[0], heads, key[1], rows, mask[2], key[2], head_dim, dtype)
 
     @property
     def group(self) -> int:
@@ -154,17 +158,17 @@ class Plan:
     @property
     def grid(self) -> tuple[int, int, int]:
         row_blocks = -(-self.shape.rows * self.shape.group // self.variant.block_rows)
-        return row_blocks, self.shape.batch * self.shape.kv_heads, self.num_splits
+        return row_blocks, self.shape.sequences * self.shape.kv_heads, self.num_splits
 
     @property
     def combine_grid(self) -> tuple[int, int, int]:
-        return self.shape.rows, self.shape.heads, self.shape.batch
+        return self.shape.rows, self.shape.heads, 1
 
     @property
     def partial_bytes(self) -> int:
-        """The fp32 results [splits, B, H, T, D], which the workspace begins with; logsum follows."""
+        """The fp32 results [splits, H, T, D], which the workspace begins with; logsum follows."""
         shape = self.shape
-        return 4 * self.num_splits * shape.batch * shape.heads * shape.rows * shape.head_dim
+        return 4 * self.num_splits * shape.heads * shape.rows * shape.head_dim
 
     @property
     def workspace_bytes(self) -> int:
@@ -175,10 +179,14 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def plan(shape: Shape, multiprocessors: int) -> Plan:
-    """Lay `shape` out on a device of so many multiprocessors: as many splits as keep all of them busy, and no more."""
+    """Lay `shape` out on a device of so many multiprocessors: as many splits as keep all of them busy, and no more.
+
+    Counted for all rows in one sequence, since how many sequences a pass has is known on the device alone: more of them
+    only make the splits' reductions a little longer than they need be, fewer splits would leave one of them alone idle.
+    """
     block_rows = row_block(shape.rows * shape.group, shape.head_dim, shape.dtype)
     variant = Variant(shape.head_dim, shape.group, shape.dtype, block_rows)
-    blocks = -(-shape.rows * shape.group // block_rows) * shape.batch * shape.kv_heads
+    blocks = -(-shape.rows * shape.group // block_rows) * shape.kv_heads
     room = BLOCKS_PER_MULTIPROCESSOR * min(multiprocessors, MAX_MULTIPROCESSORS) // blocks
     return Plan(shape, variant, max(1, min(room, -(-shape.capacity // SPLIT_SLOTS))))
 
@@ -205,20 +213,21 @@ def workspace_bound(largest: Shape) -> int:
     block = row_block(largest.rows * largest.group, largest.head_dim, largest.dtype)
     by_device = BLOCKS_PER_MULTIPROCESSOR * MAX_MULTIPROCESSORS * block
     splits = -(-largest.capacity // SPLIT_SLOTS)
-    by_shape = splits * largest.batch * largest.heads * largest.rows if splits > 1 else 0
+    by_shape = splits * largest.heads * largest.rows if splits > 1 else 0
     return 4 * min(by_device, by_shape) * (largest.head_dim + 1)
 
 
-def bytes_moved(shape: Shape, cache_lengths: Sequence[int]) -> int:
-    """The floor of one call's memory traffic: every slot that may be visible once, query and output once, mask once.
+def bytes_moved(shape: Shape, lengths: Sequence[int]) -> int:
+    """The floor of one call's memory traffic: each committed slot once, each of the mask's columns once, whichever
+    sequence's it is, query and output once, mask once.
 
-    cache_lengths: of each sequence. Divided by a device's bandwidth it is the least time a call can take.
+    lengths: committed slots of each sequence. Divided by a device's bandwidth it is the least time a call can take.
     """
     item = ITEM_BYTES[shape.dtype]
-    slots = sum(min(length + shape.columns, shape.capacity) for length in cache_lengths)
+    slots = min(sum(lengths) + shape.columns, shape.capacity)
     cache = 2 * slots * shape.kv_heads * shape.head_dim * item
-    rows = 2 * shape.batch * shape.heads * shape.rows * shape.head_dim * item
-    return cache + rows + shape.batch * (shape.rows * shape.columns + 4)
+    rows = 2 * shape.heads * shape.rows * shape.head_dim * item
+    return cache + rows + shape.rows * shape.columns + 4 * len(SequenceRow._fields) * shape.sequences
 
 
 def shared_memory(capability: int) -> int:

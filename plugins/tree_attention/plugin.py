@@ -192,7 +192,7 @@ def check_library(library: bytes, variant: Variant) -> None:
 
 def operands_of(plan: Plan, inputs: Sequence[int], output: int, workspace: int) -> Operands:
     """Contiguous tensors by their addresses. Raises ValueError where one is not aligned."""
-    query, key, value, cache_lengths, tree_mask = inputs
+    query, key, value, sequences, tree_mask = inputs
     aligned = {"query": query, "key": key, "value": value, "output": output}
     if plan.workspace_bytes:
         aligned["workspace"] = workspace
@@ -200,8 +200,8 @@ def operands_of(plan: Plan, inputs: Sequence[int], output: int, workspace: int) 
         if address % ALIGNMENT or not address:
             raise ValueError(f"{NAME}: {name} is at {address:#x}, which is not a multiple of {ALIGNMENT} bytes")
     shape = plan.shape
-    strides = (shape.heads * shape.rows * shape.head_dim, shape.rows * shape.head_dim, shape.head_dim)
-    return Operands(query, key, value, cache_lengths, tree_mask, output, workspace, strides, strides)
+    strides = (shape.rows * shape.head_dim, shape.head_dim)
+    return Operands(query, key, value, sequences, tree_mask, output, workspace, strides, strides)
 
 
 def scale_of(values: Mapping[str, Any]) -> float:

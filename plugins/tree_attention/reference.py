@@ -7,35 +7,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .op import SequenceRow
+
 
 def tree_attention(
     query: NDArray[Any],
     key: NDArray[Any],
     value: NDArray[Any],
-    cache_lengths: NDArray[np.int32],
+    sequences: NDArray[np.int32],
     tree_mask: NDArray[np.bool_],
     scale: float,
 ) -> NDArray[np.float32]:
     """Attention of T tree rows over a cache, row by row, in fp64; shapes and meaning as in `op.py`.
 
-    Returns [B, H, T, D], fp32. Reads no slot that no row of the sequence and head sees.
+    Returns [1, H, T, D], fp32. Reads no slot that no row of the sequence and head sees.
     """
-    batch, heads, rows, head_dim = query.shape
+    _, heads, rows, head_dim = query.shape
     group = heads // key.shape[1]
-    output = np.zeros((batch, heads, rows, head_dim), np.float32)
-    for sequence, head, row in np.ndindex(batch, heads, rows):
-        slots = visible_slots(int(cache_lengths[sequence]), tree_mask[sequence, row], key.shape[2])
+    output = np.zeros((1, heads, rows, head_dim), np.float32)
+    for head, row in np.ndindex(heads, rows):
+        slots = visible_slots(sequence_of(row, sequences), tree_mask[0, row], key.shape[2])
         if not slots.size:
             continue
-        keys = key[sequence, head // group, slots].astype(np.float64)
-        scores = keys @ query[sequence, head, row].astype(np.float64) * scale
+        keys = key[0, head // group, slots].astype(np.float64)
+        scores = keys @ query[0, head, row].astype(np.float64) * scale
         weights = np.exp(scores - scores.max())
-        output[sequence, head, row] = weights @ value[sequence, head // group, slots].astype(np.float64) / weights.sum()
+        output[0, head, row] = weights @ value[0, head // group, slots].astype(np.float64) / weights.sum()
     return output
 
 
-def visible_slots(cache_length: int, row_mask: NDArray[np.bool_], capacity: int) -> NDArray[np.intp]:
+def sequence_of(row: int, sequences: NDArray[np.int32]) -> SequenceRow:
+    """Whose a row is: the last sequence that begins at it or before."""
+    found: list[int] = sequences[sequences[:, 0] <= row][-1].tolist()
+    return SequenceRow._make(found)
+
+
+def visible_slots(sequence: SequenceRow, row_mask: NDArray[np.bool_], capacity: int) -> NDArray[np.intp]:
     """Slots one row sees: the committed ones, then those its mask names; none beyond the cache's capacity."""
-    slots: NDArray[np.intp] = np.concatenate([np.arange(cache_length), cache_length + np.flatnonzero(row_mask)])
+    committed = np.arange(sequence.first_slot, sequence.first_slot + sequence.length)
+    slots: NDArray[np.intp] = np.concatenate([committed, sequence.tree_slot + np.flatnonzero(row_mask)])
     visible: NDArray[np.intp] = slots[slots < capacity]
     return visible

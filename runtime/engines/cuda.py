@@ -19,19 +19,19 @@ THREADS = 256
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes that a thread moves at a time
 
 # Each thread owns a few bytes of every row of one plane (a layer's keys or values of one head) and moves them row after
-# row, in order: rows ascend, so that what it overwrites it has read before, and no thread waits for another.
+# row, in order: what a row overwrites is the same thread's to read, so that no thread waits for another.
 MOVE_ROWS = r"""
-struct Sources { int row[MOVE_LIMIT]; };
+struct Rows { int source[MOVE_LIMIT]; int target[MOVE_LIMIT]; };
 
 extern "C" __global__ void move_rows(char* cache, long long tensor_bytes, int tensors, int heads, int capacity,
-                                     int vectors, int first, int count, Sources sources) {
+                                     int vectors, int count, Rows rows) {
     int index = blockIdx.x * blockDim.x + threadIdx.x;
     int plane = index / vectors;
     if (plane >= tensors * heads) return;
     VECTOR* tensor = (VECTOR*)(cache + plane / heads * tensor_bytes);
     VECTOR* column = tensor + (long long)(plane % heads) * capacity * vectors + index % vectors;
     for (int row = 0; row < count; ++row)
-        column[(long long)(first + row) * vectors] = column[(long long)sources.row[row] * vectors];
+        column[(long long)rows.target[row] * vectors] = column[(long long)rows.source[row] * vectors];
 }
 """
 
@@ -205,12 +205,13 @@ def mover_arguments(move: RowMove, width: int) -> Iterator[list[NDArray[Any]]]:
     """The kernel's arguments for vectors of `width` bytes, of each of the launches that a move takes."""
     cache = move.cache
     for begin in range(0, len(move.sources), MOVE_LIMIT):
-        chunk = move.sources[begin : begin + MOVE_LIMIT]
-        sizes = (cache.tensors, cache.heads, cache.capacity, cache.row_bytes // width, move.first + begin, len(chunk))
-        sources = np.zeros(MOVE_LIMIT, np.int32)
-        sources[: len(chunk)] = chunk
+        chunk = slice(begin, begin + MOVE_LIMIT)
+        count = len(move.sources[chunk])
+        sizes = (cache.tensors, cache.heads, cache.capacity, cache.row_bytes // width, count)
+        rows = np.zeros((2, MOVE_LIMIT), np.int32)
+        rows[:, :count] = move.sources[chunk], move.targets[chunk]
         numbers = [np.array([size], np.int32) for size in sizes]
-        yield [np.array([move.address], np.uint64), np.array([cache.tensor_bytes], np.int64), *numbers, sources]
+        yield [np.array([move.address], np.uint64), np.array([cache.tensor_bytes], np.int64), *numbers, rows]
 
 
 def mover_options(width: int) -> list[str]:

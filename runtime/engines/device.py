@@ -38,15 +38,13 @@ class CacheGeometry(NamedTuple):
 
 
 class RowMove(NamedTuple):
-    """In every plane of the cache at `address`, row sources[i] is copied to row first + i.
-
-    The sources ascend and first + i <= sources[i], so that copying in order never overwrites a row still to be read.
-    """
+    """In every plane of the cache at `address`, row sources[i] is copied to row targets[i], one after the other: a row
+    that was overwritten is read as it is then."""
 
     address: int
     cache: CacheGeometry
-    first: int
     sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
 
 
 class Device(Protocol):
@@ -65,7 +63,7 @@ class Device(Protocol):
     def download(self, array: NDArray[np.uint8], address: int, stream: Stream) -> None: ...
 
     def move_rows(self, move: RowMove, stream: Stream) -> None:
-        """One launch for all planes."""
+        """One launch for all planes, and nothing where no row is to be moved."""
 
     def capture(self, work: Callable[[], None], stream: Stream) -> Any | None:
         """What `work` queues on `stream`, as a graph, without running it; None when it cannot be captured."""

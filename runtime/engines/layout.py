@@ -25,13 +25,19 @@ class PassShape(NamedTuple):
 
     @classmethod
     def of(cls, batch: TokenBatch, limit: int) -> PassShape:
-        """The shape that runs a batch. Columns are the width doubled until they reach what the batch sees, or `limit`:
-        a draft that appends pass after pass then needs few shapes, and masked columns cost almost nothing."""
+        """The shape that runs a batch."""
         width, seen = batch.mask.shape
-        columns = width
-        while columns < seen:
-            columns *= 2
-        return cls(width, max(seen, min(columns, limit)), len(batch.output_rows))
+        return cls(width, mask_columns(width, seen, limit), len(batch.output_rows))
+
+
+def mask_columns(width: int, seen: int, limit: int) -> int:
+    """Columns of the mask of a pass of `width` rows that see `seen` speculative slots: the width doubled until it
+    reaches them, or `limit`. A draft that appends pass after pass then needs few shapes, and masked columns cost almost
+    nothing."""
+    columns = width
+    while columns < seen:
+        columns *= 2
+    return max(seen, min(columns, limit))
 
 
 class Field(NamedTuple):
@@ -57,6 +63,8 @@ class Layout(NamedTuple):
         model = spec.model
         axes = {
             "B": 1,
+            "4": 4,
+            "N": spec.max_batch,
             "T": shape.width,
             "S": shape.columns,
             "R": shape.outputs,

@@ -20,7 +20,7 @@ from ...models import bindings
 from ...models.acceptance_head import AcceptanceHead, TrainedHead
 from ...models.errors import EngineError
 from ...models.llama import Llama, LlamaOutput, TreeAttention
-from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 from .feeds import feed, output_of
 from .layout import Layout, PassShape, refuse_growth
 
@@ -120,7 +120,7 @@ class StaticPass:
         scored = self._engine.model.forward_static(
             feeds[bindings.INPUT_IDS.name],
             feeds[bindings.POSITION_IDS.name],
-            feeds[bindings.CACHE_LENGTHS.name],
+            feeds[bindings.SEQUENCES.name],
             feeds[bindings.TREE_MASK.name],
             self._cache,
             feeds[bindings.WRITE_INDICES.name],
@@ -183,6 +183,7 @@ class TorchEngine:
         # Draft and target have one each.
         self.stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # of torch
         self.graph_pool = torch.cuda.graph_pool_handle() if device == "cuda" else None  # results are copied out of it
+        self._closed = False
         self.lock = Lock()  # one pass at a time: there is one stream, and what runs on it may be captured
         self._attend = kernel_attention() if attend is None and device == "cuda" else attend
         with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
@@ -201,12 +202,17 @@ class TorchEngine:
         """See Engine.forward."""
         start = cache.reserve(batch)
         with torch.inference_mode(), self.lock:
+            if self._closed:
+                raise closed(self.spec)
             output = cache.score(batch, start)
         cache.speculative += batch.num_tokens
         return output
 
     def close(self) -> None:
-        del self.model
+        with self.lock:  # a pass of another thread ends first
+            if not self._closed:
+                del self.model
+            self._closed = True
 
     def outputs(self, scored: LlamaOutput) -> dict[str, torch.Tensor]:
         """What the spec's outputs name, [1, R, ...], on the device."""

@@ -1,0 +1,197 @@
+"""Requests that share the passes of TensorRT plans, on a stand-in for the package: the graph plans are compiled from
+runs on the host. Every request gets the text it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundling import DEMO
+from fake_tensorrt import HEADER, FakeTensorRT
+from host_device import HostDevice
+from together import collect, run, tokens_of
+
+from draftwood.builder import engines as builder_engines
+from draftwood.builder import pipeline
+from draftwood.builder.compile import CompileOptions
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
+from draftwood.cli.inspect import cache_bytes, describe
+from draftwood.models.config import LlamaConfig
+from draftwood.models.errors import ConfigError, EngineError
+from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.engines import tensorrt
+from draftwood.runtime.engines.compatibility import LayerReport, Plan
+from draftwood.runtime.engines.static_pool import StaticPool
+from draftwood.runtime.llm import Prompt
+
+MAX_BATCH, MAX_LENGTH, WIDTHS = 3, 160, (1, 2, 4, 8, 16, 32)
+PROMPTS: list[Prompt] = [
+    "def fibonacci(n):\n",
+    "import os\n",
+    "class Queue:\n    def __init__(self):\n" * 3,
+    "for i in range(10):",
+    "x",
+]
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=16, temperature=0.9, seed=5, ignore_eos=True)
+TREES = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=7, max_draft_len=3)
+CONFIGS = {
+    "plain": None,
+    "chain": SpeculativeConfig("chain", budget="fixed", max_draft_len=4),
+    "tree": TREES,
+    "planned": SpeculativeConfig(),
+}
+
+
+class HostGpu(HostDevice):
+    """What an engine opens instead of a GPU; each has one of its own."""
+
+    name = "Host"
+    compute_capability = "8.9"
+
+
+def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Any) -> Plan:
+    """Instead of `compile_plan`: the stand-in's plans are graphs."""
+    output.write_bytes(HEADER + str(graph).encode())
+    layers = LayerReport(100, model.num_layers, 0, 2 * model.num_layers)
+    return Plan("tensorrt-rtx", "1.7.1", ("8.9",), None, options.families, options.columns, layers, False)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
+    """Opens the demo pair, built for so many requests, as TensorRT engines over the stand-in."""
+    folder = tmp_path_factory.mktemp("bundles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder_engines, "compile_plan", graph_as_plan)
+        patch.setattr(builder_engines, "runs_here", lambda plan: False)
+        patch.setattr(pipeline, "check_compiler", lambda options: None)
+        patch.setattr(tensorrt, "tensorrt_logger", lambda backend: None)
+        patch.setattr(tensorrt, "installed_packages", lambda: {"tensorrt-rtx": "1.7.1"})
+
+        def open_llm(max_batch: int = MAX_BATCH, config: SpeculativeConfig | None = TREES) -> LLM:
+            bundle = folder / str(max_batch)
+            options = BuildOptions(
+                DEMO / "target",
+                DEMO / "draft",
+                bundle,
+                backend="tensorrt-rtx",
+                precision="fp32",
+                max_length=MAX_LENGTH,
+                widths=WIDTHS,
+                max_batch=max_batch,
+                compute_capability=("8.9",),
+                graphs=folder / f"graphs-{max_batch}",
+            )
+            if not bundle.exists():
+                build(options, lambda step: lambda: None)
+            device = HostGpu()
+            compiled = options.compile_options()
+            package = FakeTensorRT(device, compiled.families, compiled.columns)
+            patch.setattr(tensorrt, "CudaDevice", lambda: device)
+            patch.setattr(tensorrt, "load_tensorrt", lambda backend: package)
+            return LLM(bundle, config)
+
+        yield open_llm
+
+
+@pytest.fixture(scope="module")
+def alone(opened: Callable[..., LLM]) -> Iterator[LLM]:
+    with opened(1) as llm:
+        yield llm
+
+
+def launches(llm: LLM) -> int:
+    """Passes that any engine was asked for."""
+    device: Any = llm.engines.target
+    counts = device.device.launches
+    return int(counts.get("replay", 0) + counts.get("enqueue", 0))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_list_of_prompts_shares_passes_and_changes_no_text(name: str, opened: Callable[..., LLM], alone: LLM) -> None:
+    """More prompts than places: the next one begins when one ends."""
+    with opened(config=CONFIGS[name]) as llm:
+        found = llm.generate(PROMPTS, GREEDY)
+        together = launches(llm)
+        expected = [alone.generate(prompt, GREEDY) for prompt in PROMPTS]
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+        assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in expected]
+        for prompt in PROMPTS:
+            llm.generate(prompt, GREEDY)
+        assert together < 0.6 * (launches(llm) - together)
+        if name == "tree":
+            assert sum(each.stats.num_accepted_tokens for each in found) > 0
+
+
+def test_sampled_texts_with_a_seed_do_not_depend_on_company(opened: Callable[..., LLM]) -> None:
+    config = SpeculativeConfig("dyspec", budget="fixed", max_total_draft_tokens=6, max_draft_len=3)
+    with opened(config=config) as llm, opened(1, config) as single:
+        found = llm.generate(PROMPTS[:3], SEEDED)
+        assert [each.token_ids for each in found] == [single.generate(each, SEEDED).token_ids for each in PROMPTS[:3]]
+
+
+def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: LLM) -> None:
+    """With settings of their own; one is aborted, and another takes its place."""
+    with opened() as llm:
+
+        async def work(served: AsyncLLM) -> list[list[int]]:
+            assert served.max_running == MAX_BATCH
+            streams = [
+                served.generate(prompt, GREEDY, speculative=None if index % 2 else "own", request_id=str(index))
+                for index, prompt in enumerate(PROMPTS * 2)
+            ]
+            served.abort("2")
+            return [tokens_of(await collect(stream)) for stream in streams]
+
+        found = run(work, llm)
+        expected = [alone.generate(prompt, GREEDY).token_ids for prompt in PROMPTS * 2]
+        assert [tokens for index, tokens in enumerate(found) if index != 2] == expected[:2] + expected[3:]
+        assert len(found[2]) < len(expected[2])
+        engine: Any = llm.engines.target
+        assert isinstance(engine.pool, StaticPool) and len(engine.pool._caches) == 0
+        assert llm.generate(PROMPTS[0], GREEDY).token_ids == expected[0]
+
+
+def test_single_requests_hold_a_place_only_while_they_run(opened: Callable[..., LLM]) -> None:
+    with opened() as llm:
+        for _ in range(MAX_BATCH + 1):
+            llm.generate(PROMPTS[0], GREEDY)
+        streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[: MAX_BATCH + 1]]
+        for stream in streams[:MAX_BATCH]:
+            next(stream)
+        with pytest.raises(EngineError, match=r"all 3 sequences .*--max-batch"):
+            next(streams[MAX_BATCH])
+
+
+def test_inspect_counts_the_caches_of_all(opened: Callable[..., LLM]) -> None:
+    with opened() as llm:
+        engine: Any = llm.engines.target
+        assert cache_bytes(engine.spec) == engine.memory.kv_cache
+        slots = f"3 × {MAX_LENGTH + 4 * WIDTHS[-1]}, {engine.memory.kv_cache / 1e6:.1f} MB when full"
+        table = describe(EngineBundle.open(llm.bundle.folder))
+        assert slots in list(table.columns[1].cells)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": "onnxruntime"}, r"--max-batch is for .* leave it out"),
+        ({"plugin": False}, r"needs our attention kernel, since .* leave out --no-plugin"),
+        ({"compute_capability": ("7.5",), "precision": "fp16"}, r"not for SM 7\.5"),
+        ({"max_batch": 0}, "at least 1, not 0"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_a_build(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"backend": "tensorrt-rtx", "max_batch": 4}
+    with pytest.raises(ConfigError, match=message):
+        BuildOptions(DEMO / "target", DEMO / "draft", Path("bundle"), **given | changes)
+
+
+def test_without_triton_several_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"Triton is not installed: pip install 'draftwood\[kernel\]'"):
+        CompileOptions("tensorrt", "fp16", (1, 4), 64, max_batch=2)
