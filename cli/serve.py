@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..models.errors import ConfigError
-from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS, AsyncLLM
+from ..runtime.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS, AsyncLLM
+from ..runtime.batching import MAX_RUNNING
 from ..runtime.llm import LLM
 from .live import costs_note
 from .options import add_engines, add_speculation, speculative
@@ -24,9 +25,12 @@ MAX_BODY_BYTES = 4 << 20
 
 def seconds(text: str) -> float:
     """A length of time."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < threading.TIMEOUT_MAX:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"write a number of seconds above 0, not {text!r}")
     return value
 
 
@@ -42,6 +46,13 @@ def add_parser(commands: Any) -> None:
     )
     http.add_argument(
         "--max-body-bytes", type=int, default=MAX_BODY_BYTES, help=f"of one request (default {MAX_BODY_BYTES})"
+    )
+    http.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=(),
+        metavar="ORIGIN",
+        help="web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)",
     )
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
     load = parser.add_argument_group("load")
@@ -99,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             ) as async_llm,
         ):
             limits = Limits(args.max_body_bytes, 2 * async_llm.max_requests, args.api_key or None)
-            app = create_app(async_llm, name, limits, args.request_timeout)
+            app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins)
             warn_if_open(args.host, args.api_key)
             if llm.stale_costs:
                 print(f"draftwood: warning: {costs_note(llm.stale_costs)}", file=sys.stderr)

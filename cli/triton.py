@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import EngineError
-from ..runtime.async_llm import MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS
+from ..runtime.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
+from ..runtime.batching import MAX_RUNNING
 from ..runtime.serving.triton import Placement, write_model
 from ..runtime.serving.triton_contract import ModelSettings
-from ..runtime.serving.triton_server import Ports, TritonServer
+from ..runtime.serving.triton_server import Distribution, Ports, TritonServer
 from .options import add_engines, add_speculation, integers, speculative
 
 
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         prefix_cache_slots=args.prefix_cache_slots,
     )
     placement = Placement(args.instances, args.gpus)
+    if args.start:
+        Distribution.find()  # before anything is written
     folder = write_model(args.bundle, args.output, args.name, settings, placement, args.copy_bundle)
     console = Console()
     console.print(f"Model written to {folder}; its README.md says how to start it.", highlight=False, soft_wrap=True)

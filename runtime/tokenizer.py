@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, RequestError
+from .token_length import longest_token
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -66,6 +68,14 @@ class Tokenizer:
             raise RequestError("the text holds half of a surrogate pair, which is no character: send valid Unicode")
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens a text has at the very least, known from its length alone; 0 where that says nothing."""
+        return 0 if self._longest_token is None else -(-len(text) // self._longest_token)
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""

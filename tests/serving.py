@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -48,9 +48,9 @@ def with_chat_template(bundle: Path, folder: Path) -> Path:
 
 
 @contextmanager
-def served(bundle: Path, *options: str) -> Iterator[Served]:
-    """A server on a free port; it is gone afterwards, whatever happened."""
-    command = [sys.executable, "-m", "draftwood.cli.main", "serve", str(bundle), "--port", "0", *options]
+def served(bundle: Path, *options: str, program: Sequence[str] = ("-m", "draftwood.cli.main")) -> Iterator[Served]:
+    """A server on a free port; it is gone afterwards, whatever happened. program: what Python runs."""
+    command = [sys.executable, *program, "serve", str(bundle), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bundling import ROOT
 
-from draftwood.runtime.async_llm import MAX_RUNNING
+from draftwood.runtime.batching import MAX_RUNNING
 from draftwood.runtime.scheduler import QueueFullError, Scheduler
 from draftwood.runtime.serving.metrics import ServingMetrics
 from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS, PROMPT

@@ -215,4 +215,4 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
 def test_timeouts_are_positive(tiny_bundle: Path, timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(tiny_bundle), "--request-timeout", timeout])
-    assert ended.value.code == 2 and f"invalid seconds value: '{timeout}'" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"seconds above 0, not '{timeout}'" in capsys.readouterr().err

@@ -111,6 +111,7 @@ def test_the_readme_has_lines_that_can_be_copied(tiny_bundle: Path, tmp_path: Pa
     text = (tmp_path / "draftwood" / "README.md").read_text()
     for line in (f"tritonserver --model-repository={tmp_path} ", '"device=0,1"', f" -v {tiny_bundle}:", "[gpu]"):
         assert line in text
+    assert '"client": "me"' in text
 
 
 class Version(NamedTuple):

@@ -109,6 +109,12 @@ def test_a_deadline_is_a_parameter_where_the_protocol_has_none() -> None:
     assert parsed().deadline_s is None
 
 
+def test_whose_request_it_is_may_be_said_in_two_words() -> None:
+    assert parsed(parameters={"client": "a"}).client == parsed(parameters={"user": "a"}).client == "a"
+    assert parsed(sampling_parameters='{"user": "a"}', parameters={"client": "a"}).client == "a"
+    assert parsed().client is None
+
+
 def test_log_probabilities_are_asked_for_by_a_flag() -> None:
     request = parsed(return_log_probs=True, return_num_input_tokens=False)
     assert request.params.logprobs == 0 and request.returns == {"return_log_probs"}
@@ -172,6 +178,8 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"ignore_eos": "maybe"}, "true or false"),
         ({"temperature": None}, "a number"),
         ({"grow": 3}, "text"),
+        ({"client": ""}, "text that is not empty"),
+        ({"user": ["a"]}, "client must be text"),
         ({"stop": [1]}, "a list of texts"),
         ({"branching": "2,x"}, "a list of integers"),
         ({"max_draft_length": 3}, "send max_draft_len"),

@@ -33,6 +33,7 @@ from triton_client import (  # noqa: E402 - after the skips
     SLOW,
     Call,
     ask,
+    canary,
     inputs,
     metric,
     post,
@@ -69,16 +70,6 @@ def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
-
-
-def canary(server: TritonServer, model: str) -> bool:
-    """Whether a model passes the liveness probe of the Kubernetes manifest."""
-    yaml = pytest.importorskip("yaml")
-    deployment = next(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "triton.yaml").read_text()))
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    *shell, script = container["livenessProbe"]["exec"]["command"]
-    script = script.replace("localhost:8000", server.http).replace("models/draftwood", f"models/{model}")
-    return subprocess.run([*shell, script]).returncode == 0
 
 
 def running(server: TritonServer) -> float:

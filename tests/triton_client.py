@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,9 @@ from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS, PROMPT, M
 from draftwood.runtime.serving.triton_server import Distribution, TritonServer
 
 OWN = SpeculativeConfig(budget="fixed")  # proposals that do not depend on how fast this machine is at the moment
+MANIFEST = Path(__file__).parent.parent / "deploy" / "kubernetes" / "triton.yaml"
 PLAIN, FAULTY = "draftwood", "faulty"
-SLOW, RAISES, DIES = 1001, 1002, 1003  # seeds that make the faulty model misbehave
+SLOW, RAISES, DIES, BREAKS = 1001, 1002, 1003, 1004  # seeds that make the faulty model misbehave
 WAIT_SECONDS = 20.0
 DTYPES = {
     "TYPE_STRING": np.object_,
@@ -45,11 +47,17 @@ class TritonPythonModel(TritonPythonModel):
         generate = self._engine.generate
 
         def faulty(prompt, params, **options):
+            if params.seed == {BREAKS}:
+                self._llm._target.forward = broken
             if params.seed in {(SLOW, RAISES, DIES)}:
                 params = replace(params, logits_processors=(misbehaving(params.seed),))
             return generate(prompt, params, **options)
 
         self._engine.generate = faulty
+
+
+def broken(*_):
+    raise RuntimeError("the engine is broken for good")
 
 
 def misbehaving(seed):
@@ -116,7 +124,13 @@ class Call:
     """One request over gRPC, on a connection of its own; ending the `with` block cancels it unless it ended."""
 
     def __init__(
-        self, address: str, model: str, tensors: list[Any], timeout: float | None = None, **parameters: Any
+        self,
+        address: str,
+        model: str,
+        tensors: list[Any],
+        timeout: float | None = None,
+        sequence: int | str = 0,
+        **parameters: Any,
     ) -> None:
         self._client = grpc.InferenceServerClient(address)
         self._answers: queue.Queue[Any] = queue.Queue()
@@ -124,7 +138,13 @@ class Call:
         self._client.start_stream(lambda result, error: self._answers.put((result, error)))
         deadline = None if timeout is None else round(timeout * 1e6)
         self._client.async_stream_infer(
-            model, tensors, request_id="one", enable_empty_final_response=True, timeout=deadline, parameters=parameters
+            model,
+            tensors,
+            request_id="one",
+            sequence_id=sequence,
+            enable_empty_final_response=True,
+            timeout=deadline,
+            parameters=parameters,
         )
 
     def next(self, wait: float = WAIT_SECONDS) -> Answer:
@@ -188,3 +208,13 @@ def metric(server: TritonServer, name: str, **labels: str) -> float:
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith(name + "{") and all(w in line for w in wanted)
     )
+
+
+def canary(server: TritonServer, model: str) -> bool:
+    """Whether a model passes the liveness probe of the Kubernetes manifest."""
+    yaml = pytest.importorskip("yaml")
+    deployment = next(yaml.safe_load_all(MANIFEST.read_text()))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    *shell, script = container["livenessProbe"]["exec"]["command"]
+    script = script.replace("localhost:8000", server.http).replace("models/draftwood", f"models/{model}")
+    return subprocess.run([*shell, script]).returncode == 0

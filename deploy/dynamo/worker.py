@@ -22,7 +22,8 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
 from draftwood.models.errors import ConfigError, DraftwoodError, RequestError
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.async_llm import MAX_RUNNING, MAX_WAITING, AsyncLLM, ShutdownError
+from draftwood.runtime.async_llm import MAX_WAITING, AsyncLLM, ShutdownError
+from draftwood.runtime.batching import MAX_RUNNING
 
 SERVED = {field.name for field in fields(SamplingParams)}
 HIDDEN = "stop_token_ids_hidden"  # the front end's name for the tokens that end a text by themselves
@@ -95,11 +96,7 @@ class DraftwoodEngine(LLMEngine):
         metrics.register_prometheus_expfmt_callback(self._metrics)
 
     def _metrics(self) -> str:
-        engine = self._engine
-        if engine is None:
-            return ""
-        now = {"draftwood_requests_running": engine.num_running, "draftwood_requests_waiting": engine.num_waiting}
-        return engine.metrics.to_prometheus(now)
+        return "" if self._engine is None else self._engine.to_prometheus()
 
     async def cleanup(self) -> None:
         """Called some seconds after the worker left discovery, whatever is still in flight: that is finished first."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from threading import Timer
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEAT_SECONDS = 0.5  # some senders, such as timeout(1), deliver one signal twice
 FLUSH_SECONDS = 5  # for answers that are generated already, to be read by their clients
 UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is gone: it would keep its place for ever
+CLOSE_SECONDS = 60.0  # for the pass that is computed when requests are cut off; longer ones are on a device that hangs
 HEAD_SECONDS = 30.0  # at least, until a connection on which no whole request head arrives is closed; twice that at most
 MAX_CONNECTIONS = 1024  # idle ones included; a defence against being flooded, far above what is ever served at a time
 
@@ -87,13 +90,31 @@ async def serve(
         stopping.cancel()
         watching.cancel()
         finished = await drained(async_llm, drain_seconds, hurry)
-        await asyncio.to_thread(async_llm.close)
+        with ended_after(CLOSE_SECONDS):
+            await asyncio.to_thread(async_llm.close)
         server.should_exit = True
         await asyncio.wait((serving,), timeout=FLUSH_SECONDS)
         for connection in server.server_state.connections:  # whoever reads no more, or never sent all of its request
             connection.transport.abort()
         await serving
     return finished
+
+
+@contextmanager
+def ended_after(seconds: float) -> Generator[None, None, None]:
+    """The process ends with exit code 1 if what is inside takes longer: nothing else ends a thread that hangs."""
+
+    def end() -> None:
+        print("draftwood: the engine hangs, and was left in the middle of a pass", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 async def hang_up_on_silent(server: uvicorn.Server) -> None:

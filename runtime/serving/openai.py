@@ -6,24 +6,28 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from ...models.bindings import TARGET
 from ...models.errors import DraftwoodError, RequestError
 from ..async_llm import AsyncLLM, RequestStream
 from ..llm import Prompt
 from ..speculation.config import SpeculativeConfig
-from .openai_answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts
+from .openai_answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts, as_json
 from .openai_errors import Refusal, add_errors, refusal_of
-from .openai_guard import Limits, RequestGuard
-from .openai_protocol import ChatBody, CompletionBody, GenerationBody
+from .openai_guard import REQUEST_ID, Limits, RequestGuard
+from .openai_protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from .openai_streams import ClientGone, Numbered, merged, while_connected
+from .openai_tokens import TokensApi
 
 COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when max_tokens is left out
 CLIENT_CLOSED = 499  # nginx' name for it; nobody reads this answer
@@ -32,20 +36,47 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "refused", "content": {"application/json": {}}},
     "5XX": {"description": "not now", "content": {"application/json": {}}},
 }
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # nginx would hold events back
 log = logging.getLogger(__name__)
 
 
-def create_app(async_llm: AsyncLLM, model: str, limits: Limits, request_seconds: float | None = None) -> RequestGuard:
-    """The ASGI application. model: the name clients ask for. request_seconds: until a request ends with an error."""
+def create_app(
+    async_llm: AsyncLLM,
+    model: str,
+    limits: Limits,
+    request_seconds: float | None = None,
+    allowed_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """The ASGI application.
+
+    model: the name clients ask for. request_seconds: until a request ends with an error. allowed_origins: of web pages
+    whose scripts may use it, "*" for any.
+    """
     app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
     add_errors(app)
     add_state(app, async_llm)
     api = OpenAIApi(async_llm, model, request_seconds)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
-    for path, route in (("/v1/completions", api.complete), ("/v1/chat/completions", api.chat)):
+    tokens = TokensApi(async_llm.llm.tokenizer, async_llm.llm.bundle.manifest.max_length, api.other_model)
+    posted: dict[str, Callable[..., Awaitable[Response]]] = {
+        "/v1/completions": api.complete,
+        "/v1/chat/completions": api.chat,
+        "/tokenize": tokens.tokenize,
+        "/detokenize": tokens.detokenize,
+    }
+    for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
-    return RequestGuard(app, limits)
+    guard = RequestGuard(app, limits)
+    if not allowed_origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("retry-after", REQUEST_ID),
+    )
 
 
 def add_state(app: FastAPI, async_llm: AsyncLLM) -> None:
@@ -54,24 +85,27 @@ def add_state(app: FastAPI, async_llm: AsyncLLM) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=PlainTextResponse, responses=ANSWERS)
     async def health() -> Response:
-        """Whether this process is of any use: its engine's thread runs."""
-        return PlainTextResponse("ok" if async_llm.alive else "dead", 200 if async_llm.alive else 503)
+        """Whether this process is of any use. Restart it otherwise."""
+        return state("ok", async_llm.trouble)
 
     @app.head("/health/ready", include_in_schema=False)
     @app.get("/health/ready", response_class=PlainTextResponse, responses=ANSWERS)
     async def ready() -> Response:
-        """Whether new requests are taken."""
-        return PlainTextResponse("ready" if async_llm.accepting else "stopping", 200 if async_llm.accepting else 503)
+        """Whether new requests should be sent here."""
+        return state("ready", async_llm.trouble or (None if async_llm.accepting else "stopping"))
+
+    @app.get("/version")
+    async def release() -> dict[str, str]:
+        return {"version": version("draftwood")}
 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        gauges = {
-            "draftwood_requests_running": async_llm.num_running,
-            "draftwood_requests_waiting": async_llm.num_waiting,
-        }
-        text = async_llm.metrics.to_prometheus(gauges)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(async_llm.to_prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def state(well: str, trouble: str | None) -> Response:
+    return PlainTextResponse(trouble or well, 200 if trouble is None else 503)
 
 
 class OpenAIApi:
@@ -96,10 +130,10 @@ class OpenAIApi:
         return as_json({"object": "list", "data": [self._card]})
 
     async def model(self, name: str) -> Response:
-        return self._unknown_model(name) or as_json(self._card)
+        return self.other_model(name) or as_json(self._card)
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
-        if refused := self._unknown_model(body.model):
+        if refused := self.other_model(body.model):
             return refused
         if body.echo and body.logprobs is not None:
             raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here")
@@ -110,7 +144,7 @@ class OpenAIApi:
         return await self._answer(request, body, shape, prompts, echoes, COMPLETION_TOKENS)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        if refused := self._unknown_model(body.model):
+        if refused := self.other_model(body.model):
             return refused
         self._check_room(body, 1)
         messages = [message.to_template() for message in body.messages]
@@ -118,8 +152,9 @@ class OpenAIApi:
         shape = ChatShape(self._texts, body.logprobs)
         return await self._answer(request, body, shape, [prompt], [""], self._max_length)
 
-    def _unknown_model(self, name: str) -> Response | None:
-        if name == self._card["id"]:
+    def other_model(self, name: str | None) -> Response | None:
+        """The refusal of a model that is not this one."""
+        if name in (None, self._card["id"]):
             return None
         message = f"the model {name!r} does not exist; this server has {self._card['id']!r}"
         refusal = Refusal(404, message, param="model", code="model_not_found")
@@ -161,8 +196,8 @@ class OpenAIApi:
             first = await while_connected(request, anext(chunks))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        events = server_sent(answer, first, chunks, body.stream_options.include_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        events = server_sent(answer, first, chunks, body.stream_options)
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     async def _submit(
         self,
@@ -199,20 +234,25 @@ async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> d
 
 
 async def server_sent(
-    answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None], include_usage: bool
+    answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None], options: StreamOptions
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events. An error in the middle is an event of its own."""
-    null_usage = {"usage": None} if include_usage else {}
+
+    def accounted(chunk: dict[str, Any]) -> bytes:
+        if options.include_usage:
+            chunk["usage"] = answer.usage() if options.continuous_usage_stats else None
+        return event(chunk)
+
     try:
         async with aclosing(chunks):
             for opening in answer.openings():
-                yield event(opening | null_usage)
+                yield accounted(opening)
             if chunk := answer.add(*first):
-                yield event(chunk | null_usage)
+                yield accounted(chunk)
             async for index, added in chunks:
                 if chunk := answer.add(index, added):
-                    yield event(chunk | null_usage)
-        if include_usage:
+                    yield accounted(chunk)
+        if options.include_usage:
             yield event(answer.last())
     except Exception as error:
         if not isinstance(error, DraftwoodError):
@@ -223,7 +263,3 @@ async def server_sent(
 
 def event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"
-
-
-def as_json(content: Mapping[str, Any]) -> Response:
-    return Response(json.dumps(content, allow_nan=False), media_type="application/json")

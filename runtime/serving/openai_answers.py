@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
+
+from fastapi.responses import Response
 
 from ..decoder import TokenLogprob
 from ..explain import token_texts
@@ -193,13 +196,27 @@ class Answer:
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": self._shape.chunk_object, "choices": choices}
 
-    def _account(self) -> dict[str, Any]:
-        num_prompt_tokens = sum(map(len, self._prompts))
-        tokens = usage(num_prompt_tokens, self._cached_tokens(), sum(choice.num_tokens for choice in self.choices))
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far. The draft's count as predicted ones, of which only the accepted are among the output's."""
+        prompt_tokens, tokens = sum(map(len, self._prompts)), sum(choice.num_tokens for choice in self.choices)
+        used = {
+            "prompt_tokens": prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
+            "completion_tokens": tokens,
+            "total_tokens": prompt_tokens + tokens,
+        }
         if not self._proposal:
-            return {"usage": tokens}
+            return used
+        accepted = sum(choice.stats.num_accepted_tokens for choice in self.choices)
+        drafted = sum(choice.stats.num_draft_tokens for choice in self.choices)
+        predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        return {**used, "completion_tokens_details": predicted}
+
+    def _account(self) -> dict[str, Any]:
+        if not self._proposal:
+            return {"usage": self.usage()}
         stats = [choice.stats for choice in self.choices]
-        return {"usage": tokens, "metrics": speculative_metrics(stats, self._proposal)}
+        return {"usage": self.usage(), "metrics": speculative_metrics(stats, self._proposal)}
 
     def _cached_tokens(self) -> int:
         """Of every prompt those that not even the first of its choices had to read."""
@@ -208,18 +225,13 @@ class Answer:
         return sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
 
 
+def as_json(content: Mapping[str, Any]) -> Response:
+    return Response(json.dumps(content, allow_nan=False), media_type="application/json")
+
+
 def finite(logprob: float) -> float:
     """JSON has no infinity; the number is vLLM's."""
     return max(logprob, -9999.0)
-
-
-def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
 
 
 def speculative_metrics(stats: Sequence[SpecDecodeStats], max_tokens: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ...models.errors import ConfigError, RequestError
 from ..async_llm import DeadlineError, QueueFullError, ShutdownError
 
 FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic puts the branches of a union among the fields
+PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
 RETRY_SECONDS = 1  # a place is free again after the shortest of the running requests
 
 
@@ -58,8 +59,9 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def invalid(error: RequestValidationError) -> Refusal:
-    """What is wrong with a body: of several things, and of the branches of a union, the most specific one."""
-    worst = max(error.errors(), key=lambda item: len(item["loc"]))
+    """What is wrong with a body: of several things, and of the branches of a union, the most specific one, which a
+    value has that is of the right type."""
+    worst = max(error.errors(), key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
     if worst["type"] == "json_invalid":
         return Refusal(400, f"the body is not valid JSON: {worst['ctx']['error']}")
     if worst["type"] == "extra_forbidden":
@@ -78,7 +80,7 @@ def add_errors(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             refusal = invalid(error)
         elif isinstance(error, HTTPException):
-            refusal = Refusal(error.status_code, str(error.detail))
+            refusal = Refusal(error.status_code, f"{error.detail}: {request.method} {request.url.path}; {PLACES}")
         else:
             refusal = refusal_of(error)
         return Response(refusal.body, refusal.status, refusal.headers)

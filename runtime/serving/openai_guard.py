@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 from typing import NamedTuple
+from uuid import uuid4
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .openai_errors import RETRY_SECONDS, Refusal
 
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+REQUEST_ID = "x-request-id"
+MAX_REQUEST_ID = 128
+
 
 class Limits(NamedTuple):
-    """max_body_bytes and body_seconds: of one request's body. max_requests: of /v1 at the same time, whether queued,
-    running or still arriving. api_key: what /v1 asks for, None for nothing."""
+    """max_body_bytes and body_seconds: of one request's body. max_requests: at the same time, whether queued, running
+    or still arriving. api_key: what is asked for, None for nothing. All of them for what is GUARDED."""
 
     max_body_bytes: int
     max_requests: int
@@ -31,10 +36,12 @@ class RequestGuard:
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        send = with_id(headers.get(REQUEST_ID, ""), send)
+        refusal = self._refusal(headers)
         if refusal is not None:
             await refuse(refusal, send)
             return
@@ -54,8 +61,9 @@ class RequestGuard:
     def _refusal(self, headers: Headers) -> Refusal | None:
         """What the headers alone decide."""
         key = self._limits.api_key
-        given = headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.encode(), (key or "").encode()) and scheme.lower() == "bearer"
+        if key is not None and not right:
             return Refusal(401, "this server wants its API key: Authorization: Bearer <key>", code="invalid_api_key")
         if self._in_flight >= self._limits.max_requests:
             message = f"{self._in_flight} requests are in progress, which is all this server takes: retry later"
@@ -80,6 +88,18 @@ class RequestGuard:
                 return self._too_large()
             if not message.get("more_body", False):
                 return bytes(body)
+
+
+def with_id(name: str, send: Send) -> Send:
+    """`send`, whose answer carries the name its client gave to the request, or a new one."""
+    name = name if 0 < len(name) <= MAX_REQUEST_ID else uuid4().hex
+
+    async def named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[REQUEST_ID] = name
+        await send(message)
+
+    return named
 
 
 async def refuse(refusal: Refusal, send: Send) -> None:

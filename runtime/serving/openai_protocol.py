@@ -6,6 +6,7 @@ server does not know, or knows and cannot honour, is refused by name, unless its
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, cast
@@ -30,23 +31,45 @@ from .proposals import refuse_endless
 
 # Known fields that change nothing about the text, whatever they say.
 IGNORED = {
+    "cache_prompt",
+    "include_reasoning",
     "metadata",
     "parallel_tool_calls",
+    "prediction",
     "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
     "service_tier",
     "store",
 }
-# Fields that are not supported, and the values of them that ask for nothing.
+# Fields that are not supported, and the values of them that ask for nothing: OpenAI's, vLLM's and llama.cpp's defaults,
+# which many clients send along.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "early_stopping": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": ("",),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "mirostat": (0,),
     "modalities": (["text"],),
+    "priority": (0,),
+    "repeat_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
 }
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 16
@@ -77,23 +100,25 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk with usage and metrics. include_obfuscation only pads what OpenAI itself sends."""
+    """include_usage: a last chunk with usage and metrics; continuous_usage_stats: and the usage so far in every other
+    one. include_obfuscation only pads what OpenAI itself sends."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, ABC):
     """What both APIs share."""
 
-    model: str
+    model: str | None = Field(None, description="this server's one, where it is left out")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices per prompt; choice i is drawn with seed + i")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, description="0 is greedy")
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-1, description="-1 is none")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -123,9 +148,9 @@ class GenerationBody(Body):
         return self.user or self.safety_identifier
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """SamplingParams.logprobs."""
-        raise NotImplementedError
 
     def sampling_params(self, default_max_tokens: int, vocab_size: int) -> SamplingParams:
         """Raises RequestError for values out of range."""
@@ -133,6 +158,8 @@ class GenerationBody(Body):
         values = {name: getattr(self, name) for name in names - {"logprobs", "max_tokens"}}
         if values.get("top_k") == -1:
             values["top_k"] = 0
+        if values.get("seed") == -1:
+            values["seed"] = None
         if self.logit_bias:
             values["logits_processors"] = (logit_bias(self.logit_bias, vocab_size),)
         values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))

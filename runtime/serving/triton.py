@@ -51,6 +51,9 @@ Ask it:
       localhost:8000/v2/models/{name}/generate
     curl -N -d '{{"text_input": "def main():", "max_tokens": 32, "stream": true}}' \\
       localhost:8000/v2/models/{name}/generate_stream
+
+Where several clients share it, let each say who it is, and they get places in turn: "client": "me" in the body, or the
+request parameter `client` over gRPC. The sequence id counts where that is missing.
 """
 
 

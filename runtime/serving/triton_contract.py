@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ...models.errors import ConfigError
-from ..async_llm import MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS
+from ..async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
+from ..batching import MAX_RUNNING
 from ..scheduler import Scheduler
 from ..speculation.config import SpeculativeConfig
 

@@ -20,6 +20,7 @@ COUNTERS = {
 GAUGES = {
     "draftwood_requests_running": "Requests being decoded",
     "draftwood_requests_waiting": "Requests waiting for a place",
+    "draftwood_engine_healthy": "1, or 0 when nobody can expect a text",
 }
 HISTOGRAMS = {
     "draftwood_time_to_first_token_seconds": ("From arrival to the first response", FIRST_TOKEN_BUCKETS),
@@ -52,14 +53,15 @@ class TritonMetrics:
         self._ended = {
             reason: self._families[ENDED].Metric(labels={**labels, "finish_reason": reason}) for reason in REASONS
         }
-        self._load = (0, 0)
+        self._now: tuple[int, ...] = ()
 
-    def record_load(self, running: int, waiting: int) -> None:
-        """How many requests there are at the moment."""
-        if (running, waiting) != self._load:
-            self._load = (running, waiting)
-            self._metrics["draftwood_requests_running"].set(running)
-            self._metrics["draftwood_requests_waiting"].set(waiting)
+    def record_now(self, running: int, waiting: int, healthy: bool) -> None:
+        """What is true at the moment: how many requests there are, and whether any can expect a text."""
+        now = (running, waiting, int(healthy))
+        if now != self._now:
+            self._now = now
+            for name, value in zip(GAUGES, now, strict=True):
+                self._metrics[name].set(value)
 
     def record_start(self, prompt_tokens: int) -> None:
         """A request was taken."""

@@ -68,13 +68,18 @@ class TritonModel:
         self._metrics = TritonMetrics(self.backend.MetricFamily, labels)
         self._loop = asyncio.new_event_loop()
         self._unloading = Event()
-        self._thread = Thread(target=self._loop.run_until_complete, args=(self._watch_load(),), daemon=True)
+        self._thread = Thread(target=self._loop.run_until_complete, args=(self._watch(),), daemon=True)
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests over; each is answered through its own response sender."""
         for request in requests:
             asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
+
+    def is_ready(self) -> bool:
+        """Whether anybody can expect a text. Triton asks it for the model's readiness since python_backend's pull
+        request 430 of 2026; older ones, 24.10 among them, never do."""
+        return self._engine.trouble is None
 
     def finalize(self) -> None:
         """Triton unloads the model; by then every request is answered."""
@@ -93,10 +98,10 @@ class TritonModel:
         except Exception as error:  # anything: a request without a final response keeps its client waiting for ever
             call.fail(error)
 
-    async def _watch_load(self) -> None:
+    async def _watch(self) -> None:
         """The event loop's main task: it keeps the gauges true, which change without an event here, until unloading."""
         while not self._unloading.is_set():
-            self._metrics.record_load(self._engine.num_running, self._engine.num_waiting)
+            self._metrics.record_now(self._engine.num_running, self._engine.num_waiting, self.is_ready())
             await asyncio.sleep(POLL_SECONDS)
 
 
@@ -117,7 +122,14 @@ class Call:
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
         deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
         prompt = await asyncio.to_thread(engine.llm.encode, parsed.prompt)  # a long one takes seconds
-        stream = engine.generate(prompt, parsed.params, speculative=parsed.speculative, deadline_s=deadline)
+        sequence = self._request.correlation_id()  # 0 and "" for none
+        stream = engine.generate(
+            prompt,
+            parsed.params,
+            speculative=parsed.speculative,
+            deadline_s=deadline,
+            client=parsed.client or (str(sequence) if sequence else None),
+        )
         self._metrics.record_start(stream.num_prompt_tokens)
         writer = ResponseWriter(parsed, stream.num_prompt_tokens)
         last, finish_reason = self._arrived, None

@@ -23,7 +23,7 @@ from ..speculation.config import SpeculativeConfig
 from .proposals import refuse_endless
 from .triton_contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
 
-ALIASES = {"min_length": "min_tokens", "stop_words": "stop"}
+ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
 # Settings of other servers that are taken where they ask for nothing: name -> values that mean so.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
@@ -47,8 +47,8 @@ MAX_TEXT_BYTES = 4 << 20  # of one text; to read it as tokens takes seconds, and
 
 @dataclass(frozen=True, slots=True)
 class TritonRequest:
-    """What a client asked for. returns: names of its `return_…` flags that are set. deadline_s: seconds it has; None
-    when it does not say."""
+    """What a client asked for. returns: names of its `return_…` flags that are set. deadline_s: seconds it has, client:
+    whose request it is; None when it does not say."""
 
     prompt: str
     params: SamplingParams
@@ -57,6 +57,7 @@ class TritonRequest:
     exclude_input_in_output: bool
     returns: frozenset[str]
     deadline_s: float | None
+    client: str | None
 
 
 def parse_request(
@@ -80,6 +81,7 @@ def parse_request(
         exclude_input_in_output=values.get("exclude_input_in_output", False),
         returns=frozenset(name for name, value in values.items() if name.startswith("return_") and value),
         deadline_s=values["timeout"] / 1e6 if "timeout" in values else None,
+        client=values.get("client"),
     )
 
 
@@ -214,6 +216,13 @@ def text(value: Any) -> str:
     return value
 
 
+def named(value: Any) -> str:
+    """text that is not empty"""
+    if not text(value):
+        raise ValueError(value)
+    return text(value)
+
+
 def integers(value: Any) -> tuple[int, ...]:
     """a list of integers"""
     return tuple(integer(item) for item in (value.split(",") if isinstance(value, str) else value))
@@ -241,6 +250,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     **{name: kind for name, kind in SAMPLING.items() if name not in ("logits_processors", "logprobs")},
     **SPECULATION,
     **{name: boolean for name in sorted(FLAGS)},
+    "client": named,
     "end_id": integer,
     "num_draft_tokens": integer,
     "timeout": integer,  # in microseconds, as Triton has it

@@ -1,0 +1,115 @@
+"""Clients of a real tritonserver get places in turn, whatever they call themselves by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import wait_for
+
+from draftwood.runtime import EngineError
+
+pytest.importorskip("pytriton", reason="nvidia-pytriton, the [triton] extra, is not installed")
+client_errors = pytest.importorskip("tritonclient.utils", reason="tritonclient, the [triton] extra, is not installed")
+pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extra, is not installed")
+
+from triton_client import FAULTS, OWN, SLOW, Call, ask, inputs, metric, post  # noqa: E402 - after the skips
+
+from draftwood.runtime.serving.triton import Placement, write_model  # noqa: E402
+from draftwood.runtime.serving.triton_contract import ModelSettings  # noqa: E402
+from draftwood.runtime.serving.triton_server import Distribution, TritonServer  # noqa: E402
+
+MODEL = "fair"
+Refused = client_errors.InferenceServerException
+Send = Callable[[TritonServer], object]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A model that decodes one request at a time."""
+    try:
+        Distribution.find()
+    except EngineError as error:
+        pytest.skip(str(error))
+    repository = tmp_path_factory.mktemp("fair")
+    folder = write_model(tiny_bundle, repository, MODEL, ModelSettings("", OWN, max_running=1), Placement(), False)
+    with (folder / "1" / "model.py").open("a", encoding="utf-8") as file:
+        file.write(FAULTS)
+    with TritonServer(repository, models=[MODEL], exit_timeout=1) as running:
+        yield running
+
+
+def streaming(**options: Any) -> Send:
+    """Over gRPC, for some tokens: so long that answers arrive in the order in which they end."""
+    return lambda server: ask(server, MODEL, inputs("hello", max_tokens=5, seed=SLOW, end_id=-1), **options)
+
+
+def posting(**fields: Any) -> Send:
+    body = {"text_input": "hello", "max_tokens": 5, "seed": SLOW, "end_id": -1, **fields}
+    return lambda server: post(server, f"{MODEL}/generate", body)
+
+
+def order(server: TritonServer, requests: list[tuple[str, Send]]) -> str:
+    """Whose requests ended one after the other: they came in this order, while a longer one was decoded."""
+    ended, sent, lock = list[str](), list[Future[None]](), threading.Lock()
+
+    def send(name: str, request: Send) -> None:
+        request(server)
+        with lock:
+            ended.append(name)
+
+    def all_wait() -> bool:
+        return metric(server, "draftwood_requests_waiting", model=MODEL) == len(sent)
+
+    with ThreadPoolExecutor() as threads:
+        with Call(server.grpc, MODEL, inputs("hello", max_tokens=900, stream=True, seed=SLOW, end_id=-1)) as longer:
+            longer.next()
+            for name, request in requests:
+                sent.append(threads.submit(send, name, request))
+                wait_for(all_wait)
+        for each in sent:
+            each.result()
+    return "".join(ended)
+
+
+@pytest.mark.parametrize(
+    ("many", "one"),
+    [
+        (streaming(client="many"), streaming(client="one")),
+        (streaming(client="many"), streaming(user="one")),
+        (streaming(), streaming(client="one")),
+        (streaming(sequence=7), streaming(sequence=8)),
+        (streaming(sequence="many"), streaming(sequence="one")),
+        (posting(client="many"), posting(user="one")),
+    ],
+    ids=["client", "user", "nameless", "sequence number", "sequence text", "HTTP"],
+)
+def test_one_request_does_not_wait_for_all_of_anothers(server: TritonServer, many: Send, one: Send) -> None:
+    assert order(server, [*[("m", many)] * 4, ("o", one)]) == "mommm"
+
+
+def test_who_gives_no_name_shares_one(server: TritonServer) -> None:
+    assert order(server, [*[("m", streaming())] * 3, ("o", streaming())]) == "mmmo"
+
+
+def test_a_name_decides_before_a_sequence_does(server: TritonServer) -> None:
+    many = [("m", streaming(client="many", sequence=number)) for number in (1, 2, 3)]
+    assert order(server, [*many, ("o", streaming(sequence=9))]) == "momm"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"client": ""}, "client must be text that is not empty, not ''"),
+        ({"client": 7}, "client must be text that is not empty, not 7"),
+        ({"user": True}, "client must be text that is not empty, not True"),
+        ({"client": "a", "user": "b"}, "client is given twice"),
+    ],
+)
+def test_a_bad_name_is_refused(server: TritonServer, parameters: dict[str, Any], named: str) -> None:
+    with pytest.raises(Refused, match=named):
+        ask(server, MODEL, inputs("hello", max_tokens=1), **parameters)
