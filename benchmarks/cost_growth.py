@@ -3,7 +3,11 @@
     python benchmarks/cost_growth.py bundles/demo bundles/demo-110m --output benchmarks/results
 
 The floor of a pass is the larger of what its bytes take at the bandwidth (weights once, and the committed keys
-and values) and what its products take at the machine's arithmetic, both measured here.
+and values) and what its products take at the machine's arithmetic, both measured here. A prompt's is that of one pass
+that reads all of it, without the vocabulary.
+
+Costs do not depend on what a model was trained for: a checkpoint of the demo pair whose config.json says
+"max_position_embeddings": 2304 gives a bundle for prompts of 2048 tokens, whose text is worth nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
-CONTEXTS = (64, 512, 960)
+CONTEXTS = (64, 512, 960, 2048)
 PROMPTS = (32, 512, 960, 2048)
 REPEATS = 5
 ROWS, SQUARE = 512, 4096  # of the product that measures the arithmetic
@@ -79,15 +83,18 @@ def item_bytes(spec: EngineSpec) -> float:
     return ITEM_BYTES[spec.precision] if form is None else form.bits / 8 + 4 / form.block
 
 
-def floor(spec: EngineSpec, rows: int, context: int, speeds: Mapping[str, float]) -> float:
-    """The least seconds of a pass that scores all its rows."""
+def floor(spec: EngineSpec, rows: int, context: int, speeds: Mapping[str, float], scored: int | None = None) -> float:
+    """The least seconds of a pass, of whose rows `scored` go through the vocabulary; None: all."""
     model = spec.model
-    weights = model.num_parameters - model.vocab_size * model.hidden_size  # an embedding is looked up, not multiplied
+    head = model.vocab_size * model.hidden_size
+    layers = model.num_parameters - head * (1 if model.tie_embeddings else 2)  # an embedding is looked up
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
-    moved = item_bytes(spec) * weights + 4 * cache
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * (context + rows)
+    moved = item_bytes(spec) * (layers + head) + 4 * cache
+    seen = context + (rows + 1) / 2  # by a row of a chain
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * seen
     # An instruction multiplies four times as many small integers as floats.
-    products = 2 * weights / (4 if spec.precision in LOW_BIT else 1) + attention
+    multiplied = layers + head * (1 if scored is None else scored / rows)
+    products = 2 * multiplied / (4 if spec.precision in LOW_BIT else 1) + attention
     return max(moved / speeds["bytes_per_second"], rows * products / speeds["operations_per_second"])
 
 
@@ -118,10 +125,10 @@ def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
     bundle = EngineBundle.open(folder)
     engines = {TARGET: bundle.open_engine(TARGET), DRAFT: bundle.open_engine(DRAFT, threads=1)}
     spec, longest = engines[TARGET].spec, bundle.manifest.max_length
-    pair = Pair(engines, longest, "cpu", 0, 1)
+    pair = Pair(engines, longest, {})
     passes = {}
     for context in (each for each in CONTEXTS if each <= longest):
-        row = behind(pair, context, spec.widths, REPEATS, lambda: None)[TARGET]
+        row = behind(pair, context, spec.widths, REPEATS, lambda: None)[TARGET].seconds
         lowest = [floor(spec, width, context, speeds) for width in spec.widths]
         passes[str(context)] = {
             "milliseconds": [round(1e3 * seconds, 3) for seconds in row],
@@ -130,6 +137,7 @@ def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
     both = [engines[TARGET], engines[DRAFT]]
     first = {
         str(prompt): {
+            "floor": round(1e3 * floor(spec, prompt, 0, speeds, scored=1), 1),
             "plain": round(1e3 * first_token(both, None, longest, prompt), 1),
             "speculative": round(1e3 * first_token(both, SpeculativeConfig(), longest, prompt), 1),
         }
@@ -167,6 +175,15 @@ def table(figures: Mapping[str, Any]) -> Table:
     return result
 
 
+def first_tokens(figures: Mapping[str, Any]) -> Table:
+    """Milliseconds to the first token, without and with a draft that reads along."""
+    result = Table("prompt", "plain", "of the floor", "speculative", title=figures["target"], title_justify="left")
+    for prompt, taken in figures["milliseconds_to_first_token"].items():
+        ratio = f"{taken['plain'] / taken['floor']:.2f} x"
+        result.add_row(prompt, f"{taken['plain']:.0f} ms", ratio, f"{taken['speculative']:.0f} ms")
+    return result
+
+
 def plot(bundles: Mapping[str, Any], file: Path) -> None:
     """One panel per bundle: milliseconds against rows, the floor dashed, one colour per context."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "draftwood"})
@@ -194,6 +211,7 @@ def main() -> None:
     console = Console()
     for figures in bundles.values():
         console.print(table(figures))
+        console.print(first_tokens(figures))
     write(args.output, "cost_growth", {name: round(value) for name, value in speeds.items()} | {"bundles": bundles})
     plot(bundles, args.output / "cost_growth.svg")
 

@@ -63,6 +63,8 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
         capacity=max_length + options.columns,
         precision=source.precision,
         outputs=output_names(source.role, source.head is not None, graph_form(source.backend)),
+        max_batch=options.max_batch,
+        prompt_widths=options.prompt_widths_of(source.role),
     )
 
 
@@ -116,7 +118,8 @@ def compiled_engine(
         # ONNX Runtime has no bf16 on a CPU: what is compared then is the same graph in fp32.
         compared = replace(spec, precision="fp32") if spec.precision == "bf16" else computed
         write_graph(source, compared, graph, begin, form=COMPACT)
-        difference = check_parity(source, spec, [OnnxRuntimeEngine(graph, compared)], begin)
+        alone = replace(compared, capacity=spec.max_batch * spec.capacity)  # one sequence has all the slots
+        difference = check_parity(source, spec, [OnnxRuntimeEngine(graph, alone)], begin)
         if compared != computed:
             write_graph(source, computed, graph, begin, form=COMPACT)
         plan = compile_plan(graph, staging / spec.file, spec.model, options.compile_options(spec.role), begin)
@@ -157,6 +160,7 @@ def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form
         head=source.head,
         form=form,
         precision=spec.precision,
+        max_batch=spec.max_batch,
     )
     advance()
 

@@ -21,6 +21,7 @@ BACKENDS = {
     **dict.fromkeys(PACKAGES, PRECISIONS),
 }
 FINE_WIDTHS = 16  # of the native engine: every width up to here
+PROMPT_WIDTHS = (96, 128, 192, 256)  # of ONNX Runtime's prompts
 SPECULATIVE_PASSES = 4  # widest passes a cache has room for behind the longest text
 
 
@@ -29,12 +30,13 @@ class BuildOptions:
     """What to build. Raises ConfigError for what this release cannot build.
 
     target, draft: Hugging Face checkpoint folders. output: the bundle's folder. max_length: tokens of prompt and output
-    together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. acceptance_head:
-    a folder of draftwood train-head, whose head becomes part of the draft's graph. draft_backend, draft_precision: None
-    takes the target's, with two exceptions. Beside OpenVINO the draft runs in ONNX Runtime: OpenVINO's passes take a
-    millisecond however small the model is. Beside int4 it is int8: a draft gains no time by 4 bits and loses
-    acceptance. graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the
-    TensorRT backends, too: see CompileOptions.
+    together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. max_batch:
+    requests that share the passes of a TensorRT plan, which has caches for so many; the CPU backends decide that when
+    they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
+    draft_backend, draft_precision: None takes the target's, with two exceptions. Beside OpenVINO the draft runs in ONNX
+    Runtime: OpenVINO's passes take a millisecond however small the model is. Beside int4 it is int8: a draft gains no
+    time by 4 bits and loses acceptance. graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled
+    from. The rest is for the TensorRT backends, too: see CompileOptions.
     """
 
     target: Path
@@ -46,6 +48,7 @@ class BuildOptions:
     draft_precision: str | None = None
     max_length: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+    max_batch: int = 1
     acceptance_head: Path | None = None
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
@@ -79,6 +82,11 @@ class BuildOptions:
         if self.backend in PACKAGES:
             for role in ROLES:
                 self.compile_options(role)
+        elif self.max_batch != 1:
+            raise ConfigError(
+                f"--max-batch is for the backends {' and '.join(PACKAGES)}, whose caches are compiled in: leave it "
+                "out, requests share passes anyway (draftwood serve --max-running)"
+            )
         elif self.compute_capability or any(
             value is not None for value in (self.plugin, self.workspace, self.timing_cache, self.graphs)
         ):
@@ -110,9 +118,16 @@ class BuildOptions:
         least = 2 if low_bit or self.backend_of(role) == "openvino" else 1
         return tuple(sorted({max(least, width) for width in self.widths}))
 
+    def prompt_widths_of(self, role: str) -> tuple[int, ...]:
+        """Rows that only a pass over a prompt may have, as far as a cache has room for them. ONNX Runtime's kernels are
+        the faster the more rows there are; the other engines gain nothing beyond 64."""
+        if self.backend_of(role) != "onnxruntime":
+            return ()
+        return tuple(width for width in PROMPT_WIDTHS if self.widths[-1] < width <= self.columns)
+
     @property
     def columns(self) -> int:
-        """Speculative slots a cache has room for behind the longest text."""
+        """Speculative slots a sequence has room for behind the longest text."""
         return SPECULATIVE_PASSES * self.widths[-1]
 
     def compile_options(self, role: str = TARGET) -> CompileOptions:
@@ -121,9 +136,10 @@ class BuildOptions:
             self.backend,
             self.precision_of(role),
             self.widths,
-            self.columns,
+            self.columns * self.max_batch,
             self.compute_capability,
             self.plugin,
             self.workspace,
             self.timing_cache,
+            self.max_batch,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -34,14 +34,25 @@ class EngineSpec:
     precision: str
     outputs: tuple[str, ...]
     plan: Plan | None = None  # of the TensorRT backends
+    max_batch: int = 1  # sequences that a pass of a static cache may serve; each has `capacity` slots of it
+    prompt_widths: tuple[int, ...] = ()  # rows, beyond `widths`, that only a pass over a prompt may have; ascending
 
     @property
     def max_width(self) -> int:
         return self.widths[-1]
 
+    @property
+    def pass_widths(self) -> tuple[int, ...]:
+        """Rows a pass may have, whatever they are."""
+        return self.widths + self.prompt_widths
+
+    def chunk(self, left: int) -> int:
+        """How many of `left` tokens of a prompt its next pass reads: those that fill a wide one, or else a round's."""
+        return max((width for width in self.prompt_widths if width <= left), default=min(left, self.max_width))
+
     def width_for(self, tokens: int) -> int:
         """The smallest compiled width that holds `tokens` rows. Raises EngineError when none does."""
-        for width in self.widths:
+        for width in self.pass_widths:
             if width >= tokens:
                 return width
         raise EngineError(
@@ -56,8 +67,8 @@ class TokenBatch:
 
     token_ids, position_ids: int64 [W]. mask: bool [W, S]; row i sees speculative slot j; S = speculative rows already
     in the cache + W. Every row sees all committed slots. output_rows: int64 [R], the rows whose logits are wanted:
-    one row, or all W. ranking_only: nobody will read the logits of an engine that ranks them; what the output holds in
-    their place is undefined.
+    one row, all W, or, of several requests, some. ranking_only: nobody will read the logits of an engine that ranks
+    them; what the output holds in their place is undefined. cache_only: nobody will read any of it.
     """
 
     token_ids: NDArray[np.int64]
@@ -66,6 +77,7 @@ class TokenBatch:
     output_rows: NDArray[np.int64]
     num_tokens: int
     ranking_only: bool = False
+    cache_only: bool = False
 
     @classmethod
     def padded(
@@ -186,8 +198,8 @@ class StackedKVCache(ABC):
         pass of this width, or not that many slots.
         """
         width, columns = batch.mask.shape
-        if width not in self._spec.widths or columns != self.speculative + width:
-            compiled = ", ".join(map(str, self._spec.widths))
+        if width not in self._spec.pass_widths or columns != self.speculative + width:
+            compiled = ", ".join(map(str, self._spec.pass_widths))
             raise EngineError(
                 f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
                 f"with one column for each and for the {self.speculative} speculative rows before them"
@@ -230,10 +242,16 @@ class Engine(Protocol):
         """An empty cache of this engine's own kind."""
 
     def forward(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
-        """Score one batch and append its rows to `cache`. Raises EngineError when the cache is full."""
+        """Score one batch and append its rows to `cache`. Raises EngineError when the cache is full, or the engine was
+        closed."""
 
     def close(self) -> None:
-        """Release what the engine holds; it cannot be used afterwards."""
+        """Release what the engine holds; it has no passes afterwards. Closing it again does nothing."""
+
+
+def closed(spec: EngineSpec) -> EngineError:
+    """What a pass of an engine that was closed raises."""
+    return EngineError(f"the {spec.role} engine was closed")
 
 
 def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False) -> TokenBatch:
@@ -256,7 +274,8 @@ class Pass(NamedTuple):
 
     def run(self) -> ForwardOutput:
         """On its own."""
-        return self.engine.forward(self.batch, self.cache)
+        batch = self.batch if self.output_read else replace(self.batch, cache_only=True)
+        return self.engine.forward(batch, self.cache)
 
 
 T = TypeVar("T")
@@ -271,13 +290,15 @@ def forward(engine: Engine, batch: TokenBatch, cache: Any) -> Passes[ForwardOutp
 def prefill_passes(
     engine: Engine, cache: Any, token_ids: Sequence[int], ranking_only: bool = False, output_read: bool = True
 ) -> Passes[ForwardOutput | None]:
-    """Append committed text in chunks of the widest pass; returns the last row's output, None for empty text and where
-    whoever ran the passes knew that nobody reads it."""
-    output, width = None, engine.spec.max_width
-    for start in range(0, len(token_ids), width):
-        chunk = token_ids[start : start + width]
-        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only)
-        output = yield Pass(engine, batch, cache, output_read and start + width >= len(token_ids))
+    """Append committed text in chunks; returns the last row's output, None for empty text and where whoever ran the
+    passes knew that nobody reads it."""
+    output, end = None, 0
+    while end < len(token_ids):
+        spec = engine.spec  # asked anew for each chunk: a pool's depends on who shares it
+        chunk = token_ids[end : end + spec.chunk(len(token_ids) - end)]
+        end += len(chunk)
+        batch = causal_batch(spec, chunk, cache.length, ranking_only)
+        output = yield Pass(engine, batch, cache, output_read and end == len(token_ids))
         cache.commit(range(len(chunk)))
     return output
 

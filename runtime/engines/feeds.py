@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...models import bindings
+from ...plugins.tree_attention.op import SequenceRow
 from .base import ForwardOutput, TokenBatch
 
 
@@ -16,21 +17,37 @@ def feed(views: Mapping[str, NDArray[Any]], batch: TokenBatch, length: int, star
     """Write a batch, behind `length` committed rows and with its first row at slot `start`, into the inputs of a pass,
     whose mask may have more columns than the batch's: over the whole cache in the additive form, a few more in the
     compact one. Nobody sees those."""
+    if bindings.TREE_MASK.name in views:
+        feed_sequences(views, batch, [SequenceRow(0, 0, length, length)], start)
+        return
+    feed_rows(views, batch, start)
+    mask, end = views[bindings.ATTENTION_MASK.name][0, 0], length + batch.mask.shape[1]
+    mask[:, :length] = 0.0
+    mask[:, length:end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
+    mask[:, end:] = bindings.MASKED
+
+
+def feed_sequences(
+    views: Mapping[str, NDArray[Any]], batch: TokenBatch, sequences: Sequence[SequenceRow], start: int
+) -> None:
+    """Write a batch of rows of several sequences, in their order, into the inputs of a pass in the compact form, its
+    first row at slot `start`. Padding rows are the last sequence's."""
+    feed_rows(views, batch, start)
+    rows, seen = batch.mask.shape
+    fields = views[bindings.SEQUENCES.name]
+    fields[: len(sequences)] = sequences
+    fields[len(sequences) :] = SequenceRow(rows, 0, 0, 0)  # these have no row
+    mask = views[bindings.TREE_MASK.name][0]
+    mask[:, :seen] = batch.mask
+    mask[:, seen:] = False
+
+
+def feed_rows(views: Mapping[str, NDArray[Any]], batch: TokenBatch, start: int) -> None:
+    """What either form takes."""
     views[bindings.INPUT_IDS.name][0] = batch.token_ids
     views[bindings.POSITION_IDS.name][0] = batch.position_ids
     views[bindings.WRITE_INDICES.name][0] = start
     views[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
-    seen = batch.mask.shape[1]
-    if bindings.TREE_MASK.name in views:
-        views[bindings.CACHE_LENGTHS.name][0] = length
-        mask = views[bindings.TREE_MASK.name][0]
-        mask[:, :seen] = batch.mask
-        mask[:, seen:] = False
-    else:
-        mask, end = views[bindings.ATTENTION_MASK.name][0, 0], length + seen
-        mask[:, :length] = 0.0
-        mask[:, length:end] = np.where(batch.mask, np.float32(0.0), np.float32(bindings.MASKED))
-        mask[:, end:] = bindings.MASKED
 
 
 def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:

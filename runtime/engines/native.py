@@ -20,7 +20,7 @@ from ...models import bindings
 from ...models.errors import EngineError
 from ...plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ...plugins.native.packing import PANEL
-from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 
 KERNELS = "kernels.so"  # of a bundle; both engines run on it
 # Of a file of weights, by safetensors' names.
@@ -90,7 +90,7 @@ class NativeEngine:
         try:
             self._library = NativeLibrary(path.parent / KERNELS)
             self._model = native_model(spec, self._weights)
-            self._handle = self._library.open(self._model, spec.max_width, threads or cores())
+            self._handle = self._library.open(self._model, spec.pass_widths[-1], threads or cores())
         except KeyError as error:
             raise EngineError(f"{path.name} lacks the tensor {error}: rebuild the bundle") from error
         except KernelError as error:
@@ -110,19 +110,19 @@ class NativeEngine:
         arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
         tokens, positions, output_rows, mask = map(np.ascontiguousarray, arrays)
         wanted = results.wanted
-        wanted.rows, wanted.outputs = rows, min(outputs, rows)
+        wanted.rows, wanted.outputs = rows, 0 if batch.cache_only else min(outputs, rows)
         wanted.length, wanted.start, wanted.columns = cache.length, start, mask.shape[1]
         wanted.tokens, wanted.positions = address(tokens), address(positions)
         wanted.output_rows, wanted.mask = address(output_rows), address(mask)
         with self._lock:
             if self._handle is None:
-                raise EngineError(f"the {self.spec.role} engine was closed")
+                raise closed(self.spec)
             try:
                 self._library.forward(self._handle, wanted)
             except KernelError as error:
                 raise EngineError(str(error)) from error
         cache.speculative += rows
-        acceptance = None if results.hidden is None else self.accepted(results.hidden)
+        acceptance = None if results.hidden is None or batch.cache_only else self.accepted(results.hidden)
         return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, acceptance)
 
     def accepted(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...models import bindings
 from ...models.errors import EngineError
-from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 from .feeds import feed, output_of
 from .layout import refuse_growth
 
@@ -37,13 +37,13 @@ class OnnxRuntimeKVCache(StackedKVCache):
         self._engine = engine
         super().__init__(engine.spec)
 
-    def bound(self, width: int, outputs: int, columns: int) -> BoundPass:
+    def bound(self, session: Any, width: int, outputs: int, columns: int) -> BoundPass:
         """The buffers for a pass of `width` rows, `outputs` of them scored, that see `columns` speculative slots; bound
         on first use."""
         # An additive mask spans the whole cache, however many of its slots are speculative.
         key = (width, outputs, columns if self._engine.form == bindings.COMPACT else 0)
         if key not in self._passes:
-            self._passes[key] = self._engine.bind(self._values, self.capacity, *key)
+            self._passes[key] = self._engine.bind(session, self._values, self.capacity, *key)
         return self._passes[key]
 
     def _allocate(self, capacity: int) -> None:
@@ -84,7 +84,7 @@ class OnnxRuntimeEngine:
                 f"this onnxruntime has no {name}: install the [gpu] extra (onnxruntime-gpu) or choose --provider cpu"
             )
         try:
-            self._session = onnxruntime.InferenceSession(str(path), options, providers=[name])
+            self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=[name])
         except Exception as error:  # ONNX Runtime's own exception types are not public
             raise EngineError(f"{path.name} cannot be opened by ONNX Runtime: {error}") from error
         if self._session.get_providers()[0] != name:
@@ -102,19 +102,22 @@ class OnnxRuntimeEngine:
 
     def forward(self, batch: TokenBatch, cache: OnnxRuntimeKVCache) -> ForwardOutput:
         """See Engine.forward."""
+        session = self._session  # another thread may close the engine meanwhile
+        if session is None:
+            raise closed(self.spec)
         start = cache.reserve(batch)
         width, columns = batch.mask.shape
-        bound = cache.bound(width, len(batch.output_rows), columns)
+        bound = cache.bound(session, width, len(batch.output_rows), columns)
         feed(bound.feeds, batch, cache.length, start)
         try:
-            self._session.run_with_iobinding(bound.binding)
+            session.run_with_iobinding(bound.binding)
         except Exception as error:  # a full GPU, for example
             raise EngineError(f"ONNX Runtime could not run a pass of the {self.spec.role}: {error}") from error
         cache.speculative += batch.num_tokens
         return bound.output
 
     def close(self) -> None:
-        del self._session
+        self._session = None
 
     def as_value(self, array: NDArray[Any]) -> Any:
         """An OrtValue over the same memory: what ONNX Runtime writes is seen in `array`, and the other way round."""
@@ -123,14 +126,14 @@ class OnnxRuntimeEngine:
             raise EngineError("ONNX Runtime copied a buffer instead of sharing it; this release cannot append in place")
         return value
 
-    def bind(self, cache: list[Any], capacity: int, width: int, outputs: int, columns: int) -> BoundPass:
+    def bind(self, session: Any, cache: list[Any], capacity: int, width: int, outputs: int, columns: int) -> BoundPass:
         """Allocate and bind the buffers of one shape of pass (see OnnxRuntimeKVCache.bound) over one cache."""
         model = self.spec.model
-        binding = self._session.io_binding()
+        binding = session.io_binding()
         keep_alive: list[Any] = []
 
         sizes = {"B": 1, "1": 1, "T": width, "S": columns, "C": capacity, "R": outputs, "V": model.vocab_size}
-        sizes["K"] = bindings.top_columns(model.vocab_size)
+        sizes |= {"N": self.spec.max_batch, "4": 4, "K": bindings.top_columns(model.vocab_size)}
 
         def buffer(item: bindings.Binding, bind: Callable[[str, Any], None]) -> NDArray[Any]:
             array = np.zeros([sizes[axis] for axis in item.shape], item.dtype)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...models import bindings
 from ...models.errors import EngineError
-from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch
+from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 from .feeds import feed, output_of
 from .signal_stack import signal_stack_kept
 
@@ -37,11 +37,11 @@ class OpenVinoKVCache(StackedKVCache):
         self._engine = engine
         super().__init__(engine.spec)
 
-    def bound(self, width: int, outputs: int) -> BoundPass:
+    def bound(self, compiled: Any, width: int, outputs: int) -> BoundPass:
         """The buffers for a pass of this shape, bound on first use."""
         key = (width, outputs)
         if key not in self._passes:
-            self._passes[key] = self._engine.bind(self.buffer, width, outputs)
+            self._passes[key] = self._engine.bind(compiled, self.buffer, width, outputs)
         return self._passes[key]
 
     def _allocate(self, capacity: int) -> None:
@@ -75,7 +75,7 @@ class OpenVinoEngine:
         try:
             with signal_stack_kept():
                 model = read_graph(path, spec.model.num_layers)
-                self._compiled = openvino.Core().compile_model(model, "CPU", settings)
+                self._compiled: Any = openvino.Core().compile_model(model, "CPU", settings)
         except Exception as error:  # OpenVINO raises RuntimeError for everything
             raise EngineError(f"{path.name} cannot be opened by OpenVINO: {error}") from error
         self._openvino = openvino
@@ -86,8 +86,11 @@ class OpenVinoEngine:
 
     def forward(self, batch: TokenBatch, cache: OpenVinoKVCache) -> ForwardOutput:
         """See Engine.forward."""
+        compiled = self._compiled  # another thread may close the engine meanwhile
+        if compiled is None:
+            raise closed(self.spec)
         start = cache.reserve(batch)
-        bound = cache.bound(len(batch.mask), len(batch.output_rows))
+        bound = cache.bound(compiled, len(batch.mask), len(batch.output_rows))
         feed(bound.feeds, batch, cache.length, start)
         try:
             with signal_stack_kept():
@@ -100,14 +103,14 @@ class OpenVinoEngine:
         return bound.output
 
     def close(self) -> None:
-        del self._compiled
+        self._compiled = None
 
-    def bind(self, cache: NDArray[np.float32], width: int, outputs: int) -> BoundPass:
+    def bind(self, compiled: Any, cache: NDArray[np.float32], width: int, outputs: int) -> BoundPass:
         """Allocate and bind the buffers of a pass of `width` rows, `outputs` of them scored, over one cache."""
         from .openvino_graph import NEW_ROWS
 
         model = self.spec.model
-        request = self._compiled.create_infer_request()
+        request = compiled.create_infer_request()
         stacked, _, kv_heads, capacity, head_dim = cache.shape
 
         def bound(name: str, array: NDArray[Any]) -> NDArray[Any]:

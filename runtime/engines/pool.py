@@ -75,11 +75,18 @@ class PooledEngine:
         self._engine = engine
         self._storage: Any = engine.new_cache()
         self._storage.limit = slots
-        self.spec: EngineSpec = replace(engine.spec, capacity=slots)
+        self._alone: EngineSpec = replace(engine.spec, capacity=slots)
+        self._shared: EngineSpec = replace(self._alone, prompt_widths=())
         self.caches: WeakSet[PooledKVCache] = WeakSet()
         self.prefixes: PrefixTree | None = None
         self._retained = 0
         self._recalled = False  # whether texts ever began alike
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What passes may be. Every sequence waits for each of them: where there are several, a chunk of a prompt is no
+        wider than a round's pass."""
+        return self._shared if len(self.caches) > 1 else self._alone
 
     def share_prefixes(self, retained: int) -> None:
         """From now on a text that is here is not read again, be it of a live sequence or of an ended one.
@@ -112,46 +119,55 @@ class PooledEngine:
         if not count:
             return None
         ids, positions, mask = batch.token_ids[left], batch.position_ids[left], batch.mask[left, :columns]
-        rest = TokenBatch.padded(ids, positions, mask, self.spec.width_for(count), True, batch.ranking_only)
+        rest = TokenBatch.padded(ids, positions, mask, self._alone.width_for(count), True, batch.ranking_only)
         return wanted._replace(batch=rest)
 
     def forward(self, batch: TokenBatch, cache: PooledKVCache) -> ForwardOutput:
         """See Engine.forward."""
-        return self.forward_together([Pass(self, batch, cache)])[0]
+        return self.forward_together([Pass(self, batch, cache, not batch.cache_only)])[0]
 
     def forward_together(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """Score the batches of several caches in one pass; each output is as its own pass would have given it.
+        """Score the batches of several caches in one pass; each output is as its own pass would have given it, or empty
+        where nobody reads it.
 
         Raises EngineError when all rows together exceed the widest pass, or the live ones the cache.
         """
         counts = [each.batch.num_tokens for each in passes]
         rows = sum(counts)
-        width = self.spec.width_for(rows)
+        width = self._alone.width_for(rows)
         self._make_room(width)
         used = int(self._storage.speculative)
         mask = np.zeros((width, used + width), np.bool_)
         token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
         first = 0
-        for (_, batch, cache, _), count in zip(passes, counts, strict=True):
+        wanted: list[int] = []  # rows whose output somebody reads
+        parts: list[slice] = []  # of it, by pass
+        for (_, batch, cache, output_read), count in zip(passes, counts, strict=True):
             new = used + np.arange(first, first + count)
             own = mask[first : first + count]
             own[:, cache.slots] = True
             own[:, np.concatenate((cache.drafted, new))] = batch.mask[:count, : cache.speculative + count]
             token_ids[first : first + count] = batch.token_ids[:count]
             position_ids[first : first + count] = batch.position_ids[:count]
+            begin = first + count - 1 if len(batch.output_rows) == 1 else first
             first += count
-        wanted = passes[0].batch.output_rows if len(passes) == 1 else np.arange(width)
-        output = self._engine.forward(TokenBatch(token_ids, position_ids, mask, wanted, rows), self._storage)
+            parts.append(slice(len(wanted), len(wanted) + (first - begin if output_read else 0)))
+            wanted += range(begin, first) if output_read else ()
+        output_rows = passes[0].batch.output_rows if len(passes) == 1 else self._scored(wanted or [rows - 1], width)
+        together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
+        output = self._engine.forward(together, self._storage)
         if self.prefixes is not None:
             self.prefixes.note(used, token_ids[:rows], position_ids[:rows])
-        first, outputs = 0, []
-        for (_, batch, cache, _), count in zip(passes, counts, strict=True):
-            cache.drafted = np.concatenate((cache.drafted, used + np.arange(first, first + count)))
-            last_only = len(batch.output_rows) == 1 < count
-            begin = first + count - 1 if last_only else first
-            outputs.append(output if len(passes) == 1 else part(output, slice(begin, first + count)))
-            first += count
-        return outputs
+        for (_, _, cache, _), count in zip(passes, counts, strict=True):
+            cache.drafted = np.concatenate((cache.drafted, used + np.arange(count)))
+            used += count
+        return [output] if len(passes) == 1 else [part(output, rows) for rows in parts]
+
+    def _scored(self, wanted: list[int], width: int) -> NDArray[np.int64]:
+        """The rows of a pass to score, for those somebody reads: filled up to a compiled width by the last one, since
+        engines keep buffers for each number of rows, and some add in another order for one row than for more."""
+        missing = min(self._alone.width_for(len(wanted)), width) - len(wanted)
+        return np.array([*wanted, *wanted[-1:] * missing], np.int64)
 
     def close(self) -> None:
         """The engine stays its owner's to close; what the sequences held is free."""

@@ -2,8 +2,12 @@
 
 A row of a cache depends on the text up to its token and on nothing else, and a committed row never changes. So a slot
 stands for a whole text, the one its token ends, and a dictionary is all a radix tree takes: (slot of a text, the token
-behind it) -> slot of the longer text. Equal texts get equal slots: whoever commits a row that is here already takes the
-older one, and its own becomes garbage.
+behind it) -> slot of the longer text. Equal texts get equal slots: whoever commits a row that is here already takes
+that one, and its own becomes garbage.
+
+The slots of a text ascend, in every sequence and along the tree: an engine adds a row's values up in the order of the
+slots, so that any other order would change its last bits. A sequence that computed its rows before another committed
+the same ones from later slots cannot always go over to those; then it keeps its own, and they stay out of the tree.
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ class PrefixTree:
     """The committed rows of a cache of at most `slots`, whether a sequence still has them or not."""
 
     def __init__(self, slots: int) -> None:
-        self._tokens, self._positions, self._used = (np.zeros(slots, np.int64) for _ in range(3))
+        self._tokens, self._positions = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self._used = np.zeros(slots, np.int64)  # when last; 0 for rows that cannot be found
         self._after: dict[tuple[int, int], int] = {}
         self._clock = 0
 
     def note(self, first: int, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
         """What the rows from slot `first` on were computed from, committed or not."""
         rows = slice(first, first + len(token_ids))
-        self._tokens[rows], self._positions[rows] = token_ids, position_ids
+        self._tokens[rows], self._positions[rows], self._used[rows] = token_ids, position_ids, 0
 
     def find(self, before: int, token_ids: Sequence[int]) -> list[int]:
         """Slots of as many of these tokens, behind the text of slot `before`, as there are rows of."""
@@ -41,16 +46,24 @@ class PrefixTree:
         return slots
 
     def commit(self, path: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The text of `path` [n] goes on with rows that are computed; returns the slots of the whole, canonical ones
-        for the new rows."""
-        before, entered = int(path[-1]) if len(path) else ROOT, []
-        for slot, token in zip(slots.tolist(), self._tokens[slots].tolist(), strict=True):
-            before = self._after.setdefault((before, token), slot)
-            entered.append(before)
-        whole = np.concatenate((path, np.array(entered, np.int64)))
+        """The text of `path` [n] goes on with rows that are computed; returns the slots of the whole, with those of
+        rows that were here already in place of new ones as far as the order allows."""
+        before = int(path[-1]) if len(path) else ROOT
+        if before != ROOT and not self._used[before]:
+            return np.concatenate((path, slots))
+        own, tokens = slots.tolist(), self._tokens[slots].tolist()
+        here = self.find(before, tokens)
+        taken = len(here)
+        while 0 < taken < len(own) and own[taken] < here[taken - 1]:
+            taken -= 1
+        chain = [before, *here[:taken], *own[taken:]]
+        whole = np.concatenate((path, np.array(chain[1:], np.int64)))
+        found = len(whole) if taken == len(here) else len(path) + taken
+        for index in range(taken, found - len(path)):
+            self._after[chain[index], tokens[index]] = chain[index + 1]
         # The whole path, so that no row looks older than one that cannot be found without it.
         self._clock += 1
-        self._used[whole] = self._clock
+        self._used[whole[:found]] = self._clock
         return whole
 
     def recent(self, live: NDArray[np.bool_], count: int) -> NDArray[np.int64]:

@@ -37,7 +37,7 @@ struct engine {
     struct team *team;
     int most_rows, capacity;
     struct rows hidden, normed, merged, attended, gated;
-    struct sight sight;
+    struct panel_mask mask;
     int *tiles, num_tiles; /* of attention: the first query of each, and the end */
     float *scores; /* [threads][MOST_ROWS][capacity] */
 };
@@ -69,12 +69,12 @@ static void free_rows(struct rows *rows) {
     free(rows->values), free(rows->codes), free(rows->scales), free(rows->sums);
 }
 
-/* Room to look and score over a cache of `capacity` slots. */
+/* Room for masks and scores over a cache of `capacity` slots. */
 static int make_room(struct engine *engine, int capacity) {
     if (capacity <= engine->capacity) return 1;
-    free(engine->sight.seen), free(engine->scores);
-    engine->sight.seen = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
+    free(engine->mask.bits), free(engine->scores);
+    engine->mask.bits = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
     engine->scores = allocate((size_t)engine->team->threads * MOST_ROWS * capacity * sizeof(float));
-    engine->capacity = engine->sight.seen && engine->scores ? capacity : 0;
+    engine->capacity = engine->mask.bits && engine->scores ? capacity : 0;
     return engine->capacity;
 }

@@ -32,20 +32,20 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, int pa
         if (matrix->bias) sum[p] += load(matrix->bias + (panel + p) * LANES);
     }
     for (int p = 0; p < panels; p++) {
-        const int column = (panel + p) * LANES, left = matrix->outputs - column, size = left < LANES ? left : LANES;
-        if (ending == STORE) memcpy(result + column, &sum[p], size * sizeof(float));
+        const int column = (panel + p) * LANES;
+        if (ending == STORE) store_some(result + column, sum[p], matrix->outputs - column);
         if (ending == ADD) store(result + column, load(result + column) + sum[p]);
         if (ending == GATE && p % 2) store(result + column / 2 / LANES * LANES, silu(sum[p - 1]) * sum[p]);
     }
 }
 
 /* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. */
-static void linear(struct walk *walk, const struct matrix *matrix, const struct rows *from, int rows, float *to,
+static void linear(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows, float *to,
                    int stride, const enum ending ending) {
     const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int shares = walk->team->threads * SHARES, chunk = ((panels + shares - 1) / shares + 1) / 2 * 2;
+    const int shares = cursor->team->threads * SHARES, chunk = ((panels + shares - 1) / shares + 1) / 2 * 2;
     f32 sums[MOST_ROWS][MOST_PANELS];
-    for (int unit; (unit = claim(walk, (panels + chunk - 1) / chunk)) >= 0;) {
+    for (int unit; (unit = claim(cursor, (panels + chunk - 1) / chunk)) >= 0;) {
         const int end = (unit + 1) * chunk < panels ? (unit + 1) * chunk : panels;
         for (int panel = unit * chunk, step; panel < end; panel += step) {
             step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
@@ -93,7 +93,7 @@ static void cut(struct engine *engine, int rows, int group) {
     engine->num_tiles = 0;
     for (int query = 0; query < rows * group; query++, count++) {
         const int row = query / group;
-        if (count < MOST_ROWS && (query % group || alike(&engine->sight, first, row))) continue;
+        if (count < MOST_ROWS && (query % group || similar_masks(&engine->mask, first, row))) continue;
         engine->tiles[engine->num_tiles++] = query;
         count = 0, first = row;
     }
@@ -101,11 +101,11 @@ static void cut(struct engine *engine, int rows, int group) {
 }
 
 /* Attention of a layer: every thread takes up to MOST_ROWS queries of one kv head at a time. */
-static void attention(struct walk *walk, struct engine *engine, const struct pass *pass, const float *keys,
+static void attention(struct cursor *cursor, struct engine *engine, const struct pass *pass, const float *keys,
                       const float *values, float *scores) {
     const struct model *model = &engine->model;
     const int dim = model->head_dim, group = model->heads / model->kv_heads, tiles = engine->num_tiles;
-    for (int unit; (unit = claim(walk, model->kv_heads * tiles)) >= 0;) {
+    for (int unit; (unit = claim(cursor, model->kv_heads * tiles)) >= 0;) {
         const int head = unit / tiles, first = engine->tiles[unit % tiles];
         const int count = engine->tiles[unit % tiles + 1] - first;
         const float *query[MOST_ROWS];
@@ -117,43 +117,43 @@ static void attention(struct walk *walk, struct engine *engine, const struct pas
             query[r] = engine->merged.values + (size_t)rows[r] * engine->merged.stride + at;
             output[r] = engine->attended.values + (size_t)rows[r] * engine->attended.stride + at;
         }
-        attend(count, query, output, rows, &engine->sight, keys + head * keys_of(model, pass->capacity),
+        attend(count, query, output, rows, &engine->mask, keys + head * keys_of(model, pass->capacity),
                values + head * values_of(model, pass->capacity), dim, pass->capacity, scores);
     }
 }
 
 /* Round rows for a matrix of integers; nothing to do for others. */
-static void round_rows(struct walk *walk, const struct matrix *next, const struct rows *rows, int count) {
+static void round_rows(struct cursor *cursor, const struct matrix *next, const struct rows *rows, int count) {
     if (next->format < INT8) return;
-    for (int row; (row = claim(walk, count)) >= 0;) round_row(rows, row, next->inputs, next->block);
+    for (int row; (row = claim(cursor, count)) >= 0;) round_row(rows, row, next->inputs, next->block);
 }
 
-static void transform(struct walk *walk, struct engine *engine, const struct pass *pass, float *scores) {
+static void transform(struct cursor *cursor, struct engine *engine, const struct pass *pass, float *scores) {
     const struct model *model = &engine->model;
     struct rows *hidden = &engine->hidden, *normed = &engine->normed, *merged = &engine->merged;
     float *keys = pass->keys, *values = pass->values;
-    for (int row; (row = claim(walk, pass->rows)) >= 0;) {
+    for (int row; (row = claim(cursor, pass->rows)) >= 0;) {
         memcpy(hidden->values + (size_t)row * hidden->stride, model->embedding + pass->tokens[row] * model->hidden,
                model->hidden * sizeof(float));
         memset(hidden->values + (size_t)row * hidden->stride + model->hidden, 0,
                (hidden->stride - model->hidden) * sizeof(float)); /* an infinity of another pass must not stay */
-        look(&engine->sight, row, pass->mask, pass->length, pass->columns);
+        pack_mask(&engine->mask, row, pass->mask, pass->length, pass->columns);
         normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }
-    for (int once; (once = claim(walk, 1)) >= 0;) cut(engine, pass->rows, model->heads / model->kv_heads);
+    for (int once; (once = claim(cursor, 1)) >= 0;) cut(engine, pass->rows, model->heads / model->kv_heads);
     for (int index = 0; index < model->layers; index++) {
         const struct layer *layer = &model->layer[index];
-        linear(walk, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
-        for (int row; (row = claim(walk, pass->rows)) >= 0;) remember(model, pass, merged, row, keys, values);
-        attention(walk, engine, pass, keys, values, scores);
-        round_rows(walk, &layer->output, &engine->attended, pass->rows);
-        linear(walk, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD);
-        for (int row; (row = claim(walk, pass->rows)) >= 0;)
+        linear(cursor, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
+        for (int row; (row = claim(cursor, pass->rows)) >= 0;) remember(model, pass, merged, row, keys, values);
+        attention(cursor, engine, pass, keys, values, scores);
+        round_rows(cursor, &layer->output, &engine->attended, pass->rows);
+        linear(cursor, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD);
+        for (int row; (row = claim(cursor, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer->post_norm, normed, row, &layer->gate_up);
-        linear(walk, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE);
-        round_rows(walk, &layer->down, &engine->gated, pass->rows);
-        linear(walk, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD);
-        for (int row; index + 1 < model->layers && (row = claim(walk, pass->rows)) >= 0;)
+        linear(cursor, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE);
+        round_rows(cursor, &layer->down, &engine->gated, pass->rows);
+        linear(cursor, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD);
+        for (int row; index + 1 < model->layers && (row = claim(cursor, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
         keys += model->kv_heads * keys_of(model, pass->capacity);
         values += model->kv_heads * values_of(model, pass->capacity);
@@ -161,26 +161,27 @@ static void transform(struct walk *walk, struct engine *engine, const struct pas
 }
 
 /* Only the rows somebody asked for go through the vocabulary projection. */
-static void project(struct walk *walk, struct engine *engine, const struct pass *pass) {
+static void project(struct cursor *cursor, struct engine *engine, const struct pass *pass) {
     const struct model *model = &engine->model;
     struct rows *normed = &engine->normed;
-    for (int output; (output = claim(walk, pass->outputs)) >= 0;) {
+    for (int output; (output = claim(cursor, pass->outputs)) >= 0;) {
         normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
         if (pass->hidden)
             memcpy(pass->hidden + (size_t)output * model->hidden, normed->values + (size_t)output * normed->stride,
                    model->hidden * sizeof(float));
     }
-    linear(walk, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE);
-    for (int output; pass->ids && (output = claim(walk, pass->outputs)) >= 0;)
+    linear(cursor, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE);
+    for (int output; pass->ids && (output = claim(cursor, pass->outputs)) >= 0;)
         rank(pass->logits + (size_t)output * model->vocab, model->vocab, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
 }
 
 static void run(struct team *team, int thread, void *argument) {
     struct job *job = argument;
-    struct walk walk = {team, thread, 0, 0};
-    transform(&walk, job->engine, job->pass, job->engine->scores + (size_t)thread * MOST_ROWS * job->engine->capacity);
-    project(&walk, job->engine, job->pass);
+    struct cursor cursor = {team, thread, 0, 0};
+    float *scores = job->engine->scores + (size_t)thread * MOST_ROWS * job->engine->capacity;
+    transform(&cursor, job->engine, job->pass, scores);
+    project(&cursor, job->engine, job->pass);
 }
 
 /* Instructions this library was compiled for, separated by spaces, as Linux names them in /proc/cpuinfo. */
@@ -229,7 +230,7 @@ void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
-    free(engine->sight.seen), free(engine->tiles), free(engine->scores), free(engine);
+    free(engine->mask.bits), free(engine->tiles), free(engine->scores), free(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
@@ -265,7 +266,7 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
     struct job job = {engine, pass};
     pthread_mutex_lock(&engine->team->pass);
     const int enough = make_room(engine, pass->capacity);
-    engine->sight.panels = (pass->length + pass->columns + LANES - 1) / LANES;
+    engine->mask.panels = (pass->length + pass->columns + LANES - 1) / LANES;
     if (enough) together(engine->team, model->layers * PHASES_OF_LAYER + PHASES_BESIDE, run, &job);
     pthread_mutex_unlock(&engine->team->pass);
     return !enough;

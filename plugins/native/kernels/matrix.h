@@ -1,7 +1,8 @@
 /* Rows times a matrix, in panels of 16 outputs.
  *
  * A panel is read once and meets up to MOST_ROWS rows while it is in registers. Each (row, output) is one chain of
- * operations over the inputs, the same in every tile, so a row's result has the same bits whatever other rows a pass has. */
+ * operations over the inputs, the same in every tile, so a row's result has the same bits whatever other rows a pass
+ * has. */
 #pragma once
 #include "vector.h"
 

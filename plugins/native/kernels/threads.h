@@ -34,7 +34,7 @@ struct team {
 };
 
 /* Where a thread is in a pass. */
-struct walk {
+struct cursor {
     struct team *team;
     int thread, phase, mine; /* mine: units of this phase that it took */
 };
@@ -49,18 +49,18 @@ static void relax(void) {
 
 /* The next of this phase's units. When none is left, wait until all are done and return -1: the next call begins the
  * next phase. */
-static int claim(struct walk *walk, int units) {
-    struct phase *phase = &walk->team->phases[walk->phase];
+static int claim(struct cursor *cursor, int units) {
+    struct phase *phase = &cursor->team->phases[cursor->phase];
     const int unit = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
     if (unit < units) {
-        walk->mine++;
+        cursor->mine++;
         return unit;
     }
-    if (walk->mine) atomic_fetch_add_explicit(&phase->done, walk->mine, memory_order_acq_rel);
+    if (cursor->mine) atomic_fetch_add_explicit(&phase->done, cursor->mine, memory_order_acq_rel);
     for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < units;)
         if (spins < WAIT_SPINS) relax(), spins++; else sched_yield();
-    walk->phase++;
-    walk->mine = 0;
+    cursor->phase++;
+    cursor->mine = 0;
     return -1;
 }
 

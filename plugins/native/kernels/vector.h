@@ -20,6 +20,10 @@ typedef double f64 __attribute__((vector_size(128)));
 
 INLINE f32 load(const float *from) { f32 value; memcpy(&value, from, sizeof value); return value; }
 INLINE void store(float *to, f32 value) { memcpy(to, &value, sizeof value); }
+/* The first `size` numbers, or all: a copy of a size that is not known is a call. */
+INLINE void store_some(float *to, f32 value, int size) {
+    if (size >= LANES) store(to, value); else memcpy(to, &value, size * sizeof(float));
+}
 INLINE f32 splat(float value) { return value - (f32){0}; }
 INLINE f32 choose(i32 mask, f32 yes, f32 no) { return (f32)(((i32)yes & mask) | ((i32)no & ~mask)); }
 INLINE f32 larger(f32 a, f32 b) { return choose(a > b, a, b); }
