@@ -7,8 +7,12 @@ Draft and target go through the same Sampler, so p and q at a node are what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +25,25 @@ LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.floa
 REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
 NEGLIGIBLE = 1e-4  # of the most probable token's probability: a draft without such tokens is accepted as often
 LIKELY = 12.0  # nats below the best: sorting so much of a vocabulary is nearly always enough
+# What a setting's annotation accepts, numpy's numbers included, and its name. Every other setting is a tuple.
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((Integral,), "a whole number"),
+    "int | None": ((Integral, NoneType), "None or a whole number"),
+    "float": ((Real,), "a number"),
+    "bool": ((bool,), "True or False"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """vLLM's names and meanings. Raises RequestError when a value is out of range.
+    """vLLM's names and meanings. Raises RequestError when a value is out of range or of another type.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 keep everything. min_p is relative to the most probable token. The
-    repetition penalty (1 = none) counts prompt and output, presence and frequency count the output alone. stop
-    strings end the text before themselves. logprobs: how many alternatives to report per token; None reports nothing.
-    A logits processor gets the output so far, this path included, and float64 logits [V]; it returns logits [V].
+    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 keep everything. min_p is relative to the most probable token.
+    The repetition penalty (1 = none) counts prompt and output, presence and frequency count the output alone. Stop
+    strings and stop tokens end the text before themselves; the token that did is the last of the output's. logprobs:
+    how many alternatives to report per token; None reports nothing. A logits processor gets the output so far, this
+    path included, and float64 logits [V]; it returns logits [V]. Where several values may stand, one alone, a list and
+    None are taken, too.
     """
 
     max_tokens: int = 128
@@ -50,8 +63,15 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)  # the one place a frozen field is normalised
+        for name, kind in ((field.name, str(field.type)) for field in fields(self)):
+            value = getattr(self, name)
+            if kind not in KINDS:
+                object.__setattr__(self, name, as_tuple(value))  # the one place where frozen fields are normalised
+                continue
+            types, expected = KINDS[kind]
+            require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         require("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or positive")
         require("top_k", self.top_k, self.top_k >= 0, "0 (off) or positive")
@@ -63,8 +83,9 @@ class SamplingParams:
         require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
-        require("stop", self.stop, all(self.stop), "non-empty strings")
-        require("stop_token_ids", self.stop_token_ids, all(t >= 0 for t in self.stop_token_ids), "token ids")
+        require("stop", self.stop, all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
+        require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
+        require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
         require("seed", self.seed, self.seed is None or self.seed >= 0, "None or a non-negative integer")
         require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "None or in [0, 20]")
 
@@ -73,20 +94,39 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def as_tuple(value: object) -> tuple[Any, ...]:
+    """Several values, or one of them, or None."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def token_id(value: Any) -> int:
+    """A token id as Python's own number, whoever made it (numpy, torch); negative for what is none."""
+    try:
+        return -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return -1
+
+
 def require(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise RequestError(f"{name} must be {expected}, not {value!r}")
 
 
 class Candidates(NamedTuple):
-    """A distribution without its zeros: token ids int64 [K] and their probabilities float64 [K]."""
+    """A distribution without its zeros: token ids int64 [K], ascending, and their probabilities float64 [K]."""
 
     ids: NDArray[np.int64]
     probs: NDArray[np.float64]
 
     def place(self, token: int) -> int:
-        """Where a token is that these probabilities allow."""
-        return int((self.ids == token).argmax())
+        """Where a token is that these probabilities allow. Raises ValueError for any other one: a proposal that was not
+        drawn from them would be accepted by the probability of another token."""
+        place = bisect_left(self.ids, token)
+        if place == len(self.ids) or self.ids[place] != token:
+            raise ValueError(f"token {token} is none of the {len(self.ids)} that may be drawn here")
+        return place
 
     def probability(self, token: int) -> float:
         """Of any token of the vocabulary."""
@@ -101,9 +141,11 @@ class Sampler:
             require("stop_token_ids", token, token < vocab_size, f"below the vocabulary size {vocab_size}")
         self.params = params
         self.output: list[int] = []
-        self._ending = np.array(sorted({*eos, *params.stop_token_ids}), np.int64)
+        ending = {token for token in (*eos, *params.stop_token_ids) if 0 <= token < vocab_size}
+        self._ending = np.array(sorted(ending), np.int64)
         self._prompt = np.array(sorted(set(prompt)), np.int64)
         self._counts = np.zeros(vocab_size, np.int64)
+        self._buffers: list[NDArray[np.float64]] = []  # [V], one for each length of a path
         self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
         self._penalises = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -122,28 +164,34 @@ class Sampler:
 
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], stream: RandomStream) -> int:
         """The next token after `path`, from logits [V]."""
-        if not self.params.greedy:
-            return stream.categorical(self.distribution(logits, path))
-        return int(self._processed(logits, path).argmax() if self.follows_path else logits.argmax())
+        if self.params.greedy:
+            return int(self._scores(logits, path).argmax())
+        if self._truncates:
+            ids, probs = self._truncated(self._scores(logits, path), path)
+            return int(ids[stream.categorical(probs)])
+        weights = self.weights(logits, path)
+        weights /= weights.sum()
+        return stream.categorical(weights)
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Probabilities [V] float64 of the token after `path`; one-hot when greedy."""
-        scores = self._processed(logits, path) if self.follows_path else logits
+        weights = self.weights(logits, path)
+        return np.asarray(weights / weights.sum())
+
+    def weights(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
+        """The same up to a factor, in a buffer that the next call with a path of this length overwrites."""
+        scores, weights = self._scores(logits, path), self._buffer(path)
         if not (self.params.greedy or self._truncates):
-            return softmax(scores, self.params.temperature)
-        probabilities = np.zeros(len(scores))
-        if self.params.greedy:
-            probabilities[scores.argmax()] = 1.0
-        else:
-            kept = self._truncated(scores, self.params.min_p)
-            probabilities[kept.ids] = kept.probs
-        return probabilities
+            return relative(scores, self.params.temperature, weights)
+        ids, probs = self._truncated(scores, path)
+        weights.fill(0.0)
+        weights[ids] = probs
+        return weights
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
         """What a draft draws the token after `path` from, above temperature 0: the same distribution without its tail.
         Drafts may draw from whatever they like, as long as verification knows what it was."""
-        scores = self._processed(logits, path) if self.follows_path else logits
-        return self._truncated(scores, max(self.params.min_p, NEGLIGIBLE))
+        return self._likely(self._scores(logits, path), max(self.params.min_p, NEGLIGIBLE))
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities [V] after processors and penalties, before temperature and truncation."""
@@ -151,22 +199,51 @@ class Sampler:
         scores -= scores.max()
         return np.asarray(scores - np.log(np.exp(scores).sum()))
 
-    def _truncated(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
-        """The distribution of processed scores [V] after temperature, min-p, top-k and top-p."""
+    def _scores(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
+        """Logits [V] after all that changes them at this path."""
+        return self._processed(logits, path) if self.follows_path else logits
+
+    def _buffer(self, path: Sequence[int]) -> NDArray[np.float64]:
+        """For a row behind this path: verifiers hold at most one of each length at a time."""
+        while len(self._buffers) <= len(path):
+            self._buffers.append(np.empty(len(self._counts)))
+        return self._buffers[len(path)]
+
+    def _truncated(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
+        """The distribution of processed scores [V] after temperature, and min-p, top-k or top-p; or the best token,
+        when greedy. Only likely tokens are sorted, which nearly always suffices."""
         params = self.params
-        if min_p > 0:
-            ids = (scores >= float(scores.max()) + params.temperature * math.log(min_p)).nonzero()[0]
-            scores = scores[ids]
-        else:
-            ids = np.arange(len(scores))
+        if params.greedy:
+            return Candidates(np.array([scores.argmax()]), np.ones(1))
+        if params.min_p > 0:
+            return self._likely(scores, params.min_p)
+        if params.top_k > 0:
+            ids = np.sort(largest(scores, params.top_k))
+            return self._cut(ids, relative(scores[ids], params.temperature, np.empty(len(ids))))
+        weights = relative(scores, params.temperature, self._buffer(path))
+        mass = params.top_p * weights.sum()
+        ids = (weights > NEGLIGIBLE).nonzero()[0]
+        if weights[ids].sum() < mass:
+            ids = np.arange(len(weights))
+        ids = ids[nucleus(weights[ids], mass)]
+        return Candidates(ids, weights[ids] / weights[ids].sum())
+
+    def _likely(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
+        """The same with this `min_p`, which is positive."""
+        temperature, highest = self.params.temperature, float(scores[scores.argmax()])
+        ids = (scores >= highest + temperature * math.log(min_p)).nonzero()[0]
+        return self._cut(ids, np.exp((scores[ids].astype(np.float64) - highest) / temperature))
+
+    def _cut(self, ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Candidates:
+        """The distribution over these tokens [K] alone after top-k and top-p."""
+        params = self.params
         if 0 < params.top_k < len(ids):
-            best = np.sort(largest(scores, params.top_k))
-            ids, scores = ids[best], scores[best]
-        probs = softmax(scores, params.temperature)
+            kept = at_least(weights, np.sort(weights)[-params.top_k], params.top_k)
+            ids, weights = ids[kept], weights[kept]
         if params.top_p < 1:
-            kept = np.sort(nucleus(probs, params.top_p))
-            ids, probs = ids[kept], probs[kept] / probs[kept].sum()
-        return Candidates(ids, probs)
+            kept = nucleus(weights, params.top_p * weights.sum())
+            ids, weights = ids[kept], weights[kept]
+        return Candidates(ids, weights / weights.sum())
 
     def _processed(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Logits [V] in float64 after processors, min_tokens and penalties."""
@@ -201,14 +278,14 @@ class Sampler:
         return np.asarray(scores - charge)
 
 
-def softmax(scores: NDArray[np.floating[Any]], temperature: float) -> NDArray[np.float64]:
-    """Probabilities of scores, in float64."""
-    weights: NDArray[np.float64] = scores.astype(np.float64)
+def relative(
+    scores: NDArray[np.floating[Any]], temperature: float, weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """exp(scores / temperature) [K] up to a factor, the largest being 1, written to `weights`."""
+    np.copyto(weights, scores)
     weights -= weights.max()
     weights /= temperature
-    np.exp(weights, out=weights)
-    weights *= 1 / weights.sum()
-    return weights
+    return np.exp(weights, out=weights)
 
 
 def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
@@ -219,10 +296,15 @@ def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     return np.asarray(likely[np.argsort(-scores[likely], kind="stable")[:count]])
 
 
-def nucleus(probs: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """Where the most probable tokens are that together reach `top_p`, best first."""
-    likely = (probs > NEGLIGIBLE * probs.max()).nonzero()[0]
-    if probs[likely].sum() < top_p:
-        likely = np.arange(len(probs))
-    order = likely[np.argsort(-probs[likely], kind="stable")]
-    return np.asarray(order[np.cumsum(probs[order]) - probs[order] < top_p])
+def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
+    """Where the heaviest tokens are that together reach `mass`, in their order; of equal ones the first."""
+    descending = np.sort(weights)[::-1]
+    count = 1 + int(descending[:-1].cumsum().searchsorted(mass))
+    return at_least(weights, descending[count - 1], count)
+
+
+def at_least(weights: NDArray[np.float64], least: np.float64, count: int) -> NDArray[np.int64]:
+    """Where the `count` largest weights are, none below `least`, in their order; of equal ones the first."""
+    places = (weights >= least).nonzero()[0]
+    surplus = len(places) - count
+    return np.delete(places, (weights[places] == least).nonzero()[0][-surplus:]) if surplus else places

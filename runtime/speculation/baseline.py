@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from ..engines.base import ForwardOutput
 from ..random import RandomStream
 from ..sampling import Sampler, largest
-from .drawing import Drawing
+from .drawing import drawings
 from .gsd import NO_MERGER, Merger
 from .token_graph import ROOT, Best, TokenGraph
 
@@ -52,21 +53,27 @@ class StaticTree:
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         self._layer = []
-        for row, node in enumerate(nodes):
-            q = sampler.candidates(output.logits[row], graph.path(node))
-            graph.draft_probs[node] = q
-            drawing = Drawing(q)
+        for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
             for position in self._children[self._positions[node]]:
                 if drawing.exhausted:  # fewer tokens than children have any probability
                     break
-                self._place(graph, node, *drawing.draw(stream), position)
+                token, share, R = drawing.draw(stream)
+                self._place(graph, node, token, share, position, R)
 
-    def _place(self, graph: TokenGraph, parent: int, token: int, share: float, position: int) -> None:
-        twin = self._merger.match(graph, parent, token)
-        if twin is not None:
-            graph.link(parent, twin, 0.0)
+    def _place(
+        self,
+        graph: TokenGraph,
+        parent: int,
+        token: int,
+        share: float,
+        position: int,
+        R: NDArray[np.float64] | None = None,
+    ) -> None:
+        match = self._merger.match(graph, parent, token)
+        if match is not None:
+            graph.link(parent, match, 0.0, R)
             return
-        child = graph.add(parent, token, 0.0, share)  # everything is kept: no token is worth more than another
+        child = graph.add(parent, token, 0.0, share, R=R)  # everything is kept: no token is worth more than another
         self._positions[child] = position
         self._layer.append(child)
 
@@ -91,7 +98,7 @@ class BestFirst:
 
     width 1 is the greedy chain. Layer by layer, so `depth` passes whatever the size. With a merger this is GSD's
     deterministic draft: children less probable than `sibling_share` of their best sibling are pruned, nodes less
-    probable than `leaf_share` after their father are not drafted further, and recurring sequences are linked.
+    probable than `leaf_share` after their parent are not drafted further, and recurring sequences are linked.
     """
 
     def __init__(
@@ -119,20 +126,23 @@ class BestFirst:
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         ids, logprobs = ranked(graph, nodes, output, sampler, self.width)
-        logprobs = np.where(logprobs >= logprobs[:, :1] + self._log_sibling, logprobs, -np.inf)
-        values = np.asarray([graph.values[node] for node in nodes])[:, None] + logprobs
+        offered = []
+        for node, tokens, gains in zip(nodes, ids.tolist(), logprobs.tolist(), strict=True):
+            value, least = graph.values[node], gains[0] + self._log_sibling
+            offered += [
+                (value + gain, node, token, gain) for token, gain in zip(tokens, gains, strict=True) if gain >= least
+            ]
+        offered.sort(key=itemgetter(0), reverse=True)
         self._layer = []
-        for index in np.argsort(-values, axis=None, kind="stable").tolist():
-            row, column = divmod(index, values.shape[1])
-            token, gain = int(ids[row, column]), float(logprobs[row, column])
-            if not self._best.admits(float(values[row, column])):
+        for value, node, token, gain in offered:
+            if not self._best.admits(value):
                 break  # and the ones behind it are no better
-            self._best.offer(float(values[row, column]))
-            twin = self._merger.match(graph, nodes[row], token)
-            if twin is not None:
-                graph.link(nodes[row], twin, gain)
+            self._best.offer(value)
+            match = self._merger.match(graph, node, token)
+            if match is not None:
+                graph.link(node, match, gain)
                 continue
-            child = graph.add(nodes[row], token, gain, math.exp(gain))
+            child = graph.add(node, token, gain, math.exp(gain))
             if gain >= self._log_leaf:
                 self._layer.append(child)
 

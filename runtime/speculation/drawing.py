@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engines.base import ForwardOutput
 from ..random import RandomStream
-from ..sampling import Candidates
+from ..sampling import Candidates, Sampler
+from .token_graph import TokenGraph
 
 
 class Drawing:
@@ -14,7 +18,7 @@ class Drawing:
 
     def __init__(self, q: Candidates) -> None:
         self._ids, self._R = q
-        self._last: int | None = None  # taken, and still in R: most nodes are drawn from only once
+        self._last = 0  # where the latest token drawn is, which is still in R: most nodes are drawn from only once
         self.drawn = 0
 
     @property
@@ -22,23 +26,19 @@ class Drawing:
         """Whether every token with any probability was drawn."""
         return self.drawn == len(self._ids)
 
-    def draw(self, stream: RandomStream) -> tuple[int, float]:
-        """The next token and its share of what remained before it."""
-        R = self.remaining()
-        index = stream.categorical(R)
-        self.take(index)
-        return int(self._ids[index]), float(R[index])
-
-    def remaining(self) -> NDArray[np.float64]:
-        """R [K]: q without the tokens taken, renormalised."""
-        if self._last is not None:
-            self._R = self._R.copy()  # the first R is q itself, which the graph keeps
+    def draw(self, stream: RandomStream) -> tuple[int, float, NDArray[np.float64]]:
+        """The next token, its share of what remained before it, and all that remained, R [K]."""
+        if self.drawn:
+            self._R = self._R.copy()  # the draws before keep theirs
             self._R[self._last] = 0.0
             self._R /= self._R.sum()
-            self._last = None
-        return self._R
-
-    def take(self, index: int) -> None:
-        """The token at this place of q was drawn."""
-        self._last = index
+        self._last = stream.categorical(self._R)
         self.drawn += 1
+        return int(self._ids[self._last]), float(self._R[self._last]), self._R
+
+
+def drawings(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler) -> list[Drawing]:
+    """From q below each of these nodes, which the graph keeps; row i of `output` is the draft's after nodes[i]."""
+    qs = [sampler.candidates(output.logits[row], graph.path(node)) for row, node in enumerate(nodes)]
+    graph.draft_probs.update(zip(nodes, qs, strict=True))
+    return [Drawing(q) for q in qs]

@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..engines.base import Engine, ForwardOutput, Pass, Passes, TokenBatch, prefill_passes
 from ..random import RandomStream
@@ -30,7 +29,7 @@ class DraftProposer:
         self._cache: Any = engine.new_cache()
         self._pending: list[int] = []
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
-        self._visible: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # slot -> slots of its path, itself included
+        self._visible: list[bytes] = []  # slot -> which of the slots so far are on its path, itself included
         self.passes = 0
         self.rows = 0
         self.seconds = 0.0
@@ -68,7 +67,7 @@ class DraftProposer:
         if output is None:
             raise AssertionError("propose before start: there is no root")
         self._pending = []
-        self._slots = {}
+        self._slots, self._visible = {}, []
         nodes = [ROOT]
         while True:
             note_acceptance(graph, nodes, output)
@@ -100,22 +99,20 @@ class DraftProposer:
     def _score(self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool) -> Passes[ForwardOutput]:
         """One draft pass over `nodes`, which get the next cache slots."""
         first, count = self._cache.speculative, len(nodes)
-        visible = np.zeros((first + count, first + count), np.bool_)
-        visible[:first, :first] = self._visible[:first, :first]
         for slot, node in enumerate(nodes, start=first):
-            father = graph.parents[node]
-            if father != ROOT:
-                visible[slot] = visible[self._slots[father]]
-            visible[slot, slot] = True
+            parent = graph.parents[node]
+            above = b"" if parent == ROOT else self._visible[self._slots[parent]]
+            self._visible.append(above.ljust(slot, b"\0") + b"\1")
             self._slots[node] = slot
-        self._visible = visible
+        lines = [line.ljust(first + count, b"\0") for line in self._visible[first:]]
+        mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(count, first + count)
         # The root is committed by now, so a node of depth d stands d places behind the last committed row.
         positions = self._cache.length - 1 + np.asarray([graph.depths[node] for node in nodes])
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
         self.passes += 1
         self.rows += count
-        batch = TokenBatch.padded(tokens, positions, visible[first:], width, ranking_only=ranking_only)
+        batch = TokenBatch.padded(tokens, positions, mask, width, ranking_only=ranking_only)
         start = perf_counter()
         output = yield Pass(self._engine, batch, self._cache)
         self.seconds += perf_counter() - start

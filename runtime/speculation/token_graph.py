@@ -6,6 +6,9 @@ import bisect
 import math
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..sampling import Candidates
 
 ROOT = 0  # the last committed token
@@ -13,11 +16,13 @@ ROOT = 0  # the last committed token
 
 class Edge(NamedTuple):
     """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. certain: the child was not
-    drawn from the parent's q but given, with probability one."""
+    drawn from the parent's q but given, with probability one. R [K]: what a drawn child was drawn from, q
+    without the siblings drawn before it."""
 
     child: int
     gain: float
     certain: bool
+    R: NDArray[np.float64] | None
 
 
 class Best:
@@ -50,7 +55,7 @@ class Best:
 class TokenGraph:
     """A directed acyclic graph; nodes in creation order, node 0 is the root. Edges keep the order they were drawn in.
 
-    The first edge that reached a node is its father: `parents`, `depths`, and the one draft cache entry, belong to that
+    The first edge that reached a node is its parent: `parents`, `depths`, and the one draft cache entry, belong to that
     context. Further edges are merges (GSD); each path from the root is a hypothesis of its own when it is unrolled.
 
     A node's log-value is the sum of the gains on its path. Of chosen tokens it is the path's log-probability; of drawn
@@ -74,8 +79,16 @@ class TokenGraph:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, gain: float, share: float, certain: bool = False) -> int:
-        """A new child of `parent`. Returns the node."""
+    def add(
+        self,
+        parent: int,
+        token: int,
+        gain: float,
+        share: float,
+        certain: bool = False,
+        R: NDArray[np.float64] | None = None,
+    ) -> int:
+        """A new child of `parent`; for the arguments see Edge and `shares`. Returns the node."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.nodes_of.setdefault(token, []).append(node)
@@ -83,15 +96,15 @@ class TokenGraph:
         self.depths.append(self.depths[parent] + 1)
         self.values.append(self.values[parent] + gain)
         self.shares.append(share)
-        self.edges[parent].append(Edge(node, gain, certain))
+        self.edges[parent].append(Edge(node, gain, certain, R))
         self.edges.append([])
         return node
 
-    def link(self, parent: int, node: int, gain: float) -> None:
+    def link(self, parent: int, node: int, gain: float, R: NDArray[np.float64] | None = None) -> None:
         """A merge edge to a node that exists. Raises ValueError when it would close a cycle."""
         if self.reaches(node, parent):
             raise ValueError(f"an edge from node {parent} to its ancestor {node} would close a cycle")
-        self.edges[parent].append(Edge(node, gain, certain=False))
+        self.edges[parent].append(Edge(node, gain, False, R))
 
     def reaches(self, start: int, goal: int) -> bool:
         """Whether a path leads from `start` to `goal`."""
@@ -111,14 +124,14 @@ class TokenGraph:
         return siblings.index(node) if node in siblings else 0
 
     def probability(self, node: int) -> float:
-        """The draft's probability of a node's token after its father."""
-        father = self.parents[node]
-        if father in self.draft_probs:
-            return self.draft_probs[father].probability(self.tokens[node])
+        """The draft's probability of a node's token after its parent."""
+        parent = self.parents[node]
+        if parent in self.draft_probs:
+            return self.draft_probs[parent].probability(self.tokens[node])
         return self.shares[node]
 
     def path(self, node: int) -> list[int]:
-        """Tokens from the root (exclusive) to `node` (inclusive), along fathers."""
+        """Tokens from the root (exclusive) to `node` (inclusive), along parents."""
         tokens = []
         while node != ROOT:
             tokens.append(self.tokens[node])
@@ -126,7 +139,7 @@ class TokenGraph:
         return tokens[::-1]
 
     def ancestors(self, node: int) -> list[int]:
-        """`node`, its father, and so on up to the root."""
+        """`node`, its parent, and so on up to the root."""
         nodes = [node]
         while node != ROOT:
             node = self.parents[node]

@@ -6,7 +6,7 @@ row's path. Each verifier is lossless for the proposals that `config.LOSSLESS` l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..random import RandomStream, RandomStreams
 from ..sampling import Candidates, Sampler
-from .drawing import Drawing
 from .token_tree import TokenTree
 
 NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))
@@ -80,9 +79,9 @@ def recursive_rejection(
     rows: list[int] = []
     path: list[int] = []
     while children[row]:
-        q = offered_from(tree, row, children[row])
-        R = Residual(sampler.distribution(logits[row], path), q.ids)
-        for child, y, D in offers(tree, children[row], q):
+        ids, offers = offered(tree, row, children[row])
+        R = Residual(sampler.weights(logits[row], path), ids)
+        for child, y, D in offers:
             if streams.accept.bernoulli(min(1.0, R.probs[y] / D[y])):
                 row = child
                 break
@@ -111,9 +110,9 @@ def traversal_verification(
             if row and not streams.accept.bernoulli(pi):
                 return None
             return Acceptance([], sampler.choose(logits[row], path, streams.target))
-        q = offered_from(tree, row, children[row])
-        R = Residual(sampler.distribution(logits[row], path), q.ids)
-        for child, y, D in offers(tree, children[row], q):
+        ids, offers = offered(tree, row, children[row])
+        R = Residual(sampler.weights(logits[row], path), ids)
+        for child, y, D in offers:
             found = visit(child, min(1.0, pi * R.probs[y] / D[y]), [*path, tree.token_ids[child]])
             if found is not None:
                 return Acceptance([child, *found.rows], found.next_token)
@@ -142,8 +141,7 @@ def block_verification(
     residuals: list[Residual] = []
     for i, x in enumerate(path):
         Q = tree.draft_probs[i]
-        P = Residual(sampler.distribution(logits[i], path[:i]), Q.ids)
-        at = Q.place(x)
+        P, at = Residual(sampler.weights(logits[i], path[:i]), Q.ids), Q.place(x)
         p.append(min(1.0, p[i] * P.probs[at] / Q.probs[at]))
         residuals.append(P)
     if streams.accept.bernoulli(p[gamma]):
@@ -160,12 +158,13 @@ class Residual:
     Tokens that nobody offers keep their proportions, so that R is only computed where tokens are offered.
     """
 
-    def __init__(self, p: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
-        """p [V] is taken over; ids [K]: all tokens that may be offered."""
-        self.probs = p[ids]  # R [K] of `ids`
-        self._ids, self._others = ids, p
-        p[ids] = 0.0
-        self._p_others = self._R_others = float(p.sum())
+    def __init__(self, weights: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
+        """weights [V]: p up to a factor, taken over. ids [K]: all tokens that may be offered."""
+        offered = weights[ids]
+        weights[ids] = 0.0
+        self._ids, self._others, self._weight = ids, weights, float(weights.sum())
+        whole = self._weight + float(offered.sum())
+        self.probs, self._R_others = offered / whole, self._weight / whole  # R [K] of `ids`, and of all others
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
         """R' = norm(max(πR - offered, 0)), for `offered` [K]. Returns π' = S / (S + 1 - π), S being the sum before
@@ -181,32 +180,28 @@ class Residual:
     def draw(self, stream: RandomStream) -> int:
         """A token from R, after which nothing is left of this object."""
         R = self._others
-        if self._p_others > 0:
-            R *= self._R_others / self._p_others
+        if self._weight > 0:
+            R *= self._R_others / self._weight
         R[self._ids] = self.probs
         return stream.categorical(R)
 
 
-def offered_from(tree: TokenTree, row: int, children: Sequence[int]) -> Candidates:
-    """q of a row, whose tokens include those of its given children, if need be with probability zero."""
+def offered(
+    tree: TokenTree, row: int, children: Sequence[int]
+) -> tuple[NDArray[np.int64], list[tuple[int, int, NDArray[np.float64]]]]:
+    """All tokens that may be offered at a row [K]; and each child, the place of its token among them, and D [K], what
+    it was offered from: the remaining q, or a point mass of its own for a child that was given and not drawn."""
     q = tree.draft_probs.get(row, NOTHING)
     given = [tree.token_ids[child] for child in children if child in tree.certain]
     if not given:
-        return q
-    missing = np.setdiff1d(given, q.ids)
-    return Candidates(np.append(q.ids, missing), np.append(q.probs, np.zeros(len(missing))))
-
-
-def offers(tree: TokenTree, children: Sequence[int], q: Candidates) -> Iterator[tuple[int, int, NDArray[np.float64]]]:
-    """Each child, the place of its token in q, and what it was offered from, [K]: q without the children drawn before
-    it; or, for a child that was given and not drawn, a point mass of its own."""
-    drawing = Drawing(q)
+        return q.ids, [(child, q.place(tree.token_ids[child]), tree.remaining[child]) for child in children]
+    ids = np.union1d(q.ids, given)
+    offers = []
     for child in children:
-        place = q.place(tree.token_ids[child])
+        y, D = int(ids.searchsorted(tree.token_ids[child])), np.zeros(len(ids))
         if child in tree.certain:
-            point = np.zeros(len(q.ids))
-            point[place] = 1.0
-            yield child, place, point
+            D[y] = 1.0
         else:
-            yield child, place, drawing.remaining()
-            drawing.take(place)
+            D[ids.searchsorted(q.ids)] = tree.remaining[child]
+        offers.append((child, y, D))
+    return ids, offers
