@@ -25,7 +25,7 @@ from .rounds import (
     growth_end,
     target_probabilities,
 )
-from .sampling import Sampler
+from .sampling import Sampler, largest
 from .speculation.acceptance import choices_of
 from .speculation.calibration import Calibration, uncorrected
 from .speculation.config import SpeculativeConfig
@@ -221,11 +221,11 @@ class SpeculativeDecoder:
         """This round's proposal, or the bare root when none is wanted or none fits. explain: say why growth ended."""
         graph = TokenGraph(root)
         if self._proposer is None or self._config is None or max_depth < 1:
-            return Proposal(graph, unroll(graph, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
+            return Proposal(graph, unroll(graph, 0, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
         config, greedy, depth = self._config, sampler.params.greedy, max_depth
         if plan is not None:
             if not plan.depth:
-                return Proposal(graph, unroll(graph, 0), NOT_WORTH_IT)
+                return Proposal(graph, unroll(graph, 0, 0), NOT_WORTH_IT)
             config, depth = self._limited(config, plan), min(max_depth, plan.depth)
         found = [] if self._lookup is None else self._lookup.propose()[:depth]
         if not config.chooses(greedy):
@@ -236,7 +236,7 @@ class SpeculativeDecoder:
         by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, streams.draft, ranking_only)
         if config.chooses(greedy):
             graft_chosen(graph, found)
-        tree = unroll(graph, config.max_tokens)
+        tree = unroll(graph, config.max_tokens, max_depth)
         reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if explain else ""
         return Proposal(graph, tree, reason)
 
@@ -275,7 +275,7 @@ class SpeculativeDecoder:
     def _cut(self, tokens: Sequence[int], sampler: Sampler, room: int) -> tuple[int, str | None]:
         """How many of a round's tokens are kept, and why the text ends there: perhaps inside an accepted path."""
         params = sampler.params
-        for index, token in enumerate(tokens):
+        for index, token in enumerate(tokens[:room]):
             if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
                 return index + 1, "stop"
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
@@ -297,6 +297,6 @@ def top_logprobs(
         scores = logits[row].astype(np.float64)
         scores -= scores.max()
         scores -= np.log(np.exp(scores).sum())
-        best = np.argsort(-scores, kind="stable")[:count].tolist()
+        best = largest(scores, count).tolist()
         results.append(TokenLogprob(token, float(scores[token]), {index: float(scores[index]) for index in best}))
     return results

@@ -66,7 +66,7 @@ def test_best_first_keeps_the_most_probable_paths() -> None:
     """Against every path of a small vocabulary."""
     predict = random_model(2, 4)
     graph, _ = grow(BestFirst(10, depth=3, width=64, merger=NoMerger()), predict, seeded_streams(0).draft)
-    tree = unroll(graph, 10)
+    tree = unroll(graph, 10, 99)
     paths = [path for length in (1, 2, 3) for path in product(range(4), repeat=length)]
 
     def probability(path: tuple[int, ...]) -> float:
@@ -130,4 +130,4 @@ def test_a_configuration_keeps_the_limits_it_states(config: SpeculativeConfig, g
     sampler = Sampler(SamplingParams(temperature=0 if greedy else 1), PROMPT, (), 12)
     run(proposer.propose(graph, config.grower(greedy, 64), config.stopper(), sampler, seeded_streams(0).draft))
     assert widest <= config.max_frontier and rows <= config.max_draft_rows
-    assert len(unroll(graph, config.max_tokens)) - 1 <= config.max_tokens
+    assert len(unroll(graph, config.max_tokens, 99)) - 1 <= config.max_tokens

@@ -16,7 +16,7 @@ def siblings(shares: list[float]) -> TokenTree:
     graph = TokenGraph(0)
     for token, share in enumerate(shares):
         graph.add(ROOT, token, 0.0, share)
-    return unroll(graph, len(shares))
+    return unroll(graph, len(shares), 99)
 
 
 def test_it_learns_the_acceptance_of_a_rank_and_a_probability() -> None:
@@ -46,7 +46,7 @@ def test_a_path_is_judged_row_by_row() -> None:
     second = graph.add(first, 2, 0.0, 0.5)
     graph.add(second, 3, 0.0, 0.5)
     calibration, other = Calibration(), Calibration()
-    calibration.update(unroll(graph, 3), [1, 2])
+    calibration.update(unroll(graph, 3, 99), [1, 2])
     other.update(siblings([0.5]), [1])
     other.update(siblings([0.5]), [1])
     other.update(siblings([0.5]), [])
@@ -59,11 +59,11 @@ def test_given_tokens_are_no_evidence() -> None:
     graph.add(ROOT, 1, 0.0, 1.0, certain=True)
     graph.add(ROOT, 2, 0.0, 0.5)
     with_given, without = Calibration(), Calibration()
-    with_given.update(unroll(graph, 2), [2])
+    with_given.update(unroll(graph, 2, 99), [2])
     without.update(siblings([0.5]), [1])
     assert with_given(0, 0.5) == without(0, 0.5)
     before = with_given(0, 0.5)
-    with_given.update(unroll(graph, 2), [1])
+    with_given.update(unroll(graph, 2, 99), [1])
     assert with_given(0, 0.5) == before
 
 

@@ -42,7 +42,7 @@ class SlotStream:
 
 
 def shape_of(graph: TokenGraph, size: int) -> Shape:
-    tree = unroll(graph, size)
+    tree = unroll(graph, size, 99)
     paths: list[tuple[int, ...]] = [()]
     for row in range(1, len(tree)):
         paths.append((*paths[tree.parents[row]], tree.token_ids[row]))
@@ -58,7 +58,7 @@ def tree_of(grower: Grower, seed: int, size: int, predict: Predict | None = None
 def test_the_static_forms_give_the_tree_of_algorithm_1(seed: int) -> None:
     """I11: with enough width and depth, the same random numbers give the same tree in fewer passes."""
     m = 12
-    heap, heap_passes = grow(DySpecHeap(m), random_model(seed, 8), SlotStream(seed))
+    heap, heap_passes = grow(DySpecHeap(m, m), random_model(seed, 8), SlotStream(seed))
     layers, layer_passes = grow(DySpecLayers(m, depth=12, width=12), random_model(seed, 8), SlotStream(seed))
     assert shape_of(heap, m) == shape_of(layers, m)
     assert layer_passes <= heap_passes
@@ -70,7 +70,7 @@ def test_the_static_forms_give_the_tree_of_algorithm_1(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_values_fall_along_the_order_of_drawing(seed: int) -> None:
     """I11: the popped values of Algorithm 1 never rise."""
-    graph, _ = grow(DySpecHeap(16), random_model(seed, 8), SlotStream(seed))
+    graph, _ = grow(DySpecHeap(16, 16), random_model(seed, 8), SlotStream(seed))
     values = graph.values[1:]
     assert all(later <= earlier + 1e-12 for earlier, later in pairwise(values))
 
@@ -78,7 +78,7 @@ def test_values_fall_along_the_order_of_drawing(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_slot_is_shared_between_child_and_sibling(seed: int) -> None:
     """I11: v of the child slot + v of the sibling slot = v of the slot itself."""
-    graph, _ = grow(DySpecHeap(16), random_model(seed, 8), SlotStream(seed))
+    graph, _ = grow(DySpecHeap(16, 16), random_model(seed, 8), SlotStream(seed))
     checked = 0
     for edges in graph.edges:
         for edge, sibling in pairwise(edges):
@@ -95,7 +95,7 @@ def test_a_narrow_shape_spends_its_passes_on_the_best_nodes() -> None:
     shares = []
     for seed in range(30):
         predict = random_model(seed, 8)
-        heap, _ = grow(DySpecHeap(16), predict, SlotStream(seed))
+        heap, _ = grow(DySpecHeap(16, 16), predict, SlotStream(seed))
         layers, passes = grow(DySpecLayers(16, depth=6, width=8), predict, SlotStream(seed))
         best = sorted((math.exp(value) for value in layers.values[1:]), reverse=True)[:16]
         shares.append(sum(best) / sum(math.exp(value) for value in heap.values[1:]))
@@ -108,7 +108,7 @@ def test_an_estimate_of_acceptance_replaces_the_drawn_probability() -> None:
     predict = random_model(3, 8)
     sure, _ = grow(DySpecLayers(8, 8, 4, head=True), predict, SlotStream(3), accept=lambda context: 0.99)
     doubtful, _ = grow(DySpecLayers(8, 8, 4, head=True), predict, SlotStream(3), accept=lambda context: 0.01)
-    assert max(unroll(sure, 8).depths) > max(unroll(doubtful, 8).depths)
+    assert max(unroll(sure, 8, 99).depths) > max(unroll(doubtful, 8, 99).depths)
 
 
 class RedrawnStream(SlotStream):
@@ -131,7 +131,7 @@ class RedrawnStream(SlotStream):
 GROWERS: dict[str, Callable[[], Grower]] = {
     "chain": lambda: StaticTree(chain(4)),
     "k-ary": lambda: StaticTree(k_ary((2, 2))),
-    "dyspec-heap": lambda: DySpecHeap(8),
+    "dyspec-heap": lambda: DySpecHeap(8, 8),
     "dyspec": lambda: DySpecLayers(8, 4, 3),
     "dyspec-threshold": lambda: DySpecThreshold(0.05, 8, 4, 3, NoMerger()),
 }

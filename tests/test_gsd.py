@@ -61,7 +61,7 @@ def test_a_merge_joins_equal_sequences_of_tau_plus_one_tokens(seed: int, tau: in
 @given(seed=st.integers(0, 10_000), tau=st.integers(0, 2))
 def test_the_unroll_is_a_tree_of_distinct_paths_within_its_budget(seed: int, tau: int) -> None:
     graph, _ = chosen(seed, tau, size=12)
-    tree = unroll(graph, 12)
+    tree = unroll(graph, 12, 99)
     found = paths(tree)
     assert len(tree) <= 13 and len(set(found)) == len(found)
     assert all(tree.parents[row] < row for row in range(1, len(tree)))
@@ -75,8 +75,8 @@ def test_the_unroll_is_a_tree_of_distinct_paths_within_its_budget(seed: int, tau
 def test_a_sampled_graph_never_outgrows_its_budget(seed: int, tau: int, size: int) -> None:
     """I12: growth stops before a draw, so that nothing drawn is dropped."""
     graph = drawn(seed, tau, size)
-    tree = unroll(graph, size)
-    assert tree == unroll(graph, 10_000) and len(tree) <= size + 1
+    tree = unroll(graph, size, 99)
+    assert tree == unroll(graph, 10_000, 99) and len(tree) <= size + 1
 
 
 def test_merging_saves_draft_tokens_for_the_same_hypotheses() -> None:
@@ -84,7 +84,7 @@ def test_merging_saves_draft_tokens_for_the_same_hypotheses() -> None:
     drafted, proposed = 0, 0
     for seed in range(20):
         graph, _ = chosen(seed, tau=1)
-        tree = unroll(graph, 24)
+        tree = unroll(graph, 24, 99)
         drafted += len({node for node in tree.nodes[1:]})
         proposed += len(tree) - 1
     assert drafted < 0.85 * proposed
@@ -94,7 +94,7 @@ def test_merging_saves_draft_tokens_for_the_same_hypotheses() -> None:
     "grower",
     [
         lambda: DySpecLayers(30, 4, 6, merger=GraphMerger(0)),
-        lambda: DySpecHeap(30, merger=GraphMerger(0)),
+        lambda: DySpecHeap(30, 30, merger=GraphMerger(0)),
         lambda: StaticTree(k_ary((3, 2, 2)), GraphMerger(0)),
     ],
     ids=["layers", "heap", "k-ary"],
@@ -104,14 +104,14 @@ def test_merging_goes_on_top_of_any_grower(grower: Callable[[], Grower]) -> None
     graph, _ = grow(grower(), random_model(1, 6), seeded_streams(0).draft)
     edges = sum(map(len, graph.edges))
     assert edges > len(graph) - 1
-    assert sum(unroll(graph, 1000).merged) > 0
+    assert sum(unroll(graph, 1000, 99).merged) > 0
 
 
 def test_every_node_is_drafted_once() -> None:
     """Draft rows are distinct nodes, however many copies the unroll makes."""
     for seed in range(10):
         graph, _ = chosen(seed, tau=0)
-        assert len(unroll(graph, 1000).nodes) >= len(graph)
+        assert len(unroll(graph, 1000, 99).nodes) >= len(graph)
 
 
 def test_a_node_may_have_several_merge_edges() -> None:
@@ -122,7 +122,7 @@ def test_a_node_may_have_several_merge_edges() -> None:
     d = graph.add(a, 4, -0.2, 0.9)
     graph.link(b, c, -0.3)
     graph.link(b, d, -0.4)
-    assert paths(unroll(graph, 100))[1:].count((2, 3)) == 1 and (2, 4) in paths(unroll(graph, 100))
+    assert paths(unroll(graph, 100, 99))[1:].count((2, 3)) == 1 and (2, 4) in paths(unroll(graph, 100, 99))
 
 
 def test_a_cycle_is_refused() -> None:

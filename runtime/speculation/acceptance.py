@@ -134,18 +134,18 @@ def tree_steps(alpha: int, saved: int, shapes: Shapes) -> NDArray[np.float64]:
     """[sizes, depths]: the chance to get one deeper in a tree; zero beyond as many tokens. alpha, saved: of STEPS."""
     a, rho = min(max(alpha, 1), STEPS - 1) / STEPS, min(max(saved, 1), STEPS - 1) / STEPS
     reached = np.zeros((len(shapes.sizes), shapes.depth))
-    heap, nodes = [(-a, 1, 0, 1.0)], 0  # -v, depth, choice, v of the father
+    heap, nodes = [(-a, 1, 0, 1.0)], 0  # -v, depth, choice, v of the parent
     for row, size in enumerate(shapes.sizes):
         if row:
             reached[row] = reached[row - 1]
         while heap and nodes < size + shapes.given:
             nodes += 1
-            value, depth, rank, father = heapq.heappop(heap)
+            value, depth, rank, parent = heapq.heappop(heap)
             reached[row, depth - 1] -= value
             if depth < shapes.depth:
                 heapq.heappush(heap, (value * a, depth + 1, 0, -value))
             if rank + 1 < max(shapes.frontier, 1):
-                heapq.heappush(heap, (-father * (1 - a) * rho * (1 - rho) ** rank, depth, rank + 1, father))
+                heapq.heappush(heap, (-parent * (1 - a) * rho * (1 - rho) ** rank, depth, rank + 1, parent))
     before = np.concatenate([np.ones((len(shapes.sizes), 1)), reached[:, :-1]], axis=1)
     steps: NDArray[np.float64] = np.divide(reached, before, out=np.zeros_like(reached), where=before > 0)
     return steps

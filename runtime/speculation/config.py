@@ -199,7 +199,7 @@ class SpeculativeConfig:
         if kind == "dyspec":
             return DySpecLayers(size, depth, width, estimate, self.key == "head", merger)
         if kind == "dyspec-heap":
-            return DySpecHeap(size, estimate, self.key == "head", merger)
+            return DySpecHeap(size, max_depth, estimate, self.key == "head", merger)
         if kind == "dyspec-threshold":
             drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NO_MERGER
             return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, estimate, self.key == "head")

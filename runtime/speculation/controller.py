@@ -13,6 +13,7 @@ told that it is alone and has an `Experience` of its own: it keeps its text as l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..cost import CostModel, PassCosts
 from .acceptance import AcceptanceEstimate, Choice, Shapes
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that looking whether speculation pays again may cost
+REMEMBERED = 64  # kinds of request whose latest estimate is kept: clients choose what they are
 CONTEXT_STEP = 64  # costs are looked up anew after so many tokens
 PLAIN_DEPTH = 0
 
@@ -44,6 +46,7 @@ class Experience:
     whether speculation pays. Only ever a guess, so that requests on several threads may mix theirs."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._latest: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
         self.plain_rounds = 0
 
@@ -53,7 +56,12 @@ class Experience:
         return AcceptanceEstimate(shapes) if latest is None else latest.carried()
 
     def note(self, shapes: Shapes, greedy: bool, estimate: AcceptanceEstimate) -> None:
-        self._latest[shapes, greedy] = estimate
+        """Of the request that runs; what was not heard of for longest is forgotten."""
+        with self._lock:
+            self._latest.pop((shapes, greedy), None)
+            self._latest[shapes, greedy] = estimate
+            if len(self._latest) > REMEMBERED:
+                del self._latest[next(iter(self._latest))]
 
 
 class Controller:

@@ -29,7 +29,7 @@ from ..engines.base import ForwardOutput
 from ..random import RandomStream
 from ..sampling import Sampler
 from .calibration import Estimate, uncorrected
-from .drawing import Drawing
+from .drawing import Drawing, drawings
 from .gsd import NO_MERGER, Merger
 from .token_graph import ROOT, Best, TokenGraph
 
@@ -38,12 +38,13 @@ NEVER = -math.inf
 
 class DySpecHeap:
     """Algorithm 1: m tokens, always from the most valuable slot of the whole tree. One draft pass per node whose child
-    slot reaches the top: the reference for the static forms below, and the fewest draft rows."""
+    slot reaches the top: the reference for the static forms below, and the fewest draft rows. Nodes at `depth`, where
+    the text ends, have no child slot."""
 
     def __init__(
-        self, m: int, estimate: Estimate = uncorrected, head: bool = False, merger: Merger = NO_MERGER
+        self, m: int, depth: int, estimate: Estimate = uncorrected, head: bool = False, merger: Merger = NO_MERGER
     ) -> None:
-        self.m, self.estimate, self.head = m, estimate, head
+        self.m, self.depth, self.estimate, self.head = m, depth, estimate, head
         self._merger = merger
         self._slots: list[tuple[float, int, int]] = [(0.0, 0, ROOT)]  # -log v, creation order, node
         self._created = 0
@@ -55,10 +56,8 @@ class DySpecHeap:
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
-        for row, node in enumerate(nodes):
-            q = sampler.candidates(output.logits[row], graph.path(node))
-            graph.draft_probs[node] = q
-            self._drawings[node] = Drawing(q)
+        for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
+            self._drawings[node] = drawing
             if self.head and node in graph.acceptance:  # the slot on top is this node's: value it anew
                 heapq.heapreplace(self._slots, self._slot(estimated(graph, node), node))
         while self._slots and len(graph) <= self.m:
@@ -67,15 +66,16 @@ class DySpecHeap:
                 return  # the draft has to score this node before anything can be drawn below it
             heapq.heappop(self._slots)
             drawing = self._drawings[node]
-            y, share = drawing.draw(stream)
+            y, share, R = drawing.draw(stream)
             a = self.estimate(drawing.drawn - 1, share)
             gain = log_v - graph.values[node]
-            twin = self._merger.match(graph, node, y)
-            if twin is None:
-                child = graph.add(node, y, gain, share)
-                heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
+            match = self._merger.match(graph, node, y)
+            if match is None:
+                child = graph.add(node, y, gain, share, R=R)
+                if graph.depths[child] < self.depth:
+                    heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
             else:
-                graph.link(node, twin, gain)
+                graph.link(node, match, gain, R)
             if not drawing.exhausted and a < 1:
                 heapq.heappush(self._slots, self._slot(log_v + log1m(a), node))
 
@@ -127,27 +127,27 @@ class DySpecLayers:
                 self._best.withdraw(self._reach[node])
                 self._reach[node] = estimated(graph, node)
                 self._best.offer(self._reach[node])
-        drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
+        below, slots = open_slots(graph, nodes, output, sampler, self._reach)
         while slots:
             log_v, node = -slots[0][0], slots[0][1]
-            drawing = drawings[node]
+            drawing = below[node]
             rank = drawing.drawn
             if not (self._best.admits(log_v) if rank else self._best.holds(log_v)):
                 return
-            y, share = drawing.draw(stream)
+            y, share, R = drawing.draw(stream)
             a = self.estimate(rank, share)
             gain = log_v - graph.values[node]
-            twin = self._merger.match(graph, node, y)
+            match = self._merger.match(graph, node, y)
             if rank:  # a node's first child was counted on when the node was drawn
                 self._best.offer(log_v)
-            if twin is None:
-                child = graph.add(node, y, gain, share)
+            if match is None:
+                child = graph.add(node, y, gain, share, R=R)
                 self._layer.append(child)
                 self._reach[child] = log_v + math.log(a)
                 if graph.depths[child] < self.depth:
                     self._best.offer(self._reach[child])
             else:
-                graph.link(node, twin, gain)
+                graph.link(node, match, gain, R)
             next_slot(slots, drawing, log_v + log1m(a))
 
 
@@ -188,25 +188,25 @@ class DySpecThreshold:
         self._layer = []
         if self.head:
             self._reach.update((node, estimated(graph, node)) for node in nodes if node in graph.acceptance)
-        drawings, slots = open_slots(graph, nodes, output, sampler, self._reach)
+        below, slots = open_slots(graph, nodes, output, sampler, self._reach)
         while slots and -slots[0][0] >= self.log_t:
             log_v, node = -slots[0][0], slots[0][1]
             if not self._affords(node):
                 heapq.heappop(slots)
                 continue
-            drawing = drawings[node]
-            y, share = drawing.draw(stream)
+            drawing = below[node]
+            y, share, R = drawing.draw(stream)
             a = self.estimate(drawing.drawn - 1, share)
             gain = log_v - graph.values[node]
-            twin = self._merger.match(graph, node, y)
-            if twin is None:
-                child = graph.add(node, y, gain, share)
+            match = self._merger.match(graph, node, y)
+            if match is None:
+                child = graph.add(node, y, gain, share, R=R)
                 self._layer.append(child)
                 self._reach[child] = log_v + math.log(a)
                 self._paths[child] = self._paths[node]
             else:
-                graph.link(node, twin, gain)
-                self._paths[twin] += self._paths[node]
+                graph.link(node, match, gain, R)
+                self._paths[match] += self._paths[node]
             self._spent += self._paths[node]
             next_slot(slots, drawing, log_v + log1m(a))
 
@@ -218,14 +218,9 @@ def open_slots(
     graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, reach: Mapping[int, float]
 ) -> tuple[dict[int, Drawing], list[tuple[float, int]]]:
     """The first slot below each node of a layer, as a heap of (-log v, node): equal values keep creation order."""
-    drawings, slots = {}, []
-    for row, node in enumerate(nodes):
-        q = sampler.candidates(output.logits[row], graph.path(node))
-        graph.draft_probs[node] = q
-        drawings[node] = Drawing(q)
-        slots.append((-reach[node], node))
+    slots = [(-reach[node], node) for node in nodes]
     heapq.heapify(slots)
-    return drawings, slots
+    return dict(zip(nodes, drawings(graph, nodes, output, sampler), strict=True)), slots
 
 
 def next_slot(slots: list[tuple[float, int]], drawing: Drawing, log_v: float) -> None:

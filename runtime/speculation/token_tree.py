@@ -6,10 +6,11 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..engines.base import EngineSpec, TokenBatch
 from ..sampling import Candidates
-from .token_graph import ROOT, TokenGraph
+from .token_graph import ROOT, Edge, TokenGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class TokenTree:
     token_ids, parents, depths: one entry per row (the root's parent is -1). nodes: the graph node of each row. merged:
     whether the row's path differs from the context its node was drafted in. certain: rows whose token was given, not
     drawn. shares: the draft's probability of each row's token, see TokenGraph. draft_probs: q that a row's other
-    children were drawn from, by row; empty when nothing was drawn.
+    children were drawn from, by row; empty when nothing was drawn. remaining: what each row that was drawn
+    was drawn from, R [K] of its Edge.
     """
 
     token_ids: tuple[int, ...]
@@ -30,6 +32,7 @@ class TokenTree:
     certain: frozenset[int]
     shares: tuple[float, ...]
     draft_probs: dict[int, Candidates]
+    remaining: dict[int, NDArray[np.float64]]
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,44 +47,55 @@ class TokenTree:
     def to_batch(self, spec: EngineSpec, committed: int, ranking_only: bool = False) -> TokenBatch:
         """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch."""
         rows = len(self)
-        mask = np.eye(rows, dtype=np.bool_)
-        for row in range(1, rows):
-            mask[row] |= mask[self.parents[row]]
+        lines: list[bytes] = []  # of the mask: a row sees what its parent sees, and itself
+        for row, parent in enumerate(self.parents):
+            above = lines[parent][:row] if row else b""
+            lines.append((above + b"\1").ljust(rows, b"\0"))
+        mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(rows, rows)
         positions = committed + np.asarray(self.depths)
         return TokenBatch.padded(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
 
 
-def unroll(graph: TokenGraph, max_tokens: int) -> TokenTree:
-    """Every path of the graph, or the best `max_tokens` of all tokens by log-value: best-first from the root.
+def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
+    """Every path of the graph down to `max_depth`, or the best `max_tokens` of all tokens by log-value: best-first from
+    the root. Only copies can be deeper than what a grower was told; a row loses all of its children there or none.
 
     A token's value never exceeds its parent's, nor a later sibling's an earlier one's, so what is kept is closed under
     ancestors and holds each node's first draws. Equal values keep creation order: an order by token would look at what
     was drawn. A merged node is copied once per path that reaches it, with its whole continuation.
     """
-    rows: list[tuple[int, int, bool, bool]] = []  # node, parent row, merged, certain
-    draft_probs = {}
-    heap: list[tuple[float, int, int, int, bool, bool]] = [(0.0, ROOT, 0, -1, False, False)]
+    nodes: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    merged: list[bool] = []
+    certain, draft_probs, remaining = set(), {}, {}
+    heap: list[tuple[float, int, int, int, bool, Edge]] = [(0.0, ROOT, 0, -1, False, Edge(ROOT, 0.0, False, None))]
     pushed = 0
-    while heap and len(rows) <= max_tokens:
-        negative, node, _, parent, merged, certain = heapq.heappop(heap)
-        row = len(rows)
-        rows.append((node, parent, merged, certain))
+    while heap and len(nodes) <= max_tokens:
+        negative, node, _, parent, copied, edge = heapq.heappop(heap)
+        row = len(nodes)
+        nodes.append(node)
+        parents.append(parent)
+        depths.append(depths[parent] + 1 if row else 0)
+        merged.append(copied)
+        if edge.certain:
+            certain.add(row)
+        if edge.R is not None:
+            remaining[row] = edge.R
         if node in graph.draft_probs:
             draft_probs[row] = graph.draft_probs[node]
-        for edge in graph.edges[node]:
+        for following in graph.edges[node] if depths[row] < max_depth else ():
             pushed += 1
-            copied = merged or graph.parents[edge.child] != node
-            heapq.heappush(heap, (negative - edge.gain, edge.child, pushed, row, copied, edge.certain))
-    depths = [0]
-    for _, parent, _, _ in rows[1:]:
-        depths.append(depths[parent] + 1)
+            elsewhere = copied or graph.parents[following.child] != node
+            heapq.heappush(heap, (negative - following.gain, following.child, pushed, row, elsewhere, following))
     return TokenTree(
-        token_ids=tuple(graph.tokens[node] for node, _, _, _ in rows),
-        parents=tuple(parent for _, parent, _, _ in rows),
+        token_ids=tuple(graph.tokens[node] for node in nodes),
+        parents=tuple(parents),
         depths=tuple(depths),
-        nodes=tuple(node for node, _, _, _ in rows),
-        merged=tuple(merged for _, _, merged, _ in rows),
-        certain=frozenset(row for row, (_, _, _, certain) in enumerate(rows) if certain),
-        shares=tuple(graph.shares[node] for node, _, _, _ in rows),
+        nodes=tuple(nodes),
+        merged=tuple(merged),
+        certain=frozenset(certain),
+        shares=tuple(graph.shares[node] for node in nodes),
         draft_probs=draft_probs,
+        remaining=remaining,
     )
