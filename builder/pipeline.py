@@ -61,7 +61,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         for name in names:
             files[name] = file_record(staging / name)
             advance()
-        eos = end_of_text(options.target, checkpoints[TARGET])
+        eos = end_of_text(options.target, checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
         write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files))
     return EngineBundle.open(options.output)
@@ -91,8 +91,13 @@ def context_length(options: BuildOptions, checkpoints: Mapping[str, Checkpoint])
     return options.max_length
 
 
-def end_of_text(folder: Path, checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's (chat models list several there) and config.json's."""
+def end_of_text(folder: Path, checkpoint: Checkpoint, begin: Begin) -> tuple[int, ...]:
+    """Ids that end a text: generation_config.json's (chat models list several there) and config.json's. Ids that the
+    model cannot say are left out, and `begin` hears of them."""
     file = folder / "generation_config.json"
     listed = token_ids(read_json(file).get("eos_token_id")) if file.is_file() else ()
-    return tuple(sorted({*listed, *checkpoint.config.eos_token_ids}))
+    ids = sorted({*listed, *checkpoint.config.eos_token_ids})
+    vocab_size = checkpoint.config.vocab_size
+    if unknown := [token for token in ids if not 0 <= token < vocab_size]:
+        begin(Step(f"Leaving out eos_token_id {unknown}: the model has {vocab_size} tokens", 1))()
+    return tuple(token for token in ids if token not in unknown)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import ConfigError
-from ..runtime.cost import CostModel, HostCosts, PassCosts, fingerprint
+from ..runtime.cost import CostModel, HostCosts, PassCosts
 from ..runtime.decoder import SpeculativeDecoder
 from ..runtime.engines.base import Engine, TokenBatch, prefill
 from ..runtime.metrics import SpecDecodeStats
@@ -34,14 +34,20 @@ UNPADDED = ("native",)  # backends whose passes do not compute the rows that fil
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both engines, opened as they will be used. max_length: tokens of prompt and output. provider, threads,
-    draft_threads: what the engines were opened with."""
+    """Both engines, opened as they will be used. max_length: tokens of prompt and output. machine: what they run on
+    and how, see `cost.fingerprint`."""
 
     engines: Mapping[str, Engine]
     max_length: int
-    provider: str
-    threads: int
-    draft_threads: int
+    machine: Mapping[str, str | int]
+
+
+class Passes(NamedTuple):
+    """One engine's passes behind one context: of every width the median seconds, and how far repeats spread, as upper
+    quartile / least."""
+
+    seconds: tuple[float, ...]
+    spreads: tuple[float, ...]
 
 
 def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeats: int = REPEATS) -> CostModel:
@@ -49,32 +55,34 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
 
     Raises ConfigError when no context fits.
     """
-    fitting = tuple(context for context in contexts if context <= pair.max_length)
+    if min(contexts, default=1) < 1:
+        raise ConfigError(f"contexts must be at least 1, the tokens before a pass, not {min(contexts)}")
+    fitting = tuple(context for context in sorted(set(contexts)) if context <= pair.max_length)
     if not fitting or repeats < 1:
         raise ConfigError(
             f"no context of {list(contexts)} fits this bundle's {pair.max_length} tokens: name shorter ones"
         )
     seconds: dict[str, list[tuple[float, ...]]] = {role: [] for role in ROLES}
+    spreads: list[float] = []
     for context in fitting:
         widths = sorted({*pair.engines[TARGET].spec.widths, *pair.engines[DRAFT].spec.widths})
         advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
-        for role, row in behind(pair, context, widths, repeats, advance).items():
-            seconds[role].append(row)
+        for role, passes in behind(pair, context, widths, repeats, advance).items():
+            seconds[role].append(passes.seconds)
+            spreads += passes.spreads
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
     greedy, sampled = (host(pair, temperature, advance) for temperature in (0.0, 1.0))
-    backend = pair.engines[TARGET].spec.backend
-    passes = {
-        role: PassCosts(pair.engines[role].spec.widths, fitting, tuple(seconds[role]), backend not in UNPADDED)
-        for role in ROLES
+    costs = {
+        role: PassCosts(engine.spec.widths, fitting, tuple(seconds[role]), engine.spec.backend not in UNPADDED)
+        for role, engine in pair.engines.items()
     }
-    machine = fingerprint(backend, pair.provider, pair.threads, pair.draft_threads)
-    return CostModel(passes[TARGET], passes[DRAFT], greedy, sampled, machine)
+    return CostModel(costs[TARGET], costs[DRAFT], greedy, sampled, pair.machine, median(spreads))
 
 
 def behind(
     pair: Pair, context: int, widths: Sequence[int], repeats: int, advance: Callable[[], None]
-) -> dict[str, tuple[float, ...]]:
-    """Median seconds of every width of each engine behind `context` committed rows."""
+) -> dict[str, Passes]:
+    """Each engine's passes behind `context` committed rows."""
     caches: dict[str, Any] = {}
     for role, engine in pair.engines.items():
         caches[role] = engine.new_cache()
@@ -93,8 +101,8 @@ def behind(
             if repeat:
                 advance()
     return {
-        role: monotone([median(times[role][width]) for width in engine.spec.widths])
-        for role, engine in pair.engines.items()
+        role: Passes(monotone([median(each) for each in by_width.values()]), tuple(map(spread, by_width.values())))
+        for role, by_width in times.items()
     }
 
 
@@ -107,6 +115,11 @@ def timed(engine: Engine, cache: Any, width: int) -> float:
     elapsed = perf_counter() - start
     cache.truncate(cache.length)
     return elapsed
+
+
+def spread(times: Sequence[float]) -> float:
+    """Upper quartile / least: near one where nothing else ran."""
+    return float(np.quantile(times, 0.75)) / min(times)
 
 
 def monotone(seconds: Sequence[float]) -> tuple[float, ...]:

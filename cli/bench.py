@@ -19,7 +19,7 @@ from rich.table import Table
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
 from ..runtime.bundle import EngineBundle
-from ..runtime.cost import CostModel, assumed, differences, fingerprint, read_costs
+from ..runtime.cost import CostModel, assumed, fingerprint, stored_costs
 from ..runtime.decoder import SpeculativeDecoder
 from ..runtime.engines.base import Engine
 from ..runtime.fit import fitted
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "date": date.today().isoformat(),
         "bundle": args.bundle.name,
-        "machine": fingerprint(engines[0].spec.backend, args.provider, args.threads, args.draft_threads),
+        "machine": fingerprint(bundle.manifest, args.provider, args.threads, args.draft_threads),
         "temperature": params.temperature,
         "prompts": len(prompts),
         "repeats": args.repeats,
@@ -123,14 +123,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def costs_of(bundle: EngineBundle, target: Engine, draft: Engine, args: argparse.Namespace) -> CostModel:
-    """What rounds are planned by; says so when another machine measured it."""
-    measured = read_costs(bundle.folder)
-    if measured is None:
-        return assumed(target.spec.model, draft.spec.model)
-    here = fingerprint(target.spec.backend, args.provider, args.threads, args.draft_threads)
-    if stale := differences(measured.machine, here):
+    """What rounds are planned by; says so when it was measured on another machine or bundle."""
+    measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
+    if stale:
         Console(stderr=True).print(f"── {costs_note(stale)}", markup=False)
-    return measured
+    return measured or assumed(target.spec.model, draft.spec.model)
 
 
 class Run(NamedTuple):
@@ -203,12 +200,14 @@ def parse_config(text: str) -> SpeculativeConfig | None:
     values: dict[str, Any] = {"grow": grow} | ({"budget": "fixed"} if size else {})
     types: dict[str, Any] = {field.name: type(field.default) for field in fields(SpeculativeConfig)}
     try:
+        if not grow:
+            raise ValueError("no grower")
         if size:
             values["max_draft_len" if grow == "chain" else "max_total_draft_tokens"] = int(size)
         for setting in settings:
             name, _, value = setting.partition("=")
             values[name] = integers(value.replace("-", ",")) if types[name] is tuple else types[name](value)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, argparse.ArgumentTypeError) as error:
         raise ConfigError(
             f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16/max_draft_len=6"
         ) from error

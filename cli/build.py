@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="attention by our kernel or by TensorRT's own (default: ours where Triton is installed)",
     )
     group.add_argument(
+        "--max-batch",
+        type=int,
+        default=hidden,
+        metavar="N",
+        help="requests that may share a pass; the plan's caches are for so many (default: 1)",
+    )
+    group.add_argument(
         "--workspace", type=int, default=hidden, metavar="MIB", help="limit of an engine's scratch memory"
     )
     group.add_argument(

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..models.bindings import ADDITIVE, COMPACT, TARGET, activations
+from ..models.bindings import ADDITIVE, COMPACT, activations
 from ..models.errors import DraftwoodError
 from ..runtime.bundle import EngineBundle
-from ..runtime.cost import differences, fingerprint, read_costs
+from ..runtime.cost import stored_costs
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import PACKAGES, Plan
 from .options import DRAFT_THREADS, PROVIDER, THREADS
@@ -80,11 +80,9 @@ class Costs(NamedTuple):
 
 def costs_of(bundle: EngineBundle) -> Costs:
     """For engines with the default numbers of threads. Raises BundleError when the table is damaged."""
-    measured = read_costs(bundle.folder)
+    measured, found = stored_costs(bundle, PROVIDER, THREADS, DRAFT_THREADS)
     if measured is None:
         return Costs(ASSUMED, [])
-    here = fingerprint(bundle.manifest.engines[TARGET].backend, PROVIDER, THREADS, DRAFT_THREADS)
-    found = differences(measured.machine, here)
     return Costs(ELSEWHERE if found else HERE, found)
 
 
@@ -102,7 +100,7 @@ def describe(bundle: EngineBundle) -> Table:
         "heads : KV heads": [f"{spec.model.num_heads} : {spec.model.num_kv_heads}" for spec in engines],
         "backend": [f"{spec.backend} {spec.precision}" for spec in engines],
         "size": [f"{manifest.engine_bytes(role) / 1e6:.1f} MB" for role in manifest.engines],
-        "cache slots": [f"{spec.capacity}, {cache_bytes(spec) / 1e6:.1f} MB when full" for spec in engines],
+        "cache slots": [cache_slots(spec) for spec in engines],
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],
         "largest error": [f"{manifest.parity[role]:.0e} of the largest logit" for role in manifest.engines],
     }
@@ -124,11 +122,17 @@ def describe(bundle: EngineBundle) -> Table:
     return table
 
 
+def cache_slots(spec: EngineSpec) -> str:
+    """Of a sequence or of all that a plan was built for, and their bytes."""
+    slots = f"{spec.capacity}" if spec.max_batch == 1 else f"{spec.max_batch} × {spec.capacity}"
+    return f"{slots}, {cache_bytes(spec) / 1e6:.1f} MB when full"
+
+
 def cache_bytes(spec: EngineSpec) -> int:
-    """Keys and values of one sequence that fills the cache."""
+    """Keys and values of every sequence that a plan was built for, or of one, when they fill their cache."""
     form = COMPACT if spec.backend in PACKAGES else ADDITIVE
     model, itemsize = spec.model, 4 if activations(spec.precision, form) == "fp32" else 2
-    return 2 * model.num_layers * model.num_kv_heads * spec.capacity * model.head_dim * itemsize
+    return 2 * model.num_layers * model.num_kv_heads * spec.max_batch * spec.capacity * model.head_dim * itemsize
 
 
 def attention(plan: Plan) -> str:

@@ -1,16 +1,24 @@
-"""draftwood: parses arguments, runs one command, turns errors into exit codes (2: bad input, 130: interrupted)."""
+"""draftwood: parses arguments, runs one command, turns errors into exit codes (2: bad input, 130: interrupted, 143:
+terminated)."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
 
 from ..models.errors import DraftwoodError
+from ..runtime.cost import release
 from . import bench, build, generate, inspect, profile, serve, train_head, triton
 
 COMMANDS = (build, inspect, profile, generate, bench, train_head, serve, triton)
+BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt-rtx")  # of other makers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,12 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="draftwood", description="Lossless speculative decoding over compiled engines"
     )
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="and those of the installed backends")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        code: int = args.run(args)
+        with termination_unwinds():
+            code: int = args.run(args)
     except DraftwoodError as error:
         print(f"draftwood: error: {error}", file=sys.stderr)
         return 2
@@ -34,6 +44,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
+
+
+class ShowVersion(argparse.Action):
+    """Looked up when it is asked for: every command parses arguments."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        installed = [found for backend in BACKENDS if (found := release(backend)) != backend]
+        print(f"draftwood {version('draftwood')} with {', '.join(installed) or 'no backend but its own'}")
+        parser.exit()
+
+
+@contextmanager
+def termination_unwinds() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that nothing half-written stays behind."""
+
+    def unwind(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # timeout(1) sends it twice, and cleaning up is not to be interrupted
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 if __name__ == "__main__":

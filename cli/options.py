@@ -17,14 +17,22 @@ T = TypeVar("T")
 
 def integers(text: str) -> tuple[int, ...]:
     """ "1,2,4" -> (1, 2, 4)."""
-    return tuple(int(item) for item in text.split(","))
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"write whole numbers separated by commas, such as 1,2,4, not {text!r}"
+        ) from error
 
 
 def positive(text: str) -> int:
     """A whole number from 1 on."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"write a whole number, at least 1, not {text!r}")
     return value
 
 

@@ -17,9 +17,13 @@ from ..builder.profile import CONTEXTS, Pair, measure
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import BundleError
 from ..runtime.bundle import EngineBundle
-from ..runtime.cost import CostModel, PassCosts
+from ..runtime.cost import CostModel, PassCosts, fingerprint
 from .options import add_engines, integers
 from .progress import progress
+
+# Of repeated passes, upper quartile / least: 1.10 to 1.25 undisturbed (real-time priority) on two cores, 1.46 to 9.7
+# beside eight busy processes (21 November 2026).
+BUSY = 1.35
 
 
 def add_parser(commands: Any) -> None:
@@ -54,7 +58,8 @@ def profile(
         closing(bundle.open_engine(DRAFT, draft_threads, provider)) as draft,
         progress(console) as begin,
     ):
-        pair = Pair({TARGET: target, DRAFT: draft}, bundle.manifest.max_length, provider, threads, draft_threads)
+        machine = fingerprint(bundle.manifest, provider, threads, draft_threads)
+        pair = Pair({TARGET: target, DRAFT: draft}, bundle.manifest.max_length, machine)
         costs = measure(pair, begin, contexts)
     try:
         costs.write(bundle.folder)
@@ -62,6 +67,14 @@ def profile(
         raise BundleError(
             f"the costs cannot be stored in {bundle.folder} ({error.strerror}): make it writable"
         ) from error
+    if costs.spread is not None and costs.spread > BUSY:
+        console.print(
+            f"The machine was busy (repeated passes spread by a factor of {costs.spread:.1f}): run draftwood profile "
+            f"{bundle.folder} again when it is not",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     return costs
 
 

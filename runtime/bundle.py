@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 
 from ..models.bindings import ROLES
 from ..models.config import LlamaConfig
-from ..models.errors import BundleError
+from ..models.errors import BundleError, ConfigError
 from .engines.base import Engine, EngineSpec
 from .engines.compatibility import PACKAGES, Plan
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # raised when an older release could misread a newer bundle
 READ_BYTES = 1 << 20
+MOST_THREADS = {"native": 64}  # of an engine, as in plugins/native/kernels/threads.h
+MOST_THREADS_ELSEWHERE = 1024
 
 
 class FileRecord(NamedTuple):
@@ -53,6 +55,12 @@ class Manifest:
         """Size of an engine with its external data."""
         file = self.engines[role].file
         return sum(record.bytes for name, record in self.files.items() if name.startswith(file))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what decides how long a pass takes: every file, kernels included, and the rows of passes."""
+        files = {name: record.sha256 for name, record in self.files.items()}
+        return checksum({"files": files, "widths": {role: spec.widths for role, spec in self.engines.items()}})
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready content, checksum included."""
@@ -128,8 +136,17 @@ class EngineBundle:
         return cls(folder, manifest)
 
     def open_engine(self, role: str, threads: int = 0, provider: str = "cpu") -> Engine:
-        """Open the engine of "target" or "draft". threads: 0 lets the backend choose. Raises EngineError."""
+        """Open the engine of "target" or "draft". threads: 0 lets the backend choose. provider: "cuda" is for ONNX
+        Runtime; TensorRT computes there anyway. Raises EngineError or ConfigError."""
         spec = self.manifest.engines[role]
+        most = MOST_THREADS.get(spec.backend, MOST_THREADS_ELSEWHERE)
+        if not 0 <= threads <= most:
+            raise ConfigError(f"threads of the {role} must be 0 (the backend chooses) to {most}, not {threads}")
+        if provider != "cpu" and spec.backend not in ("onnxruntime", *PACKAGES):
+            raise ConfigError(
+                f"the {role} runs on {spec.backend}, which has no provider {provider}: leave --provider out, or build "
+                "with --backend onnxruntime"
+            )
         if spec.backend == "onnxruntime":
             from .engines.onnxruntime import OnnxRuntimeEngine
 
@@ -186,6 +203,7 @@ def spec_fields(spec: EngineSpec) -> dict[str, Any]:
 
 def read_spec(fields: Mapping[str, Any]) -> EngineSpec:
     tuples = {name: tuple(fields[name]) for name in ("widths", "outputs")}
+    tuples["prompt_widths"] = tuple(fields.get("prompt_widths", ()))  # older bundles have none
     plan = None if fields.get("plan") is None else Plan.from_json(fields["plan"])
     return EngineSpec(**{**fields, **tuples, "model": LlamaConfig.from_dict(fields["model"]), "plan": plan})
 

@@ -1,7 +1,8 @@
 """CostModel: what a pass of either engine costs on this machine, by rows and context; measured, stored, looked up.
 
-The table of a bundle is `costs.json` beside the manifest, written by `draftwood profile`. It belongs to a machine, not
-to the bundle, so it is not sealed with it: who copies a bundle elsewhere measures anew, and is told so.
+The table of a bundle is `costs.json` beside the manifest, written by `draftwood profile`. It belongs to a machine and a
+bundle, both of which it names, so it is not sealed with the bundle: who copies either of them measures anew, and is
+told so.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import json
 import os
 import platform
 import secrets
+from bisect import bisect_left
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..models.bindings import ROLES
 from ..models.config import LlamaConfig
 from ..models.errors import BundleError
+from .bundle import EngineBundle, Manifest
 
 FILE = "costs.json"
 FORMAT = 1
@@ -49,8 +55,22 @@ class PassCosts:
         """Seconds of a pass, between the nearest contexts; of more rows than were measured, in proportion."""
         if self.padded:
             rows = next((width for width in self.widths if width >= rows), rows)
-        cells = [np.interp(rows, self.widths, each) for each in self.seconds]
-        return float(np.interp(context, self.contexts, cells)) * max(1.0, rows / self.widths[-1])
+        return float(np.interp(rows, self.widths, self._behind(context))) * max(1.0, rows / self.widths[-1])
+
+    def _behind(self, context: int) -> NDArray[np.float64]:
+        """Seconds of every width. Beyond the last context they grow as between the last two, since attention does:
+        never below the last, and a wider pass costs no less there either, whatever noise there is in its growth."""
+        seconds = np.asarray(self.seconds)
+        if len(self.contexts) == 1:
+            return np.asarray(seconds[0])
+        upper = min(max(1, bisect_left(self.contexts, context)), len(self.contexts) - 1)
+        before, after = self.contexts[upper - 1 : upper + 1]
+        growth = seconds[upper] - seconds[upper - 1]
+        share = max(0.0, (context - before) / (after - before))
+        if share < 1:
+            return np.asarray(seconds[upper - 1] + share * growth)
+        beyond = seconds[upper] + (share - 1) * np.maximum(growth, 0.0)
+        return np.asarray(np.minimum.accumulate(beyond[::-1])[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +85,38 @@ class HostCosts:
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Costs of both engines on one machine. greedy, sampled: host time at temperature 0 and above. machine: see
-    `fingerprint`; empty where nothing was measured."""
+    `fingerprint`; empty where nothing was measured. spread: upper quartile / least of the seconds a pass took when it
+    was repeated, the median over all passes; None where it is not known."""
 
     target: PassCosts
     draft: PassCosts
     greedy: HostCosts
     sampled: HostCosts
     machine: Mapping[str, str | int]
+    spread: float | None = None
 
     def write(self, folder: Path) -> None:
         """Replace the bundle's table; a reader never sees half of it. Raises OSError."""
         staging = folder / f".{FILE}.{secrets.token_hex(4)}"
         staging.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
         staging.replace(folder / FILE)
+
+
+class StoredCosts(NamedTuple):
+    """measured: the table beside a bundle, None where nobody measured. differences: between what it was measured with
+    and what is here, in words."""
+
+    measured: CostModel | None
+    differences: list[str]
+
+
+def stored_costs(bundle: EngineBundle, provider: str, threads: int, draft_threads: int) -> StoredCosts:
+    """For engines that are opened like this. Raises BundleError when the table cannot be read."""
+    measured = read_costs(bundle.folder)
+    if measured is None:
+        return StoredCosts(None, [])
+    here = fingerprint(bundle.manifest, provider, threads, draft_threads)
+    return StoredCosts(measured, differences(measured.machine, here))
 
 
 def read_costs(folder: Path) -> CostModel | None:
@@ -95,6 +134,7 @@ def read_costs(folder: Path) -> CostModel | None:
             HostCosts(**content["greedy"]),
             HostCosts(**content["sampled"]),
             dict(content["machine"]),
+            content.get("spread"),
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BundleError(f"{file} is damaged ({error}): run draftwood profile {folder}, or delete it") from error
@@ -105,30 +145,37 @@ def read_passes(content: Mapping[str, Any]) -> PassCosts:
     return PassCosts(tuple(content["widths"]), tuple(content["contexts"]), rows, bool(content.get("padded", True)))
 
 
-def fingerprint(backend: str, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
-    """What a table depends on: processor, cores this process may use, threads, the backend's release and provider."""
+def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
+    """What a table depends on: processor, cores this process may use, threads, the backends' releases, provider, and
+    the bundle."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        release = version(backend)
-    except PackageNotFoundError:  # onnxruntime-gpu provides onnxruntime, too
-        release = "unknown"
+    backends = dict.fromkeys(manifest.engines[role].backend for role in ROLES)
     return {
         "processor": names[0] if names else platform.processor(),
         "cores": cores,
         "threads": threads,
         "draft_threads": draft_threads,
-        "backend": f"{backend} {release}",
+        "backend": ", ".join(map(release, backends)),
         "provider": provider,
+        "bundle": manifest.digest[:12],
     }
 
 
+def release(backend: str) -> str:
+    """A backend with its version; the native engine has none, since its kernels are part of the bundle."""
+    for package in (backend, f"{backend}-gpu"):  # onnxruntime-gpu provides onnxruntime, too
+        with suppress(PackageNotFoundError):
+            return f"{backend} {version(package)}"
+    return backend
+
+
 def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]) -> list[str]:
-    """How this machine differs from the one a table was measured on, in words; empty when the table holds."""
+    """How this machine and bundle differ from those a table was measured on, in words; empty when the table holds."""
     return [
-        f"{name} {measured.get(name, 'unknown')} there, {value} here"
+        f"{name} {measured[name]} there, {value} here" if name in measured else f"{name} not recorded there"
         for name, value in here.items()
         if measured.get(name) != value
     ]

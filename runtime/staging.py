@@ -1,10 +1,17 @@
-"""Folders that are written all or nothing: made beside their place, and renamed when everything succeeded."""
+"""Folders that are written all or nothing: made beside their place, and renamed when everything succeeded.
+
+A process holds a lock on the folder it fills, which the system drops however the process ends. So the next one that
+writes to the same place knows what is left over there, and removes it.
+"""
 
 from __future__ import annotations
 
 import errno
+import glob
+import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +30,13 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
     """
     if output.exists() and not replaceable(output, marker):
         raise refusal(f"{output} exists and has no {marker}: choose another --output, or remove it yourself")
-    staging = sibling(output, "partial")
+    # Locked before it has the name by which others find what is left over.
+    unnamed, staging = sibling(output, "new"), sibling(output, "partial")
     try:
-        staging.mkdir(parents=True)
+        remove_left_over(output)
+        unnamed.mkdir(parents=True)
+        lock = locked(unnamed)
+        unnamed.rename(staging)
     except OSError as error:
         raise refusal(f"cannot write beside {output}: {error.strerror}; choose another --output") from error
     try:
@@ -39,6 +50,35 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
         raise refusal(f"{output} was not written: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_left_over(output: Path) -> None:
+    """What processes that were killed left beside `output`: gigabytes, where models are large."""
+    for folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
+        if (lock := locked(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock until it is closed. None where another process holds it, the folder is
+    gone, or the system has no such locks, as Windows and some network file systems."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def replaceable(output: Path, marker: str) -> bool:
@@ -46,18 +86,21 @@ def replaceable(output: Path, marker: str) -> bool:
 
 
 def move_into_place(staging: Path, output: Path) -> None:
-    """Rename; an older folder steps aside first and comes back should the rename fail."""
+    """Rename; an older folder steps aside first and comes back should the rename fail, or be interrupted."""
     if not output.exists():
         staging.rename(output)
         return
     old = sibling(output, "old")
-    output.rename(old)
     try:
+        output.rename(old)
         staging.rename(output)
-    except OSError:
-        old.rename(output)
+    except BaseException:
+        if old.exists() and not output.exists():
+            old.rename(output)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if output.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def sibling(output: Path, kind: str) -> Path:

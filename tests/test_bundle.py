@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from draftwood.builder.export import export as original_export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
+from draftwood.models.bindings import TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
-from draftwood.runtime.bundle import MANIFEST, EngineBundle, checksum
+from draftwood.plugins.native.compile import SOURCE
+from draftwood.runtime.bundle import MANIFEST, MOST_THREADS, EngineBundle, checksum
 
 
 @pytest.fixture
@@ -236,10 +240,37 @@ def test_an_engine_that_computes_something_else_is_not_bundled(
     assert not options.output.exists()
 
 
-def test_end_of_text_ids_come_from_both_files(options: BuildOptions, tiny_pair: Path, tmp_path: Path) -> None:
+def test_end_of_text_ids_come_from_both_files_and_the_vocabulary(
+    options: BuildOptions, tiny_pair: Path, tmp_path: Path
+) -> None:
     target = Path(shutil.copytree(tiny_pair / "target", tmp_path / "target"))
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7, 5000]}))
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
-    bundle = build(BuildOptions(target, options.draft, options.output), quiet)
+    told: list[str] = []
+
+    def begin(step: Step) -> Callable[[], None]:
+        told.append(step.title)
+        return lambda: None
+
+    bundle = build(BuildOptions(target, options.draft, options.output), begin)
     assert bundle.manifest.eos_token_ids == (2, 5, 7)
+    assert any("eos_token_id [5000]" in title for title in told)
+
+
+@pytest.mark.parametrize("backend", ["native", "openvino"])
+def test_a_provider_that_would_be_ignored_is_refused(backend: str, tiny_bundle: Path) -> None:
+    opened = EngineBundle.open(tiny_bundle)
+    engines = {role: replace(spec, backend=backend) for role, spec in opened.manifest.engines.items()}
+    bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))
+    with pytest.raises(ConfigError, match=f"runs on {backend}, which has no provider cuda: leave --provider out"):
+        bundle.open_engine(TARGET, provider="cuda")
+
+
+def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle: Path) -> None:
+    header = (SOURCE.parent / "threads.h").read_text()
+    assert re.search(rf"#define MOST_THREADS {MOST_THREADS['native']}$", header, re.MULTILINE)
+    opened = EngineBundle.open(tiny_bundle)
+    engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
+    with pytest.raises(ConfigError, match=r"threads of the target must be 0 .* to 64, not 65"):
+        replace(opened, manifest=replace(opened.manifest, engines=engines)).open_engine(TARGET, threads=65)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import pty
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,10 @@ def test_bench_counts_every_request_from_zero(
         ("generate BUNDLE --prompt x --max-draft-len 0", "max_draft_len"),
         ("generate BUNDLE --prompt x --max-total-draft-tokens 500", "widest pass"),
         ("generate BUNDLE --prompt x --provider cuda", "onnxruntime-gpu"),
+        ("generate BUNDLE --prompt x --threads -3", "threads of the target must be 0 (the backend chooses) to 1024"),
+        ("generate BUNDLE --prompt x --draft-threads 100000", "threads of the draft"),
+        ("profile BUNDLE --contexts=-5", "contexts must be at least 1"),
+        ("profile BUNDLE --contexts 64,0", "contexts must be at least 1"),
         ("generate BUNDLE --prompt-file missing.txt", "missing.txt"),
         ("generate BUNDLE --chat hello", "no chat template"),
         ("inspect nowhere", "not a folder"),
@@ -127,6 +133,8 @@ def test_bench_counts_every_request_from_zero(
         ("bench BUNDLE --prompts PROMPTS --output OUT/figures.json", "--output"),
         ("bench BUNDLE --prompts PROMPTS --configs chain:x", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "grow must be one of"),
+        ("bench BUNDLE --prompts PROMPTS --configs auto,", "chain:4"),
+        ("bench BUNDLE --prompts PROMPTS --configs k-ary/branching=x", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs chain:4/colour=red", "colour"),
         ("build --target nowhere --draft nowhere --output OUT", "checkpoint folder"),
         ("build --target PAIR/target --draft PAIR/draft --output OUT --backend abacus", "abacus"),
@@ -171,20 +179,41 @@ def test_prompt_files_are_checked(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "named"),
     [
-        [],
-        ["fly"],
-        ["generate"],
-        ["generate", "x"],
-        ["build", "--widths", "1,x"],
-        ["bench", "x", "--prompts", "y", "--repeats", "0"],
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["generate"], "required: bundle"),
+        (["generate", "x"], "--prompt"),
+        (["build", "--widths", "1,x"], "whole numbers separated by commas, such as 1,2,4, not '1,x'"),
+        (["bench", "x", "--prompts", "y", "--repeats", "0"], "--repeats: write a whole number, at least 1, not '0'"),
+        (["bench", "x", "--prompts", "y", "--limit", "two"], "--limit: write a whole number, at least 1, not 'two'"),
+        (["serve", "x", "--drain-timeout", "-1"], "write a number of seconds above 0, not '-1'"),
     ],
 )
-def test_arguments_that_cannot_be_parsed_end_with_code_2(arguments: list[str]) -> None:
+def test_arguments_that_cannot_be_parsed_end_with_code_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert ended.value.code == 2
+    assert ended.value.code == 2 and named in capsys.readouterr().err
+
+
+def test_the_version_names_the_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    own, onnxruntime = version("draftwood"), version("onnxruntime")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"draftwood {own} with onnxruntime {onnxruntime}")
+
+
+def test_triton_is_looked_for_before_anything_is_written(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["triton", str(tiny_bundle), "--output", str(tmp_path / "models"), "--run"]) == 2
+    assert "Triton Inference Server is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "models").exists()
 
 
 def test_the_script_of_the_readme_builds_a_bundle(tiny_pair: Path, tmp_path: Path) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from costs import table
+from fakes import FakeEngine, random_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftwood.models.bindings import ROLES
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError
+from draftwood.runtime.bundle import FileRecord, Manifest
 from draftwood.runtime.cost import FILE, PassCosts, assumed, differences, fingerprint, read_costs
 
 MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
@@ -27,11 +31,12 @@ MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
         (5, 200, 6.0),
         (8, 300, 9.0),
         (1, 0, 1.0),
-        (1, 900, 3.0),
+        (1, 900, 9.0),
+        (16, 900, 54.0),
         (16, 100, 6.0),
     ],
 )
-def test_the_smallest_pass_that_holds_the_rows_between_the_nearest_contexts(
+def test_the_smallest_pass_that_holds_the_rows_between_the_nearest_contexts_and_on_beyond_them(
     rows: int, context: int, seconds: float
 ) -> None:
     assert MEASURED.at(rows, context) == pytest.approx(seconds)
@@ -47,6 +52,22 @@ def test_more_rows_or_a_longer_context_never_cost_less(rows: int, context: int, 
     passes = replace(MEASURED, padded=padded)
     assert passes.at(rows + 1, context) >= passes.at(rows, context)
     assert passes.at(rows, context + 10) >= passes.at(rows, context)
+
+
+seconds_of_a_row = st.lists(st.floats(1e-4, 1.0), min_size=3, max_size=3).map(lambda row: tuple(sorted(row)))
+
+
+@given(
+    st.lists(seconds_of_a_row, min_size=1, max_size=3), st.integers(1, 20), st.integers(0, 9000), st.integers(0, 9000)
+)
+def test_whatever_noise_says_passes_grow_beyond_the_longest_context(
+    seconds: list[tuple[float, ...]], rows: int, context: int, more: int
+) -> None:
+    """Rows of a table ascend, as `monotone` makes them; a longer context may have come out cheaper."""
+    passes = PassCosts((1, 4, 8), (100, 300, 700)[: len(seconds)], tuple(seconds))
+    last = passes.contexts[-1]
+    assert passes.at(rows, last + context + more) >= passes.at(rows, last + context) >= passes.at(rows, last)
+    assert passes.at(rows + 1, context) >= passes.at(rows, context) * (1 - 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +89,7 @@ def test_a_table_of_another_shape_is_refused(
 def test_a_table_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     assert read_costs(tmp_path) is None
     costs = table(1.0, 0.125)
-    costs = replace(costs, draft=replace(costs.draft, padded=False))
+    costs = replace(costs, draft=replace(costs.draft, padded=False), spread=1.25)
     costs.write(tmp_path)
     assert read_costs(tmp_path) == costs
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
@@ -90,8 +111,14 @@ def test_half_a_table_is_damaged(tmp_path: Path) -> None:
         read_costs(tmp_path)
 
 
+def manifest(backends: tuple[str, str] = ("onnxruntime", "onnxruntime"), sha256: str = "0") -> Manifest:
+    specs = [FakeEngine(random_model(0, 8), 8, role).spec for role in ROLES]
+    engines = {spec.role: replace(spec, backend=name) for spec, name in zip(specs, backends, strict=True)}
+    return Manifest("draftwood", 200, (), engines, {}, {"kernels.so": FileRecord(1, sha256)})
+
+
 def test_another_machine_is_noticed() -> None:
-    here = fingerprint("onnxruntime", "cpu", 0, 1)
+    here = fingerprint(manifest(), "cpu", 0, 1)
     assert differences(here, here) == []
     there = {**here, "processor": "abacus", "cores": 999}
     assert differences(there, here) == [
@@ -99,6 +126,23 @@ def test_another_machine_is_noticed() -> None:
         f"cores 999 there, {here['cores']} here",
     ]
     assert len(differences({}, here)) == len(here)
+
+
+def test_another_bundle_is_noticed() -> None:
+    mine = manifest()
+    here = fingerprint(mine, "cpu", 0, 1)
+    rebuilt, wider = manifest(sha256="1"), {role: replace(spec, widths=(1, 2)) for role, spec in mine.engines.items()}
+    for other in (rebuilt, replace(mine, engines=wider)):
+        (difference,) = differences(fingerprint(other, "cpu", 0, 1), here)
+        assert re.fullmatch(f"bundle [0-9a-f]{{12}} there, {here['bundle']} here", difference)
+    older = {name: value for name, value in here.items() if name != "bundle"}
+    assert differences(older, here) == ["bundle not recorded there"]
+
+
+def test_both_backends_are_named_with_their_releases() -> None:
+    assert fingerprint(manifest(("native", "native")), "cpu", 0, 1)["backend"] == "native"
+    both = str(fingerprint(manifest(("openvino", "onnxruntime")), "cpu", 0, 1)["backend"])
+    assert re.fullmatch(r"openvino( [\d.]+\S*)?, onnxruntime [\d.]+\S*", both)
 
 
 def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:

@@ -13,7 +13,7 @@ import pytest
 from costs import table
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.profile import Pair, measure, monotone
+from draftwood.builder.profile import Pair, measure, monotone, spread
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models.bindings import ROLES
@@ -36,29 +36,39 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
 
     engines = {role: bundle.open_engine(role, threads=1) for role in ROLES}
     longest = bundle.manifest.max_length
-    costs = measure(Pair(engines, longest, "cpu", 1, 1), begin, contexts=(8, 16, longest + 1), repeats=2)
+    costs = measure(Pair(engines, longest, {"threads": 1}), begin, contexts=(16, 8, 16, longest + 1), repeats=2)
     for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
         assert passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
         assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
-    assert costs.machine["threads"] == 1 and "onnxruntime" in str(costs.machine["backend"])
+    assert costs.machine == {"threads": 1} and costs.spread is not None and costs.spread >= 1
     assert costs.greedy.round > 0 or costs.greedy.token > 0
     assert len(units) == 3 and set(units.values()) == {0}
 
 
-@pytest.mark.parametrize(("backend", "padded"), [("native", False), ("onnxruntime", True)])
-def test_a_table_knows_whether_passes_are_filled_up_to_a_width(backend: str, padded: bool) -> None:
+def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
     engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    for engine in engines.values():
+    for engine, backend in zip(engines.values(), ("native", "onnxruntime"), strict=True):
         engine.spec = replace(engine.spec, backend=backend)
-    costs = measure(Pair(engines, 200, "cpu", 1, 1), lambda step: lambda: None, contexts=(8,), repeats=1)
-    assert costs.target.padded == costs.draft.padded == padded
+    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts=(8,), repeats=1)
+    assert not costs.target.padded and costs.draft.padded
+
+
+@pytest.mark.parametrize("contexts", [(0,), (8, -5)])
+def test_contexts_are_numbers_of_tokens(contexts: tuple[int, ...]) -> None:
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+    with pytest.raises(ConfigError, match="contexts must be at least 1"):
+        measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts)
+
+
+def test_how_far_repeats_spread() -> None:
+    assert spread([2.0]) == 1 and spread([4.0, 1.0, 2.0, 3.0, 1.0]) == 3
 
 
 def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
     bundle = EngineBundle.open(tiny_bundle)
     engines = {role: bundle.open_engine(role) for role in ROLES}
     with pytest.raises(ConfigError, match="name shorter ones"):
-        measure(Pair(engines, bundle.manifest.max_length, "cpu", 0, 1), lambda step: lambda: None, contexts=(10**6,))
+        measure(Pair(engines, bundle.manifest.max_length, {}), lambda step: lambda: None, contexts=(10**6,))
 
 
 def test_noise_does_not_make_a_wider_pass_cheaper() -> None:
@@ -83,6 +93,31 @@ def test_the_command_stores_what_generate_then_reads(
     EngineBundle.open(bundle)  # the table is no part of what is sealed
 
 
+@pytest.mark.parametrize(("busy", "told"), [(1.0, True), (1e9, False)])
+def test_a_table_that_a_busy_machine_gave_is_told(
+    busy: float,
+    told: bool,
+    tiny_bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    monkeypatch.setattr("draftwood.cli.profile.BUSY", busy)
+    assert main(["profile", str(bundle), "--contexts", "8", "--json"]) == 0
+    shown, error = capsys.readouterr()
+    assert json.loads(shown)["spread"] > 1 and ("The machine was busy" in error) == told
+
+
+def test_a_table_of_another_bundle_is_noticed(tiny_bundle: Path, no_bos_bundle: Path, tmp_path: Path) -> None:
+    """Of one architecture: a table that fits would not show it."""
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    machine = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 1)
+    replace(table(), machine=machine).write(bundle)
+    with LLM(bundle) as llm:
+        assert len(llm.stale_costs) == 1 and llm.stale_costs[0].startswith("bundle ")
+
+
 def test_a_damaged_table_is_one_clear_line(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +134,7 @@ def test_costs_from_another_machine_are_noticed(
         return True
 
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    foreign = {**fingerprint("onnxruntime", "cpu", 0, 1), "processor": "abacus"}
+    foreign = {**fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 1), "processor": "abacus"}
     replace(table(), machine=foreign).write(bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]

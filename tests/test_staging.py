@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from draftwood.models.errors import CheckpointError
-from draftwood.runtime.staging import staging_folder
+from draftwood.runtime.staging import locked, staging_folder
 
 
 def names(folder: Path) -> list[str]:
@@ -50,3 +51,50 @@ def test_what_the_system_refuses_is_one_error_and_leaves_the_older_result(
     with pytest.raises(CheckpointError, match=message), staging_folder(output, "head.json", CheckpointError):
         raise OSError(code, "refused", "weights.bin")
     assert (output / "head.json").read_text() == "old" and names(tmp_path) == ["head"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_interruption_while_folders_change_places_loses_neither(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C right after the first rename leaves the older folder, after the second one the new."""
+    output, done = tmp_path / "head", list[str]()
+    write(output, "head.json", "old")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if output in (self, target):
+            done.append(self.name)
+            if len(done) == steps:
+                raise KeyboardInterrupt
+        return moved
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        write(output, "head.json", "new")
+    assert (output / "head.json").read_text() == {1: "old", 2: "new"}[steps] and names(tmp_path) == ["head"]
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    output = tmp_path / "head"
+    held, others = tmp_path / ".head.partial-1", tmp_path / ".heads.partial-0"
+    for folder in (tmp_path / ".head.partial-0", held, others):
+        folder.mkdir()
+        (folder / "weights.bin").write_text("")
+    lock = locked(held)
+    assert lock is not None and locked(held) is None
+    write(output, "head.json")
+    assert names(tmp_path) == [held.name, others.name, "head"]
+    os.close(lock)
+    write(output, "head.json")
+    assert names(tmp_path) == [others.name, "head"]
+
+
+def test_a_folder_is_locked_while_it_is_written(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "head", "head.json", CheckpointError) as staging:
+        (staging / "head.json").write_text("")
+        assert locked(staging) is None
+        write(tmp_path / "head", "head.json", "another's")
+        assert staging.exists()
+    assert names(tmp_path) == ["head"]

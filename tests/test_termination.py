@@ -1,0 +1,50 @@
+"""SIGTERM, as from a container that is stopped, leaves as little behind as Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from draftwood.cli.main import main, termination_unwinds
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_build_that_is_ended_leaves_nothing(number: int, code: int, tiny_pair: Path, tmp_path: Path) -> None:
+    pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
+    command = [sys.executable, "-m", "draftwood.cli.main", "build", *pair, "--output", str(tmp_path / "bundle")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not list(tmp_path.glob(".bundle.partial-*")):
+            assert process.poll() is None, "the build ended before it could be"
+            time.sleep(0.002)
+        process.send_signal(number)
+        assert process.wait() == code
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_signal_does_not_disturb_the_first_one() -> None:
+    steps: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, termination_unwinds():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps.append("cleaned up")
+    assert ended.value.code == 143 and steps == ["cleaned up"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_runs_commands_without_handling_signals(tmp_path: Path) -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(main(["inspect", str(tmp_path / "nowhere")])))
+    thread.start()
+    thread.join()
+    assert codes == [2]
