@@ -6,17 +6,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pair import SIZES, write_pair
-from peers import process, run
-from peers.figures import Key, Row, Run, row_of, same_texts, summarise, times_as_fast, to_json, tokens_per_pass
-from peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries
+from peers import draftwood, process, run
+from peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, without
 from peers.protocol import PLAIN, Generation, Options, split_method
-from peers.report import markdown
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime.tokenizer import Tokenizer
@@ -43,9 +38,10 @@ class Fake:
         if method == "draft:3":
             raise ValueError("no such draft")
         tokens = [prompt[-1] + step for step in range(1, max_tokens + 1)]
+        seconds = (0.002 if method == "draft:6" else 0.001) * max_tokens
         if method == "draft:5" and len(prompt) > LONG:
             tokens[-1] = 0
-        return Generation(tokens, 0.001 * max_tokens, {"accepted": max_tokens // 2})
+        return Generation(tokens, seconds, {"accepted": max_tokens // 2})
 
 serve(Fake)
 """
@@ -68,14 +64,6 @@ def fake_command(entry: Entry, options: Options) -> list[str]:
     return [sys.executable, "-c", FAKE, *options.to_arguments()]
 
 
-def generation(seconds: float, tokens: tuple[int, ...] = (1, 2), **counters: float) -> Generation:
-    return Generation(list(tokens), seconds, counters)
-
-
-def runs_of(*seconds: float, tokens: tuple[int, ...] = (1, 2)) -> list[Run]:
-    return [Run(0, repeat, generation(each, tokens), 0.0) for repeat, each in enumerate(seconds)]
-
-
 def test_options_survive_the_command_line(options: Options) -> None:
     for each in (options, replace(options, variant="openvino", draft_tokens=(7,))):
         assert Options.parse(each.to_arguments()) == each
@@ -96,6 +84,28 @@ def test_a_conversion_happens_once_per_pair_and_whole(options: Options, tiny: Pa
     assert replace(options, precision="int8").converted(lambda folder: None) != done
     (tiny / "draft" / "generation_config.json").write_text("{} ", encoding="utf-8")
     assert options.converted(lambda folder: None) != done
+
+
+def test_a_bundle_is_built_anew_when_the_code_has_changed(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+
+    def build(*arguments: object) -> None:
+        built.append(str(arguments[0]))
+        Path(str(arguments[arguments.index("--output") + 1])).mkdir()
+
+    monkeypatch.setattr(draftwood, "draftwood", build)
+    folder = draftwood.bundle_of(options, "native")
+    assert draftwood.bundle_of(options, "native") == folder and folder.is_dir() and built == ["build"]
+    monkeypatch.setattr(draftwood, "BUILT_BY", ())
+    assert draftwood.bundle_of(options, "native") == folder and folder.is_dir() and built == ["build"] * 2
+    source = tmp_path / "pass.c"
+    source.write_text("int x;", encoding="utf-8")
+    before = draftwood.digest_of([source])
+    assert draftwood.digest_of([source, tmp_path / "notes.md"]) == before  # no source, and need not exist
+    source.write_text("int y;", encoding="utf-8")
+    assert draftwood.digest_of([source]) != before
 
 
 def test_a_program_answers_in_spite_of_what_it_prints(options: Options, tmp_path: Path) -> None:
@@ -140,62 +150,12 @@ def test_every_program_is_there_and_unknown_ones_are_refused() -> None:
         entries(["vllm"], ["fp32"])
 
 
-def test_medians_quartiles_and_ratios() -> None:
-    plain, fast, other = (
-        Key("fp32", "draftwood", PLAIN),
-        Key("fp32", "draftwood", "topk:7"),
-        Key("fp32", "llama.cpp", PLAIN),
-    )
-    runs = {plain: runs_of(0.2, 0.4, 0.8), fast: runs_of(0.1, 0.1, 0.4), other: runs_of(0.1, 0.3, 0.2)}
-    row = row_of(fast, runs, runs[plain])
-    assert row.tokens_per_second == pytest.approx(20) and (row.low, row.high) == pytest.approx((12.5, 20))
-    assert row.of_plain == pytest.approx(2) and row.of_best == pytest.approx(1)
-    assert (row.same_as_plain, row.same_as_first, row.tokens_per_pass) == (1, 1, None)
-    best = Key("int8", "draftwood", PLAIN)
-    assert row_of(best, runs | {best: runs_of(1.0)}, runs[plain]).of_best is None
-
-
-def test_the_best_other_peer_is_the_fastest_method_of_the_same_precision() -> None:
-    runs = {
-        Key("fp32", "draftwood/openvino", PLAIN): runs_of(0.1),
-        Key("fp32", "llama.cpp", PLAIN): runs_of(0.4),
-        Key("fp32", "llama.cpp", "draft:3"): runs_of(0.2),
-        Key("int4", "llama.cpp", PLAIN): runs_of(0.05),
-    }
-    assert [row.of_best for row in summarise(runs)] == pytest.approx([2, 0.5, 1, 1])
-
-
-@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10)), min_size=1, max_size=9))
-def test_ratios_are_taken_within_a_repeat(pairs: list[tuple[float, float]]) -> None:
-    own, other = runs_of(*(a for a, _ in pairs)), runs_of(*(b for _, b in pairs))
-    assert times_as_fast(own, other) == pytest.approx(median(b / a for a, b in pairs))
-    # A machine that is slower in some repeats slows both.
-    slowed = (
-        [run._replace(generation=generation(run.generation.seconds * (1 + run.repeat))) for run in side]
-        for side in (own, other)
-    )
-    assert times_as_fast(*slowed) == pytest.approx(times_as_fast(own, other))
-
-
-def test_one_different_token_is_noticed() -> None:
-    plain = [Run(prompt, repeat, generation(1), 0.0) for prompt in range(4) for repeat in range(2)]
-    drifted = [*plain[:-1], plain[-1]._replace(generation=generation(1, (1, 3)))]
-    assert same_texts(plain, plain) == 1
-    assert same_texts(drifted, plain) == same_texts(plain, drifted) == 0.75
-    assert same_texts(plain, [*plain[:-1], plain[-1]._replace(generation=generation(1, (1,)))]) == 0.75
-
-
-def test_tokens_per_pass_from_either_counter() -> None:
-    def counted(**counters: float) -> list[Run]:
-        return [Run(0, 0, generation(1, (1,) * 12, **counters), 0.0)] * 2
-
-    assert tokens_per_pass(counted(target_passes=4)) == tokens_per_pass(counted(accepted=8)) == 3
-    assert tokens_per_pass(counted(drafted=8)) is None
-
-
-def test_an_empty_text_is_no_measurement() -> None:
-    with pytest.raises(ValueError, match="llama"):
-        summarise({Key("fp32", "llama.cpp", PLAIN): runs_of(0.1, tokens=())})
+def test_entries_that_do_not_fit_are_left_out_by_name() -> None:
+    chosen = entries(["llama.cpp", "draftwood/native"], ["fp32", "int4"])
+    kept = without(chosen, ["llama.cpp:fp32"])
+    assert kept == [entry for entry in chosen if entry != Entry("llama.cpp", "fp32")] and len(kept) == 3
+    with pytest.raises(RequestError, match=r"'llama\.cpp:int8' is no entry of this run; choose of llama\.cpp:fp32, "):
+        without(chosen, ["llama.cpp:int8"])
 
 
 def test_a_whole_comparison(
@@ -206,7 +166,8 @@ def test_a_whole_comparison(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n', encoding="utf-8")
     arguments = ["--pair", tiny, "--prompts", prompts, "--peers", "draftwood,llama.cpp", "--precisions", "fp32,int4"]
-    arguments += ["--max-tokens", 4, "--repeats", 2, "--work", tmp_path, "--output", tmp_path / "peers_tiny.json"]
+    arguments += ["--draft-tokens", "3,5,6", "--candidates", 1, "--max-tokens", 4, "--repeats", 2]
+    arguments += ["--work", tmp_path, "--output", tmp_path / "peers_tiny.json"]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
     run.main()
     short, long = (len(Tokenizer.load(tiny / "target").encode(text)) for text in ("one", "a longer one"))
@@ -217,6 +178,9 @@ def test_a_whole_comparison(
     assert {row["same_as_plain"] for row in rows.values() if row["method"] == PLAIN} == {1}
     assert {row["same_as_plain"] for row in rows.values() if row["method"] == "draft:5"} == {0.5}
     assert {row["tokens_per_second"] for row in rows.values()} == {1000.0}
+    tried = {(row["peer"], row["method"]): row["tokens_per_second"] for row in figures["tried"]}
+    assert set(tried) - set(rows) == {(peer, "draft:6") for peer in ("draftwood", "llama.cpp")}
+    assert set(tried.values()) == {500.0, 1000.0}
     assert figures["failed"]["draftwood int4"].startswith("MemoryError: too small a machine; see ")
     assert figures["failed"]["llama.cpp fp32 draft:3"].startswith("ValueError: no such draft; see ")
     assert "Left out: draftwood int4" in capsys.readouterr().out
@@ -256,23 +220,6 @@ def test_bad_input_ends_with_2_and_a_reason(
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_the_tables_group_by_precision_and_begin_with_the_fastest() -> None:
-    speeds = {("fp32", "llama.cpp"): 0.4, ("fp32", "draftwood"): 0.2, ("int4", "draftwood/openvino"): 0.1}
-    runs = {Key(*names, PLAIN): runs_of(seconds) for names, seconds in speeds.items()}
-    lines = markdown(summarise(runs)).splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    names = [line.split(" | ")[0].strip("| ") for line in lines[2:]]
-    assert names == ["**fp32**", "**draftwood**", "llama.cpp", "**int4**", "**draftwood/openvino**"]
-    assert lines[3].split(" | ")[2:6] == ["10", "10-10", "1.00", "2.00"]
-
-
-def test_rows_are_json() -> None:
-    rows = summarise({Key("fp32", "draftwood", PLAIN): runs_of(0.123456)})
-    assert Row(**json.loads(json.dumps(to_json(rows)))[0]) == rows[0]._replace(
-        tokens_per_second=16.2, low=16.2, high=16.2
-    )
 
 
 def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -> None:

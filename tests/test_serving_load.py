@@ -215,7 +215,7 @@ def test_a_wrong_answer_of_ours_ends_with_1_behind_the_figures(
     [
         (["--max-tokens", "1"], "--max-tokens 2: the first token has no inter-token latency"),
         (["--concurrency", "0"], "--concurrency must be at least 1"),
-        (["--repeats", "0"], "invalid positive value: '0'"),
+        (["--repeats", "0"], "at least 1, not '0'"),
         (["--max-tokens", "100000"], "give a shorter one or a smaller --max-tokens"),
         ([], "AIPerf is not set up: sh "),
     ],

@@ -1,18 +1,21 @@
 """Draftwood itself, through the same decoder as `draftwood bench`. The variant names the backend of the bundle.
 
-The bundle is built, and the costs of its passes are measured, by the two commands a user types and anew each time: by
-the code as it is, on the machine as it is.
+The bundle is built, and the costs of its passes are measured, by the two commands a user types: built by the code as it
+is, and kept until that changes, since quantising a large target takes minutes; measured on the machine as it is, anew.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 
+from draftwood import builder, models, plugins
 from draftwood.cli.bench import parse_config
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle import EngineBundle
@@ -23,18 +26,17 @@ from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
 from peers.protocol import Generation, Options, serve
 
-TREE = "topk:7"  # one pass of 8 rows
+TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
+CODE = "code"  # beside a kept bundle: a digest of what built it
+BUILT_BY = (builder, models, plugins)
+SOURCES = (".py", ".c", ".h")
 DEFAULT = "auto"  # what a user gets who sets nothing: sizes by the measured costs
 
 
 class Draftwood:
     def __init__(self, options: Options) -> None:
         backend = options.variant or "onnxruntime"
-        options.work.mkdir(parents=True, exist_ok=True)
-        self._folder = TemporaryDirectory(dir=options.work)
-        output = Path(self._folder.name) / "bundle"
-        pair = ["--target", options.pair / TARGET, "--draft", options.pair / DRAFT, "--output", output]
-        draftwood("build", *pair, "--backend", backend, "--precision", options.precision)
+        output = bundle_of(options, backend)
         draftwood("profile", output, "--threads", options.threads)
         self._bundle = EngineBundle.open(output)
         self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_engine(DRAFT, 1))
@@ -43,7 +45,7 @@ class Draftwood:
         self.version = f"draftwood {version('draftwood')}"
         if backend != "native":
             self.version += f", {backend} {version(backend)}"
-        self.methods = [*options.methods("chain"), TREE, DEFAULT]
+        self.methods = [*options.methods("chain"), *TREES, DEFAULT]
 
     def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
         if method not in self._decoders:
@@ -62,6 +64,30 @@ class Draftwood:
             "accepted": stats.num_accepted_tokens,
         }
         return Generation(list(sampler.output), seconds, counters)
+
+
+def bundle_of(options: Options, backend: str) -> Path:
+    """The pair's bundle as today's code builds it: an earlier run's only if that ran the same code."""
+    code = digest_of(file for package in BUILT_BY for folder in package.__path__ for file in Path(folder).rglob("*"))
+
+    def build(folder: Path) -> None:
+        pair = ["--target", options.pair / TARGET, "--draft", options.pair / DRAFT, "--output", folder / "bundle"]
+        draftwood("build", *pair, "--backend", backend, "--precision", options.precision, "--no-profile")
+        (folder / CODE).write_text(code, encoding="utf-8")
+
+    folder = options.converted(build)
+    if (folder / CODE).read_text(encoding="utf-8") != code:
+        shutil.rmtree(folder)
+        folder = options.converted(build)
+    return folder / "bundle"
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """Of the names and contents of source files."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file.suffix in SOURCES):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
 
 
 def draftwood(*arguments: object) -> None:

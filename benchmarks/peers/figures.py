@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
-from peers.protocol import PLAIN, Generation
+from peers.protocol import PLAIN, Generation, split_method
 
 OURS = "draftwood"
 
@@ -60,6 +60,25 @@ class Row(NamedTuple):
     @property
     def ours(self) -> bool:
         return self.peer.startswith(OURS)
+
+
+def speeds(runs: Mapping[Key, Sequence[Run]]) -> dict[Key, float]:
+    """Tokens per second over all runs of a key together."""
+    tokens = {key: sum(len(run.generation.tokens) for run in own) for key, own in runs.items()}
+    return {key: tokens[key] / sum(run.generation.seconds for run in own) for key, own in runs.items()}
+
+
+def fastest(runs: Mapping[Key, Sequence[Run]], count: int) -> set[Key]:
+    """Of every peer and precision the `count` fastest methods that have a length, and all that have none."""
+    groups: dict[tuple[str, str], list[Key]] = defaultdict(list)
+    by_speed = speeds(runs)
+    for key in sorted(runs, key=lambda key: -by_speed[key]):
+        groups[key.precision, key.peer].append(key)
+    kept: set[Key] = set()
+    for keys in groups.values():
+        sized = [key for key in keys if split_method(key.method)[1]]
+        kept |= (set(keys) - set(sized)) | set(sized[:count])
+    return kept
 
 
 def summarise(runs: dict[Key, list[Run]]) -> list[Row]:

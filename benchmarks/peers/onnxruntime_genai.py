@@ -7,6 +7,8 @@ a proposal is fixed per request; its rule that adapts it stays off, as the other
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -17,7 +19,7 @@ from typing import Any
 
 from peers.protocol import PLAIN, Generation, Options, serve, split_method
 
-CONTEXT = 1024
+SETTINGS = "genai_config.json"
 
 
 class OnnxRuntimeGenAI:
@@ -54,19 +56,32 @@ class OnnxRuntimeGenAI:
         return Generation(tokens, seconds, counters)
 
     def _convert(self, folder: Path) -> None:
-        targets = (("target", folder / PLAIN), ("target", folder / "draft"))
-        for role, output in (*targets, ("draft", folder / "draft" / "draft")):
-            source = self._options.pair / role
-            build = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(output)]
-            cache = ["-c", str(folder / "cache")]
-            subprocess.run([*build, "-p", self._options.precision, "-e", "cpu", *cache], check=True, stdout=sys.stderr)
-            settings = json.loads((output / "genai_config.json").read_text(encoding="utf-8"))
-            settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = self._options.threads
-            (output / "genai_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        whole = json.loads((folder / "draft/genai_config.json").read_text(encoding="utf-8"))
-        draft = json.loads((folder / "draft/draft/genai_config.json").read_text(encoding="utf-8"))
+        plain, both = folder / PLAIN, folder / "draft"
+        self._build("target", plain, folder / "cache")
+        shutil.copytree(plain, both, copy_function=os.link)  # one file on the disk and in its cache
+        self._build("draft", both / "draft", folder / "cache")
+        whole, draft = read_settings(plain), read_settings(both / "draft")
         whole["model"]["draft"] = draft["model"]["decoder"] | {"filename": "draft/model.onnx"}
-        (folder / "draft/genai_config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
+        (both / SETTINGS).unlink()  # a link, too
+        write_settings(both, whole)
+
+    def _build(self, role: str, output: Path, cache: Path) -> None:
+        source = self._options.pair / role
+        build = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(output)]
+        chosen = ["-p", self._options.precision, "-e", "cpu", "-c", str(cache)]
+        subprocess.run([*build, *chosen], check=True, stdout=sys.stderr)
+        settings = read_settings(output)
+        settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = self._options.threads
+        write_settings(output, settings)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    return settings
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

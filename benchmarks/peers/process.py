@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +62,15 @@ def entries(names: list[str], precisions: list[str]) -> list[Entry]:
             raise RequestError(f"{name!r} is not a peer; choose of {', '.join(PROGRAMS)}")
         found += [Entry(name, precision) for precision in precisions if precision in program.precisions]
     return found
+
+
+def without(chosen: Sequence[Entry], left_out: Iterable[str]) -> list[Entry]:
+    """The entries but those named as "NAME:PRECISION". Raises RequestError for one that is not among them."""
+    named = {f"{entry.name}:{entry.precision}": entry for entry in chosen}
+    for name in left_out:
+        if named.pop(name, None) is None:
+            raise RequestError(f"{name!r} is no entry of this run; choose of {', '.join(named)}")
+    return list(named.values())
 
 
 def command_for(entry: Entry, options: Options) -> list[str]:

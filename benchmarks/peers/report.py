@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from peers.figures import Row
+from peers.listing import Line, as_markdown, on_screen
 
 COLUMNS = ("tokens/s", "quartiles", "× own plain", "× best other", "tokens per pass", "as own plain", "as first")
 
@@ -31,38 +31,27 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def by_precision(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Groups in the order of the run, the fastest first in each."""
-    for precision in dict.fromkeys(row.precision for row in rows):
-        group = [row for row in rows if row.precision == precision]
-        yield precision, sorted(group, key=lambda row: -row.tokens_per_second)
+def by_precision(rows: Sequence[Row]) -> dict[str, list[Line]]:
+    """In the order of the run, the fastest first in each group."""
+    fastest = sorted(rows, key=lambda row: -row.tokens_per_second)
+    return {
+        precision: [
+            Line(row.peer, row.method, cells(row), row.others, row.ours)
+            for row in fastest
+            if row.precision == precision
+        ]
+        for precision in dict.fromkeys(row.precision for row in rows)
+    }
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the screen; with what other programs took of the processor meanwhile, in cores."""
-    headers = [header.replace("× ", "×\N{NO-BREAK SPACE}").replace(" ", "\n") for header in (*COLUMNS, "others' cores")]
-    result = Table("", "", *headers, box=box.SIMPLE, pad_edge=False)
-    for column in result.columns[2:]:
-        column.justify = "right"
-    for column in result.columns[:2]:
-        column.no_wrap = True
-    for precision, group in by_precision(rows):
-        result.add_section()
-        result.add_row(precision, style="bold")
-        for row in group:
-            result.add_row(row.peer, row.method, *cells(row), f"{row.others:.1f}")
-    return result
+    """For the screen."""
+    return on_screen(COLUMNS, by_precision(rows), unbroken=2)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Draftwood's rows are bold."""
-    lines = [f"| | | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
-    for precision, group in by_precision(rows):
-        lines.append(f"| **{precision}** |" + " |" * (len(COLUMNS) + 1))
-        for row in group:
-            name = f"**{row.peer}**" if row.ours else row.peer
-            lines.append(f"| {name} | {row.method} | {' | '.join(cells(row))} |")
-    return "\n".join(lines)
+    """For the documentation."""
+    return as_markdown(COLUMNS, by_precision(rows))
 
 
 if __name__ == "__main__":

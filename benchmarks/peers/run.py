@@ -4,7 +4,7 @@
 
 --pair is a folder with `target`, `draft` (Hugging Face folders, or links to such) and `prompts.jsonl`. Every peer needs
 its environment, made once by `sh benchmarks/peers/setup/NAME.sh`; a peer that cannot run is named and left out. Greedy
-decoding. See docs/benchmarks.md.
+decoding. One precision follows another, so that only programs of one are in memory. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -25,30 +25,30 @@ from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import integers
 from draftwood.models.errors import DraftwoodError, RequestError
 from draftwood.runtime.tokenizer import Tokenizer
-from peers.figures import Key, Run, summarise, to_json
+from peers.figures import Key, Run, fastest, speeds, summarise, to_json
 from peers.plot import draw
-from peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, used_by_all
+from peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, used_by_all, without
 from peers.protocol import PLAIN, Options
 from peers.report import table
 
 PRECISIONS = ("fp32", "int8", "int4")
 WORK = Path("build/peers")
+WARM_UP = 8  # tokens
 WIDTH = 110  # of the table where the output is no terminal
 REST = 0.2  # seconds; some peers' idle threads spin for a while and would take cores from the next
 
 
 class Comparison:
-    """Programs that answer in turn. failed: what was left out, and the peer's own words on it."""
+    """Programs that answer in turn. versions: of all that were loaded. tried: tokens per second of every method in the
+    trial. failed: what was left out, and the peer's own words on it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._programs: dict[Entry, PeerProcess] = {}
         self._methods: list[tuple[Entry, str]] = []
+        self.versions: dict[str, str] = {}
+        self.tried: dict[Key, float] = {}
         self.failed: dict[str, str] = {}
-
-    @property
-    def versions(self) -> dict[str, str]:
-        return {entry.name: program.version for entry, program in self._programs.items()}
 
     def load(self, entry: Entry, options: Options) -> None:
         """Start a program, which converts the pair first if it never did."""
@@ -59,15 +59,35 @@ class Comparison:
             except PeerError as error:
                 self._leave_out(entry, "", error)
                 return
-        self._programs[entry] = program
+        self._programs[entry], self.versions[entry.name] = program, program.version
         self._methods += [(entry, method) for method in program.methods]
 
-    def measure(self, prompts: Sequence[list[int]], max_tokens: int, repeats: int) -> dict[Key, list[Run]]:
-        """Every method on every prompt, `repeats` times behind a first time that is not kept."""
+    def measure(
+        self, prompts: Sequence[list[int]], max_tokens: int, repeats: int, candidates: int
+    ) -> dict[Key, list[Run]]:
+        """Every method once, as a trial, then `repeats` times the fastest `candidates` of each entry (`fastest`).
+
+        Runs of the trial do not count: choosing the best of several by them would flatter it.
+        """
+        self._rounds("Warming up", prompts[:1], min(WARM_UP, max_tokens), 1)
+        trial = self._rounds("Trying", prompts, max_tokens, 1)
+        self.tried |= speeds(trial)
+        kept = fastest(trial, candidates)
+        self._methods = [(entry, method) for entry, method in self._methods if key_of(entry, method) in kept]
+        return self._rounds("Measuring", prompts, max_tokens, repeats)
+
+    def close(self) -> None:
+        """End the programs that are loaded; others may be loaded then."""
+        for program in self._programs.values():
+            program.close()
+        self._programs, self._methods = {}, []
+
+    def _rounds(self, title: str, prompts: Sequence[list[int]], max_tokens: int, repeats: int) -> dict[Key, list[Run]]:
+        """Every method on every prompt, `repeats` times; of methods that never failed."""
         runs: dict[Key, list[Run]] = {}
         with Progress(console=self._console, transient=True) as progress:
-            task = progress.add_task("Measuring", total=(repeats + 1) * len(prompts) * len(self._methods))
-            for repeat in range(repeats + 1):
+            task = progress.add_task(title, total=repeats * len(prompts) * len(self._methods))
+            for repeat in range(repeats):
                 for index, prompt in enumerate(prompts):
                     for entry, method in list(self._methods):
                         progress.advance(task)
@@ -76,14 +96,9 @@ class Comparison:
                         except PeerError as error:
                             self._drop(entry, method, error)
                             continue
-                        if repeat:
-                            runs.setdefault(Key(entry.precision, entry.name, method), []).append(run)
-        kept = {Key(entry.precision, entry.name, method) for entry, method in self._methods}
+                        runs.setdefault(key_of(entry, method), []).append(run)
+        kept = {key_of(entry, method) for entry, method in self._methods}
         return {key: own for key, own in runs.items() if key in kept}
-
-    def close(self) -> None:
-        for program in self._programs.values():
-            program.close()
 
     def _run(self, entry: Entry, method: str, prompt: list[int], max_tokens: int, index: int, repeat: int) -> Run:
         program = self._programs[entry]
@@ -106,48 +121,72 @@ class Comparison:
         self._console.print(f"Left out: {name}: {error}", style="yellow", markup=False)
 
 
+def key_of(entry: Entry, method: str) -> Key:
+    return Key(entry.precision, entry.name, method)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="folder with target and draft")
     parser.add_argument("--prompts", type=Path, help="JSON lines (default prompts.jsonl of the pair)")
     parser.add_argument("--limit", type=int, default=4, help="use only the first so many prompts (default 4)")
-    parser.add_argument("--peers", default=",".join(PROGRAMS), help="separated by commas (default %(default)s)")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="of the weights (default %(default)s)")
-    parser.add_argument("--draft-tokens", type=integers, default=(3, 5), help="lengths to try (default 3,5)")
+    parser.add_argument(
+        "--peers", type=names, default=",".join(PROGRAMS), help="separated by commas (default %(default)s)"
+    )
+    parser.add_argument(
+        "--precisions", type=names, default=",".join(PRECISIONS), help="of the weights (default %(default)s)"
+    )
+    left_out = "entries that do not fit, as NAME:PRECISION, separated by commas"
+    parser.add_argument("--leave-out", type=names, default=[], metavar="ENTRIES", help=left_out)
+    parser.add_argument("--draft-tokens", type=integers, default=(2, 3, 5, 8), help="lengths to try (default 2,3,5,8)")
+    kept = "fastest methods of each entry in a trial that are measured, besides those without a length (default 2)"
+    parser.add_argument("--candidates", type=int, default=2, help=kept)
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per text (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="runs that count (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of every peer (default %(default)s)")
     parser.add_argument("--work", type=Path, default=WORK, help="where the environments are (default %(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="JSON", help="figures; a plot is put beside them")
     args = parser.parse_args()
-    for name in ("limit", "max_tokens", "repeats", "threads"):
+    for name in ("limit", "candidates", "max_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     try:
-        chosen = entries(args.peers.split(","), args.precisions.split(","))
+        chosen = without(entries(args.peers, args.precisions), args.leave_out)
         prompts = read(args.pair, args.prompts or args.pair / "prompts.jsonl", args.limit)
     except DraftwoodError as error:
         parser.error(str(error))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     comparison, before = Comparison(console), os.getloadavg()
-    try:
-        for entry in chosen:
-            work = args.work.resolve() / entry.peer
-            pair = args.pair.resolve()
-            comparison.load(entry, Options(pair, entry.precision, work, args.threads, args.draft_tokens, entry.variant))
-        runs = comparison.measure(prompts, args.max_tokens, args.repeats)
-    finally:
-        comparison.close()
+    runs: dict[Key, list[Run]] = {}
+    for group in by_precision(chosen, args.precisions):
+        try:
+            for entry in group:
+                folders = (args.pair.resolve(), entry.precision, args.work.resolve() / entry.peer)
+                comparison.load(entry, Options(*folders, args.threads, args.draft_tokens, entry.variant))
+            runs |= comparison.measure(prompts, args.max_tokens, args.repeats, args.candidates)
+        finally:
+            comparison.close()
     if not runs:
         parser.error("no peer could run: see above, and the log each names")
     rows = summarise(runs)
     console.print(table(rows))
-    settings = {name: getattr(args, name) for name in ("max_tokens", "repeats", "threads")}
+    settings = {name: getattr(args, name) for name in ("max_tokens", "repeats", "threads", "draft_tokens", "leave_out")}
     loads = {"load_before": before[0], "load_after": os.getloadavg()[0]}
     figures: dict[str, Any] = {"pair": args.pair.name, "prompts": len(prompts)} | settings | loads
-    found = {"versions": comparison.versions, "failed": comparison.failed, "rows": to_json(rows)}
+    tried = [{**key._asdict(), "tokens_per_second": round(speed, 1)} for key, speed in comparison.tried.items()]
+    found = {"versions": comparison.versions, "failed": comparison.failed, "tried": tried, "rows": to_json(rows)}
     write(args.output.parent, args.output.stem, figures | found)
     draw(rows, args.output.with_suffix(".svg"))
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def by_precision(chosen: Iterable[Entry], precisions: Sequence[str]) -> list[list[Entry]]:
+    """Groups in the order of `precisions`, without empty ones."""
+    groups = ([entry for entry in chosen if entry.precision == precision] for precision in precisions)
+    return [group for group in groups if group]
 
 
 def read(pair: Path, file: Path, limit: int) -> list[list[int]]:

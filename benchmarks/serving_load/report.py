@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from peers.listing import Line, as_markdown, on_screen
 from peers.protocol import PLAIN
 from rich import box
 from rich.table import Table
@@ -47,20 +48,18 @@ def grouped(rows: Sequence[Row]) -> dict[int, list[Row]]:
     }
 
 
+def lines(rows: Sequence[Row]) -> dict[str, list[Line]]:
+    return {
+        f"{concurrency} at a time": [
+            Line(row.peer, row.method, cells(row), row.others, row.peer == OURS) for row in group
+        ]
+        for concurrency, group in grouped(rows).items()
+    }
+
+
 def table(rows: Sequence[Row]) -> Table:
-    """For the screen; with what other programs took of the processor meanwhile, in cores."""
-    headers = [header.replace("× ", "×\N{NO-BREAK SPACE}").replace(" ", "\n") for header in (*COLUMNS, "others' cores")]
-    result = Table("", "", *headers, box=box.SIMPLE, pad_edge=False)
-    for column in result.columns[2:]:
-        column.justify = "right"
-    for column in result.columns[:5]:
-        column.no_wrap = True
-    for concurrency, group in grouped(rows).items():
-        result.add_section()
-        result.add_row(f"{concurrency} at a time", style="bold")
-        for row in group:
-            result.add_row(row.peer, row.method, *cells(row), f"{row.others:.1f}")
-    return result
+    """For the screen."""
+    return on_screen(COLUMNS, lines(rows), unbroken=5)
 
 
 def ratios(rows: Sequence[Row]) -> Table:
@@ -82,14 +81,8 @@ def ratios(rows: Sequence[Row]) -> Table:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Draftwood's rows are bold."""
-    lines = [f"| | | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
-    for concurrency, group in grouped(rows).items():
-        lines.append(f"| **{concurrency} at a time** |" + " |" * (len(COLUMNS) + 1))
-        for row in group:
-            name = f"**{row.peer}**" if row.peer == OURS else row.peer
-            lines.append(f"| {name} | {row.method} | {' | '.join(cells(row))} |")
-    return "\n".join(lines)
+    """For the documentation."""
+    return as_markdown(COLUMNS, lines(rows))
 
 
 if __name__ == "__main__":
