@@ -14,7 +14,8 @@ from typing import Any
 from uuid import uuid4
 
 from ..models.errors import ConfigError, RequestError
-from .batching import Waiting, next_together, recalled, run_together
+from .batching import MAX_RUNNING, Waiting, next_together, recalled, run_together
+from .engine_health import EngineHealth
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
 from .llm import LLM, Engines, Prompt, Speculation
@@ -27,7 +28,7 @@ from .text import StreamChunk
 
 __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "ShutdownError"]
 
-MAX_RUNNING, MAX_WAITING, PREFIX_CACHE_SLOTS = 8, 64, 1024  # unless told otherwise
+MAX_WAITING, PREFIX_CACHE_SLOTS = 64, 1024  # unless told otherwise
 
 
 class AsyncLLM:
@@ -50,7 +51,7 @@ class AsyncLLM:
     ) -> None:
         """The LLM stays the caller's to close.
 
-        max_running: requests that take turns; each holds caches. max_waiting: further ones that may queue.
+        max_running: requests that take turns; a plan has caches for so many. max_waiting: further ones that may queue.
         kv_cache_bytes: lowers max_running to what fits into so much memory when every cache is full.
         prefix_cache_slots: to how many slots each shared cache may grow for the sake of ended requests, whose rows
         serve later prompts that begin likewise, and give way when running ones need room; attention spans them. 0: no
@@ -60,6 +61,7 @@ class AsyncLLM:
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
         if kv_cache_bytes is not None:
             max_running = min(max_running, affordable(llm, kv_cache_bytes))
+        max_running = min(max_running, llm.max_batch or max_running)
         self.llm = llm
         self.metrics = ServingMetrics()
         self._scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
@@ -69,6 +71,7 @@ class AsyncLLM:
                 engine.share_prefixes(prefix_cache_slots)
         self._changed = Condition()  # guards the scheduler and the two flags
         self._draining = self._closed = False
+        self._health = EngineHealth()
         self._owns_llm = False
         self._thread = Thread(target=self._run, name="draftwood-engine", daemon=True)
         self._thread.start()
@@ -103,6 +106,11 @@ class AsyncLLM:
     def alive(self) -> bool:
         """Whether requests in hand will be finished."""
         return not self._closed
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nobody can expect a text any more, see EngineHealth; None while they can."""
+        return self._health.trouble if self.alive else "dead: the engine's thread has ended"
 
     @property
     def accepting(self) -> bool:
@@ -156,6 +164,12 @@ class AsyncLLM:
             request.aborted = True
         return bool(found)
 
+    def to_prometheus(self) -> str:
+        """Its metrics, and what is true right now, in Prometheus' text format."""
+        now = {"requests_running": self.num_running, "requests_waiting": self.num_waiting}
+        now["engine_healthy"] = int(self.trouble is None)
+        return self.metrics.to_prometheus({f"draftwood_{name}": value for name, value in now.items()})
+
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait until all are finished. Returns whether they were within `timeout_s`."""
         self._draining = True
@@ -197,7 +211,8 @@ class AsyncLLM:
         """The engine's thread."""
         try:
             while running := self._next():
-                self._serve(running)
+                with self._health.watched():
+                    self._serve(running)
             failure: Exception = ShutdownError("the server stopped before this text was finished")
         except Exception as error:  # a bug outside of any round: nobody may wait for ever because of it
             failure = error
@@ -295,6 +310,7 @@ class AsyncLLM:
             request.deliver(step)
 
     def _record(self, request: Request, chunk: StreamChunk) -> None:
+        self._health.record_round()
         chunk.stats.num_cached_tokens = request.num_cached_tokens
         now, drafted = monotonic(), Drafted.of(chunk.stats)
         since = request.arrived if request.last_round is None else request.last_round
@@ -306,6 +322,7 @@ class AsyncLLM:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request by what went wrong in its round."""
+        self._health.record_failure(error)
         with self._changed:
             self._end(request, "error", without_frames(error))
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from typing import Generic, NamedTuple, TypeVar
 
+from .decoder import Steps
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
+from .engines.static_pool import StaticPool
 
+C = TypeVar("C")
 R = TypeVar("R")
+MAX_RUNNING = 8  # requests at a time, unless told otherwise
+SHARING = (PooledEngine, StaticPool)  # engines whose passes serve several requests
 
 
 class Waiting(NamedTuple, Generic[R]):
@@ -25,7 +31,7 @@ def next_together(waiting: Sequence[Waiting[R]], order: Sequence[Engine]) -> lis
     for engine in order:
         mine = [each for each in waiting if each.wanted.engine is engine]
         if mine:
-            return mine[: together(mine)] if isinstance(engine, PooledEngine) else mine[:1]
+            return mine[: together(mine)] if isinstance(engine, SHARING) else mine[:1]
     raise ValueError("nobody waits for any of these engines")
 
 
@@ -35,18 +41,65 @@ def recalled(wanted: Pass) -> Pass | None:
 
 
 def together(waiting: Sequence[Waiting[R]]) -> int:
-    """How many of these, from the first on, fit one pass."""
+    """How many of these, from the first on, fit one pass. A chunk of a prompt that is wider has a pass of its own."""
     room = waiting[0].wanted.engine.spec.max_width
     for count, each in enumerate(waiting):
         room -= each.wanted.batch.num_tokens
         if room < 0:
-            return count
+            return max(1, count)
     return len(waiting)
 
 
 def run_together(served: Sequence[Waiting[R]]) -> list[ForwardOutput]:
     """One output per request, valid until the engine's next pass. Raises EngineError."""
     engine = served[0].wanted.engine
-    if isinstance(engine, PooledEngine):
+    if isinstance(engine, SHARING):
         return engine.forward_together([each.wanted for each in served])
     return [each.wanted.run() for each in served]
+
+
+def drive_together(steps: Sequence[Steps[C]], order: Sequence[Engine], at_most: int) -> Iterator[tuple[int, C]]:
+    """The chunks of several requests, each with its request's number, as they come; passes of `order`'s engines are
+    shared. At most so many requests run at a time, and the next one begins when one ends. Raises what any of them does.
+    """
+    waiting: dict[int, Pass] = {}
+    begun = 0
+    with ExitStack() as stack:  # what they hold is free at once, also when a pass fails or nobody wants the rest
+        for each in steps:
+            stack.enter_context(closing(each))
+        ready: list[tuple[int, ForwardOutput | None]] = []
+        while ready or waiting or begun < len(steps):
+            if len(waiting) + len(ready) < at_most and begun < len(steps):
+                ready.append((begun, None))
+                begun += 1
+            elif ready:
+                number, answer = ready.pop(0)
+                yield from chunks_until_pass(number, steps[number], answer, waiting)
+            else:
+                ready += answers(waiting, order)
+
+
+def answers(waiting: dict[int, Pass], order: Sequence[Engine]) -> list[tuple[int, ForwardOutput]]:
+    """Run the next pass for as many as it holds, who then wait no more. Keeps no pass: an ended request's caches are
+    the next one's."""
+    served = next_together([Waiting(number, wanted) for number, wanted in waiting.items()], order)
+    outputs = run_together(served)
+    for each in served:
+        del waiting[each.request]
+    return [(each.request, output) for each, output in zip(served, outputs, strict=True)]
+
+
+def chunks_until_pass(
+    number: int, steps: Steps[C], answer: ForwardOutput | None, waiting: dict[int, Pass]
+) -> Iterator[tuple[int, C]]:
+    """A request's chunks up to the pass it waits for next, if it does not end."""
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration:
+            return
+        if isinstance(step, Pass):
+            waiting[number] = step
+            return
+        answer = None
+        yield number, step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +12,18 @@ from typing import Any, Literal, NamedTuple, TypeGuard, cast, overload
 
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError, RequestError
+from .batching import MAX_RUNNING, drive_together
 from .bundle import EngineBundle
-from .cost import CostModel, assumed, differences, fingerprint, read_costs
+from .cost import CostModel, assumed, stored_costs
 from .decoder import SpeculativeDecoder, Steps, TokenLogprob, alone, drive
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
+from .engines.static import StaticEngine
 from .fit import fitted
 from .metrics import SpecDecodeStats
 from .random import seeded_streams
 from .rounds import Observer
-from .sampling import Sampler, SamplingParams
+from .sampling import Sampler, SamplingParams, token_id
 from .speculation.config import SpeculativeConfig
 from .speculation.controller import Experience
 from .text import StreamChunk, TextWriter
@@ -34,8 +36,9 @@ Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """One finished text. token_ids: the output's, ending with the token that ended it; a stop string is not part of
-    `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length" (max_tokens, context limit)."""
+    """One finished text. token_ids: the output's, ending with the token that ended it; neither that token's text nor a
+    stop string is part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length" (max_tokens,
+    context limit)."""
 
     text: str
     token_ids: list[int]
@@ -79,8 +82,8 @@ class LLM:
         engine, 0 lets the backend choose. draft_threads: one is fastest for a small draft, which has less to compute
         than threads cost to wake. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
 
-        `stale_costs` then says how this machine differs from the one whose costs the bundle holds; draftwood profile
-        measures anew.
+        `stale_costs` then says how this machine and bundle differ from those whose costs lie beside it; draftwood
+        profile measures anew.
         """
         self.bundle = EngineBundle.open(Path(bundle))
         self.tokenizer = Tokenizer.load(self.bundle.folder)
@@ -92,11 +95,8 @@ class LLM:
         if speculative is not None:
             self.speculative = fitted(speculative, self.bundle)
             self._draft = self.bundle.open_engine(DRAFT, draft_threads, provider)
-            measured = read_costs(self.bundle.folder)
+            measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
             self._costs = measured or assumed(self._target.spec.model, self._draft.spec.model)
-            if measured is not None:
-                here = fingerprint(self._target.spec.backend, provider, threads, draft_threads)
-                self.stale_costs = differences(measured.machine, here)
         self._experience = Experience()
         self._idle: deque[SpeculativeDecoder] = deque()
 
@@ -114,13 +114,16 @@ class LLM:
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         observe: Observer | None = None,
     ) -> GenerationResult | list[GenerationResult]:
-        """Complete a prompt, or each prompt of a list, in order. Every prompt is checked before the first one runs.
+        """Complete a prompt, or each prompt of a list; several share passes. All are checked before any of them runs.
 
-        observe: is shown every round of every prompt, see `rounds.Round`; it changes no token. Raises RequestError when
-        a prompt is empty, too long, or holds a token the model does not have.
+        observe: is shown every round of every prompt, then one after the other, see `rounds.Round`; it changes no
+        token. Raises RequestError when a prompt is empty, too long, or holds a token the model does not have.
         """
         if is_batch(prompts):
             requests = [self.encode(prompt) for prompt in prompts]
+            pools = self.pools(MAX_RUNNING) if len(requests) > 1 and observe is None else None
+            if pools is not None:
+                return self._complete_together(requests, params, pools)
             return [self._complete(request, params, observe) for request in requests]
         return self._complete(self.encode(cast(Prompt, prompts)), params, observe)
 
@@ -172,8 +175,7 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as a prompt, written with the model's own chat template."""
-        text = self.tokenizer.apply_chat_template(messages)
-        return checked_prompt(self.tokenizer.encode(text, add_special_tokens=False), self.bundle)
+        return self._encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
     def plain_decoder(self) -> SpeculativeDecoder:
         """Plain decoding over the target that is already open: what every other way must agree with."""
@@ -181,15 +183,24 @@ class LLM:
         return SpeculativeDecoder(self._target, None, None, manifest.max_length, manifest.eos_token_ids)
 
     def pools(self, requests: int) -> Engines | None:
-        """Engines whose passes serve up to so many requests at a time, see `engines.pool`; None where the backend's
-        caches have a fixed size."""
+        """Engines whose passes serve up to so many requests at a time, see `engines.pool` and `engines.static_pool`;
+        None where plans were built for one."""
         if self._target.spec.backend not in POOLED:
-            return None
+            if self.max_batch is None:
+                return None
+            target, draft = cast(StaticEngine, self._target), cast(StaticEngine | None, self._draft)
+            return Engines(target.pool, None if draft is None else draft.pool)
 
         def pooled(engine: Engine) -> Engine:
             return PooledEngine(engine, requests * engine.spec.capacity)
 
         return Engines(pooled(self._target), None if self._draft is None else pooled(self._draft))
+
+    @property
+    def max_batch(self) -> int | None:
+        """Requests that its engines have caches for at a time; None where they make caches as they are needed."""
+        spec = self._target.spec
+        return None if spec.backend in POOLED or spec.max_batch == 1 else spec.max_batch
 
     @property
     def engines(self) -> Engines:
@@ -220,19 +231,31 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as the tokens that are decoded behind. Raises RequestError like `generate`."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return checked_prompt(tokens, self.bundle)
+        return self._encode(prompt) if isinstance(prompt, str) else checked_prompt(list(prompt), self.bundle)
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, which is not read at all where its length alone says that it cannot fit."""
+        limit = self.bundle.manifest.max_length
+        if len(text) >= limit and (least := self.tokenizer.fewest_tokens(text)) >= limit:
+            raise too_long(f"at least {least}", limit)
+        return checked_prompt(self.tokenizer.encode(text, add_special_tokens), self.bundle)
 
     def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
-        chunks = list(self.stream(prompt, params, observe))
-        return GenerationResult(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=[token for chunk in chunks for token in chunk.token_ids],
-            finish_reason=chunks[-1].finish_reason or "length",
-            stats=chunks[-1].stats,
-            logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
-            prompt_token_ids=prompt,
-        )
+        return result_of(prompt, list(self.stream(prompt, params, observe)))
+
+    def _complete_together(
+        self, prompts: Sequence[list[int]], params: SamplingParams, pools: Engines
+    ) -> list[GenerationResult]:
+        """The same for several prompts, which share passes."""
+        at_most = min(self.max_batch or MAX_RUNNING, len(prompts))
+        if params.greedy or params.seed is None:  # then plans may know of each other: the text cannot depend on it
+            pools = pools._replace(sharing=lambda: at_most)
+        texts: list[list[StreamChunk]] = [[] for _ in prompts]
+        steps = [self.steps(prompt, params, engines=pools) for prompt in prompts]
+        order = [engine for engine in (pools.draft, pools.target) if engine is not None]
+        for number, chunk in drive_together(steps, order, at_most):
+            texts[number].append(chunk)
+        return [result_of(prompt, chunks) for prompt, chunks in zip(prompts, texts, strict=True)]
 
     def _rounds(
         self,
@@ -244,7 +267,8 @@ class LLM:
     ) -> Steps[StreamChunk]:
         stats = SpecDecodeStats()
         writer = TextWriter(self.tokenizer, prompt, sampler.params)
-        reusable = engines is None and config == self.speculative  # other caches take the idle ones' place
+        # Other caches take the idle ones' place; and where there are only so many, nobody keeps one he does not use.
+        reusable = engines is None and config == self.speculative and self.max_batch is None
         idle = self._idle_decoder() if engines is None else None
         decoder = idle if idle is not None and reusable else self._new_decoder(config, engines or self.engines)
         steps = decoder.steps(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe)
@@ -286,22 +310,39 @@ class LLM:
         )
 
 
-def checked_prompt(tokens: list[int], bundle: EngineBundle) -> list[int]:
+def result_of(prompt: list[int], chunks: Sequence[StreamChunk]) -> GenerationResult:
+    """A text by all of its chunks."""
+    return GenerationResult(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        finish_reason=chunks[-1].finish_reason or "length",
+        stats=chunks[-1].stats,
+        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
+        prompt_token_ids=prompt,
+    )
+
+
+def checked_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
     """The tokens, when a bundle can decode behind them. Raises RequestError otherwise."""
     vocab_size, limit = bundle.manifest.engines[TARGET].model.vocab_size, bundle.manifest.max_length
     if not tokens:
         raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
-    for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(f"prompt token {token!r} is not a token id between 0 and {vocab_size - 1}")
     if len(tokens) >= limit:
-        raise RequestError(
-            f"the prompt has {len(tokens)} tokens and this bundle holds {limit} for prompt and output together: "
-            "shorten it, or rebuild with a larger --max-length"
-        )
-    return tokens
+        raise too_long(str(len(tokens)), limit)
+    checked = list(map(token_id, tokens))
+    for token, given in zip(checked, tokens, strict=True):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"prompt token {given!r} is not a token id between 0 and {vocab_size - 1}")
+    return checked
+
+
+def too_long(tokens: str, limit: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {tokens} tokens and this bundle holds {limit} for prompt and output together: "
+        "shorten it, or rebuild with a larger --max-length"
+    )
 
 
 def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:
-    """A list of prompts, unlike a list of token ids. An empty list has no prompts."""
-    return isinstance(prompts, list) and not any(isinstance(item, int) for item in prompts)
+    """A list of prompts, which have a length, unlike a list of token ids. An empty list has no prompts."""
+    return isinstance(prompts, list) and all(isinstance(item, Sized) for item in prompts)

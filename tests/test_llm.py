@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from draftwood.runtime import LLM, ConfigError, GenerationResult, RequestError, SamplingParams, SpeculativeConfig
 from draftwood.runtime.decoder import TokenChunk
+from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
 from draftwood.runtime.llm import Prompt
 from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.text import TextWriter
@@ -36,6 +38,24 @@ def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
     results = llm.generate(prompts, GREEDY)
     assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
     assert llm.generate([], GREEDY) == []
+
+
+def test_the_prompts_of_a_list_share_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = 0
+    forward = llm.engines.target.forward
+
+    def counted(batch: TokenBatch, cache: Any) -> ForwardOutput:
+        nonlocal passes
+        passes += 1
+        return forward(batch, cache)
+
+    monkeypatch.setattr(llm.engines.target, "forward", counted)
+    prompts: list[Prompt] = ["one", "two", "three", "four"]
+    together = llm.generate(prompts, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))
+    shared, passes = passes, 0
+    alone = [llm.generate(prompt, SamplingParams(max_tokens=24, seed=5, ignore_eos=True)) for prompt in prompts]
+    assert shared < 0.6 * passes
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
 
 
 def test_the_stream_is_the_result_in_parts(llm: LLM) -> None:
@@ -76,6 +96,9 @@ def test_an_abandoned_stream_leaves_the_llm_usable(llm: LLM) -> None:
         ([1, -1], "-1"),
         ([1, "x"], "'x'"),
         ([True], "True"),
+        ([1, np.bool_(True)], "True"),
+        ([1, 2.0], "2.0"),
+        ([1.5], "1.5"),
     ],
 )
 def test_bad_prompts_are_refused(llm: LLM, prompt: str | list[int], named: str) -> None:
@@ -83,6 +106,17 @@ def test_bad_prompts_are_refused(llm: LLM, prompt: str | list[int], named: str) 
         llm.generate(prompt)
     with pytest.raises(RequestError, match=named):
         llm.stream(prompt)  # before the first chunk is asked for
+
+
+def test_tokens_may_be_numpys(llm: LLM) -> None:
+    expected = llm.generate([5, 6, 7], GREEDY)
+    array = np.array([5, 6, 7])
+    for prompt in (array, list(array)):
+        result = llm.generate(cast(Prompt, prompt), GREEDY)
+        assert result.token_ids == expected.token_ids and result.prompt_token_ids == [5, 6, 7]
+        assert all(type(token) is int for token in result.prompt_token_ids)
+    batch = llm.generate(cast(list[Prompt], [array, array[:2]]), GREEDY)
+    assert [len(result.prompt_token_ids) for result in batch] == [3, 2]
 
 
 def test_one_bad_prompt_of_a_list_stops_all_before_any_ran(llm: LLM) -> None:
@@ -198,6 +232,22 @@ class TestStopStrings:
         text, _, reason = self.written(tokenizer, "ab END cd END ef", [1] * 100, params)
         assert (text, reason) == ("ab END cd ", "stop")
 
+    @pytest.mark.parametrize("size", [1, 2, 100])
+    @pytest.mark.parametrize("stop", [("ENDED",), ("ENDED", "E", "NDE")])
+    def test_a_stop_string_may_begin_within_min_tokens(
+        self, tokenizer: Tokenizer, size: int, stop: tuple[str, ...]
+    ) -> None:
+        """But not end there, be it inside the beginning of another one."""
+        within = len(tokenizer.encode("ab E cd EN", add_special_tokens=False))
+        params = SamplingParams(stop=stop, min_tokens=within, max_tokens=100)
+        text, _, reason = self.written(tokenizer, "ab E cd ENDED ef", [size] * 100, params)
+        assert reason == "stop" and text in ("ab E cd ", "ab E cd E")
+
+    def test_what_begins_like_a_stop_string_within_min_tokens_is_not_lost(self, tokenizer: Tokenizer) -> None:
+        params = SamplingParams(stop=("ENDED",), min_tokens=100, max_tokens=100)
+        for text in ("ab EN", "ab ENDE ef", "ab ENDED ef"):
+            assert self.written(tokenizer, text, [1] * 100, params)[::2] == (text, "length")
+
     def test_a_character_across_tokens_is_whole(self, tokenizer: Tokenizer) -> None:
         text, _, _ = self.written(tokenizer, "a🙂b", [1] * 100, SamplingParams())
         assert text == "a🙂b"
@@ -210,3 +260,14 @@ def test_stop_strings_end_a_real_text(llm: LLM) -> None:
     assert ended.finish_reason == "stop" and ended.text == free.text[: free.text.index(stop)]
     assert ended.token_ids == free.token_ids[: len(ended.token_ids)]
     assert ended.stats.num_tokens == len(ended.token_ids)
+
+
+def test_the_token_that_ends_a_text_has_none_of_its_own(llm: LLM) -> None:
+    """As in vLLM: it is among the tokens, and not in the text."""
+    free = llm.generate("hello", GREEDY)
+    stop = next(token for token in free.token_ids if llm.tokenizer.decode([token]).isalpha())
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
+    ended = llm.generate("hello", params)
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1] and ended.finish_reason == "stop"
+    assert ended.text == llm.tokenizer.decode(ended.token_ids[:-1])
+    assert "".join(chunk.text for chunk in llm.stream("hello", params)) == ended.text
