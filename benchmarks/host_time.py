@@ -1,7 +1,5 @@
 """Time a round spends outside both engines: growing, unrolling, verifying, committing.
 
-Goals: a chain of 4 under 0.3 ms, a tree of 32 under 1 ms.
-
     python benchmarks/host_time.py bundles/demo --output benchmarks/results
 
 Sampling costs time by vocabulary. LLaMAs have 32 000 tokens and more, the demo pair 2 048: `Widened` makes its logits

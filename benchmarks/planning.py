@@ -66,7 +66,7 @@ class Spent(NamedTuple):
 def tree_of(acceptance: float, depth: int, size: int, chain: bool) -> Tree:
     """Rows of a proposal, in order of value."""
     rows: dict[tuple[int, ...], int] = {}
-    heap: list[tuple[float, tuple[int, ...], float]] = [(-acceptance, (0,), 1.0)]  # value, path, its father's value
+    heap: list[tuple[float, tuple[int, ...], float]] = [(-acceptance, (0,), 1.0)]  # value, path, its parent's value
     while heap and len(rows) < (depth if chain else size):
         value, path, above = heapq.heappop(heap)
         rows[path] = len(rows) + 1

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood.cli.bench import read_prompts
-from draftwood.runtime.async_llm import MAX_RUNNING
+from draftwood.runtime.batching import MAX_RUNNING
 from draftwood.runtime.cost import read_costs
 from draftwood.runtime.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from draftwood.runtime.async_llm import MAX_RUNNING
+from draftwood.runtime.batching import MAX_RUNNING
 from draftwood.runtime.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.engines.pool import LIVE_SHARE
 from draftwood.runtime.scheduler import Scheduler
@@ -171,7 +171,7 @@ def fitting(rows: Sequence[int], room: int) -> int:
 
 
 class PassPrices:
-    """PassCosts over a pool, beyond the longest measured context, too."""
+    """PassCosts over a pool."""
 
     def __init__(self, costs: PassCosts) -> None:
         self.costs, self.widest = costs, costs.widths[-1]
@@ -181,16 +181,8 @@ class PassPrices:
         """Of a pass of so many rows when all who run have so many committed ones together."""
         key = rows, int(committed / LIVE_SHARE) // CONTEXT_STEP * CONTEXT_STEP
         if key not in self._known:
-            self._known[key] = self._behind(*key)
+            self._known[key] = self.costs.at(*key)
         return self._known[key]
-
-    def _behind(self, rows: int, slots: int) -> float:
-        measured = self.costs.at(rows, slots)
-        if len(self.costs.contexts) < 2 or slots <= self.costs.contexts[-1]:
-            return measured
-        before, last = self.costs.contexts[-2:]
-        slope = (self.costs.at(rows, last) - self.costs.at(rows, before)) / (last - before)
-        return measured + max(0.0, slope) * (slots - last)
 
 
 def expected(acceptance: float, depth: int) -> float:

@@ -85,13 +85,20 @@ class StopChecker:
     def push(self, delta: str) -> StopResult:
         """More text. Holds back its end as long as that could be the beginning of a stop string."""
         text = self._held + delta
-        found = [position for position in (text.find(stop) for stop in self._stop) if position >= 0]
+        # One that ends in what was held ends where none may yet (see `pass_over`).
+        starts = (text.find(stop, max(0, len(self._held) - len(stop) + 1)) for stop in self._stop)
+        found = [position for position in starts if position >= 0]
         if found:
             self._held = ""
             return StopResult(text[: min(found)], True)
+        return StopResult(self.pass_over(delta), False)
+
+    def pass_over(self, delta: str) -> str:
+        """More text, in which no stop string may end yet; its end is held back, too, for one may begin there."""
+        text = self._held + delta
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
-        return StopResult(text[: len(text) - keep], False)
+        return text[: len(text) - keep]
 
     def finish(self) -> str:
         """What was held back, once it is clear that nothing follows."""

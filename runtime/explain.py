@@ -18,7 +18,7 @@ ACCEPTED, REJECTED, NOT_SENT = "accepted", "rejected", "not sent"
 
 
 class DraftedNode(NamedTuple):
-    """One node of a round's graph. father: -1 for the root. draft_prob and target_prob: of its token in its father's
+    """One node of a round's graph. parent: -1 for the root. draft_prob and target_prob: of its token in its parent's
     context; None where the draft gave none, and where the target was not asked. status: "accepted", "rejected", or
     "not sent": drafted, but left out of what the target scored. given: looked up in the text instead of drafted."""
 
@@ -26,7 +26,7 @@ class DraftedNode(NamedTuple):
     token_id: int
     text: str
     depth: int
-    father: int
+    parent: int
     draft_prob: float | None
     target_prob: float | None
     status: str

@@ -58,7 +58,7 @@ def lay_out(round: ExplainedRound) -> Layout:
     The target's own token is the last child of the last accepted node."""
     children: dict[int, list[int]] = {node.node: [] for node in round.nodes}
     for drafted in round.nodes[1:]:
-        children[drafted.father].append(drafted.node)
+        children[drafted.parent].append(drafted.node)
     depth = {node.node: node.depth for node in round.nodes}
     own, last = -1, round.path[-1] if round.path else ROOT
     children[last].append(own)
@@ -162,10 +162,10 @@ def drawing(round: ExplainedRound) -> str:
     steps = set(zip([ROOT, *round.path], round.path, strict=False))  # accepted edges
     pieces = []
     for node in round.nodes[1:]:
-        kind = "accepted" if (node.father, node.node) in steps else node.status.replace(" ", "-")
-        if kind == "accepted" and (node.father, node.node) not in steps:
+        kind = "accepted" if (node.parent, node.node) in steps else node.status.replace(" ", "-")
+        if kind == "accepted" and (node.parent, node.node) not in steps:
             kind = "rejected"  # the accepted path reaches this node over a merge edge
-        pieces.append(curve(layout.nodes[node.father], layout.nodes[node.node], kind))
+        pieces.append(curve(layout.nodes[node.parent], layout.nodes[node.node], kind))
     for edge in round.merge_edges:
         text = f"merged: q {exact(edge.draft_prob)}, p {exact(edge.target_prob)} in this context"
         kind = "merge accepted" if edge.accepted else "merge"

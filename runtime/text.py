@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .decoder import TokenChunk, TokenLogprob
-from .detokenizer import IncrementalDetokenizer, StopChecker
+from .detokenizer import IncrementalDetokenizer, StopChecker, StopResult
 from .metrics import SpecDecodeStats
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
@@ -45,30 +45,32 @@ class TextWriter:
         self._held: deque[TextPiece] = deque()  # decoded, but perhaps the beginning of a stop string
 
     def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
-        """The text of one chunk. A stop string ends it at the token that completed it."""
+        """The text of one chunk. A stop string ends it at the token that completed it; a token that ends the text has
+        none, as in vLLM."""
         released, reason = "", chunk.finish_reason
         kept = len(chunk.token_ids)
-        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids)):
+        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids[: kept - (reason == "stop")])):
             self._count += 1
-            self._held.append(TextPiece(delta, index < chunk.num_drafted))
-            if self._count <= self._min_tokens:
-                released += delta
-                continue
-            text, stopped = self._stop.push(delta)
+            text, stopped = self._checked(TextPiece(delta, index < chunk.num_drafted))
             released += text
             if stopped:
                 kept, reason = index + 1, "stop"
                 break
         else:
             if reason is not None:
-                rest = self._detokenizer.finish()
-                self._held.append(TextPiece(rest, False))
-                text, stopped = self._stop.push(rest)
+                text, stopped = self._checked(TextPiece(self._detokenizer.finish(), False))
                 released += text if stopped else text + self._stop.finish()
                 reason = "stop" if stopped else reason
         stats.num_tokens -= len(chunk.token_ids) - kept
         pieces = list(self._take(len(released)))
         return StreamChunk(released, chunk.token_ids[:kept], pieces, chunk.logprobs[:kept], reason, stats)
+
+    def _checked(self, piece: TextPiece) -> StopResult:
+        """What is certain by now, and whether a stop string ends the text: behind `min_tokens` one may."""
+        self._held.append(piece)
+        if self._count <= self._min_tokens:
+            return StopResult(self._stop.pass_over(piece.text), False)
+        return self._stop.push(piece.text)
 
     def _take(self, length: int) -> Iterator[TextPiece]:
         """The pieces that make up the next `length` characters."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from draftwood.plugins.tree_attention import op
 from draftwood.plugins.tree_attention.operands import Operands, Strides
 from draftwood.plugins.tree_attention.plan import Plan, Shape, plan
-from draftwood.plugins.tree_attention.reference import tree_attention, visible_slots
+from draftwood.plugins.tree_attention.reference import sequence_of, tree_attention, visible_slots
 
 TYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -32,12 +32,12 @@ class Tensors(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    cache_lengths: torch.Tensor
+    sequences: torch.Tensor
     tree_mask: torch.Tensor
 
     def expected(self) -> NDArray[np.float32]:
         query, key, value = (tensor.float().cpu().numpy() for tensor in self[:3])
-        return tree_attention(query, key, value, self.cache_lengths.cpu().numpy(), self.tree_mask.cpu().numpy(), SCALE)
+        return tree_attention(query, key, value, self.sequences.cpu().numpy(), self.tree_mask.cpu().numpy(), SCALE)
 
     def shape(self) -> Shape:
         names = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,10 +46,13 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A token graph per sequence: row i sees itself and, as often as not, each earlier speculative row. The last row of
-    every sequence is padding, which sees nothing of the graph."""
+    """A pass of `rows` rows, of a sequence for each of `lengths`: row i sees itself and, as often as not, each earlier
+    speculative row. The last row of the pass is padding, which sees nothing of the mask.
 
-    batch: int
+    One sequence has the mask's columns behind its committed slots. Several have a region each, in any order, and the
+    columns lie behind all of them, `overhang` of them beyond the cache; some sequences may have no row.
+    """
+
     kv_heads: int
     group: int
     rows: int
@@ -60,44 +63,62 @@ class Case:
     dtype: str
     multiprocessors: int = 1
     seed: int = 0
+    overhang: int = 0
+
+    @property
+    def columns(self) -> int:
+        return self.earlier + self.rows
+
+    def sequences(self) -> NDArray[np.int32]:
+        """[N, 4]."""
+        if len(self.lengths) == 1:
+            return np.array([(0, 0, self.lengths[0], self.lengths[0])], np.int32)
+        rng, tree_slot = np.random.default_rng(self.seed), self.capacity - self.columns + self.overhang
+        region = tree_slot // len(self.lengths)
+        assert max(self.lengths) <= region, "a sequence is longer than its region"
+        first_rows = [0, *np.sort(rng.integers(0, self.rows + 1, len(self.lengths) - 1)).tolist()]
+        first_slots = (region * rng.permutation(len(self.lengths))).tolist()
+        fields = zip(first_rows, first_slots, self.lengths, strict=True)
+        return np.array([(*each, tree_slot) for each in fields], np.int32)
 
     def tensors(self, poison: float = float("nan")) -> Tensors:
-        """Slots that no row of a sequence sees hold `poison`."""
+        """Slots that no row sees hold `poison`."""
         rng = np.random.default_rng(self.seed)
-        columns = self.earlier + self.rows
-        mask = np.tril(rng.random((self.batch, self.rows, columns)) < 0.5, self.earlier)
-        mask |= np.eye(self.rows, columns, self.earlier, dtype=np.bool_)
+        sequences = self.sequences()
+        mask = np.tril(rng.random((1, self.rows, self.columns)) < 0.5, self.earlier)
+        mask |= np.eye(self.rows, self.columns, self.earlier, dtype=np.bool_)
         mask[:, -1] = False
-        cache = (self.batch, self.kv_heads, self.capacity, self.head_dim)
+        cache = (1, self.kv_heads, self.capacity, self.head_dim)
         query, key, value = (
             rng.standard_normal(size, np.float32)
-            for size in ((self.batch, self.kv_heads * self.group, self.rows, self.head_dim), cache, cache)
+            for size in ((1, self.kv_heads * self.group, self.rows, self.head_dim), cache, cache)
         )
-        for sequence, length in enumerate(self.lengths):
-            hidden = np.ones(self.capacity, np.bool_)
-            for row in mask[sequence]:
-                hidden[visible_slots(length, row, self.capacity)] = False
-            key[sequence, :, hidden] = value[sequence, :, hidden] = poison
+        hidden = np.ones(self.capacity, np.bool_)
+        for row in range(self.rows):
+            hidden[visible_slots(sequence_of(row, sequences), mask[0, row], self.capacity)] = False
+        key[:, :, hidden] = value[:, :, hidden] = poison
         floats = [torch.from_numpy(array).to(DTYPES[self.dtype]) for array in (query, key, value)]
-        return Tensors._make([*floats, torch.tensor(self.lengths, dtype=torch.int32), torch.from_numpy(mask)])
+        return Tensors._make([*floats, torch.from_numpy(sequences), torch.from_numpy(mask)])
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    batch = draw(st.integers(1, 3))
-    capacity = draw(st.integers(16, 400))
+    rows, earlier = draw(st.integers(1, 9)), draw(st.sampled_from([0, 0, 1, 5]))
+    count, overhang = draw(st.integers(1, 4)), draw(st.sampled_from([0, 0, 2]))
+    capacity = draw(st.integers(40, 400))
+    longest = capacity - 1 if count == 1 else (capacity - rows - earlier + overhang) // count
     return Case(
-        batch,
         kv_heads=draw(st.integers(1, 2)),
         group=draw(st.sampled_from([1, 2, 3, 8])),
-        rows=draw(st.integers(1, 9)),
-        earlier=draw(st.sampled_from([0, 0, 1, 5])),
+        rows=rows,
+        earlier=earlier,
         capacity=capacity,
-        lengths=tuple(draw(st.lists(st.integers(0, capacity - 1), min_size=batch, max_size=batch))),
+        lengths=tuple(draw(st.lists(st.integers(0, longest), min_size=count, max_size=count))),
         head_dim=draw(st.sampled_from([8, 64, 80, 96, 128])),
         dtype=draw(st.sampled_from(["fp32", "fp16"])),
         multiprocessors=draw(st.sampled_from([1, 4, 132])),
         seed=draw(st.integers(0, 99)),
+        overhang=overhang,
     )
 
 
@@ -108,8 +129,8 @@ def operands(tensors: Tensors, output: torch.Tensor, workspace: torch.Tensor | N
 
 
 def strides(tensor: torch.Tensor) -> Strides:
-    batch, head, row, _ = tensor.stride()
-    return batch, head, row
+    _, head, row, _ = tensor.stride()
+    return head, row
 
 
 def workspace(layout: Plan, device: str = "cpu") -> torch.Tensor | None:
@@ -153,14 +174,14 @@ def restore(name: str, value: str | None) -> None:
 
 
 def model(precision: str, capacity: int, heads: int, kv_heads: int, head_dim: int) -> onnx.ModelProto:
-    """A graph of one TreeAttention, B, T and S free."""
+    """A graph of one TreeAttention, N, T and S free."""
     floating = TYPES[precision]
     inputs: dict[str, tuple[ir.DataType, tuple[int | str, ...]]] = {
-        "query": (floating, ("B", heads, "T", head_dim)),
-        "key": (floating, ("B", kv_heads, capacity, head_dim)),
-        "value": (floating, ("B", kv_heads, capacity, head_dim)),
-        "cache_lengths": (ir.DataType.INT32, ("B",)),
-        "tree_mask": (ir.DataType.BOOL, ("B", "T", "S")),
+        "query": (floating, (1, heads, "T", head_dim)),
+        "key": (floating, (1, kv_heads, capacity, head_dim)),
+        "value": (floating, (1, kv_heads, capacity, head_dim)),
+        "sequences": (ir.DataType.INT32, ("N", 4)),
+        "tree_mask": (ir.DataType.BOOL, (1, "T", "S")),
     }
     values = [ir.Value(name=name, type=ir.TensorType(t), shape=ir.Shape(s)) for name, (t, s) in inputs.items()]
     node = ir.node(op.NAME, values, {"scale": SCALE}, domain=op.DOMAIN, name="attention")

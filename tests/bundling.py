@@ -1,15 +1,27 @@
-"""Where things are, and bundles built for a test."""
+"""Where things are, and bundles built for a test. docs/architecture.md says what the optional data is."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared" / "data"  # optional; tests that read it skip without it
+TEST_DATA = "DRAFTWOOD_TEST_DATA"  # the environment variable that names the folder of optional data
+SHARED = Path(os.environ.get(TEST_DATA, ROOT.parent / "shared" / "data"))
 DEMO = ROOT / "models" / "demo"
+
+
+def optional(name: str) -> Path:
+    """A folder of the optional data; a test that reads it skips without it."""
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"needs {name} in the folder that {TEST_DATA} names: see docs/architecture.md, Tests")
+    return folder
 
 
 def built(target: Path, draft: Path, output: Path, head: Path | None = None) -> Path:

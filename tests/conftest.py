@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bundling import DEMO, SHARED, built
+from bundling import DEMO, built, optional
 from checkpoints import write_checkpoint, write_tokenizer
 
 
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """A real third-party LLaMA of 260K parameters, with a distilled draft and its author's published text."""
-    folder = SHARED / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("the shared data folder is not beside this checkout")
-    return folder
+    return optional("stories260K")
 
 
 @pytest.fixture(scope="session")

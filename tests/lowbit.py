@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from engine_parts import contents
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from trees import Tree
 
@@ -81,6 +82,15 @@ def assert_same_bits(found: Sequence[Row], expected: Sequence[Row]) -> None:
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.logits, other.logits)
         np.testing.assert_array_equal(one.cached, other.cached)
+
+
+def assert_a_tree_changes_no_bit(engine: Engine, prefix: Sequence[int], tree: Tree, data: st.DataObject) -> None:
+    """Of any of its rows, whatever their siblings and the width of the pass, and wherever in it the row and its
+    ancestors stand."""
+    path = tree.path(data.draw(st.integers(0, len(tree.tokens) - 1)))
+    width = data.draw(st.sampled_from([width for width in engine.spec.widths if width >= len(tree.tokens)]))
+    expected = one_by_one(engine, prefix, [tree.tokens[row] for row in path])
+    assert_same_bits(in_one_pass(engine, prefix, tree, path, width), expected)
 
 
 def greedy_texts(bundle: Path, config: Any, prompts: Sequence[str], max_tokens: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ extern "C" void launch(int blocks, int threads, void** a) {
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
             move_rows(*(char**)a[0], *(long long*)a[1], *(int*)a[2], *(int*)a[3], *(int*)a[4], *(int*)a[5],
-                      *(int*)a[6], *(int*)a[7], *(Sources*)a[8]);
+                      *(int*)a[6], *(Rows*)a[7]);
 }
 """
 
@@ -63,7 +63,8 @@ def void(result: object) -> None:
 def test_the_kernel_moves_rows_as_numpy_does(
     row_bytes: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every plane of every layer, padding between layers untouched, more rows than one launch takes."""
+    """Every plane of every layer, padding between layers untouched, more rows than one launch takes, rows that were
+    overwritten before they are read."""
     kernel = host_kernel(tmp_path, width)
     monkeypatch.setattr(cuda, "compile_mover", lambda asked, capability: f"{asked} {capability}".encode())
     driver = FakeDriver(kernel=kernel)
@@ -73,14 +74,14 @@ def test_the_kernel_moves_rows_as_numpy_does(
     )
     rng = np.random.default_rng(0)
     for kept in (1, 5, 300):
-        sources = 20 + np.sort(rng.choice(380, kept, replace=False))
+        sources, targets = rng.choice(400, kept, replace=False), rng.choice(400, kept, replace=False)
         content = rng.integers(0, 255, geometry.nbytes, np.uint8)
         memory = device.allocate(geometry.nbytes)
         device.upload(memory.address, content, 0)
         driver.calls.clear()
-        device.move_rows(RowMove(memory.address, geometry, 20, sources), 0)
+        device.move_rows(RowMove(memory.address, geometry, sources, targets), 0)
         assert driver.calls.count("launch") == -(-kept // MOVE_LIMIT)
-        moved(RowMove(content.ctypes.data, geometry, 20, sources))
+        moved(RowMove(content.ctypes.data, geometry, sources, targets))
         found = device.pinned(geometry.nbytes)
         device.download(found, memory.address, 0)
         np.testing.assert_array_equal(found, content)

@@ -263,6 +263,21 @@ def test_a_full_cache_is_an_error_that_leaves_it_usable(gqa: Path, open_engine: 
     np.testing.assert_allclose(contents(cache), contents(filled(engine, text + text[:4])), atol=TOLERANCE)
 
 
+def test_a_closed_engine_says_so_however_often_it_is_closed(gqa: Path, open_engine: Open) -> None:
+    """Also over caches whose passes were made, or captured, before."""
+    engine = open_engine(gqa)
+    cache = filled(engine, random_text(5))
+    batch = BUSHY.batch(engine.spec, 5)
+    for _ in range(3):
+        engine.forward(batch, cache)
+        cache.commit([])
+    for _ in range(2):
+        engine.close()
+        with pytest.raises(EngineError, match="the draft engine was closed"):
+            engine.forward(batch, cache)
+    assert (cache.length, cache.speculative) == (5, 0)
+
+
 @pytest.mark.parametrize("slots", [[8], [0, 9], [-1]])
 def test_only_computed_rows_can_be_committed(one: Engine, slots: list[int]) -> None:
     cache = filled(one, random_text(5))

@@ -13,7 +13,7 @@ from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
 from engine_parts import contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowbit import assert_same_bits, greedy_texts, in_one_pass, one_by_one
+from lowbit import assert_a_tree_changes_no_bit, greedy_texts, one_by_one
 from native_parts import PRECISIONS, held, open_native, spec_of
 from trees import Tree, trees
 
@@ -54,11 +54,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_row_has_the_same_bits_alone_and_in_a_tree(
     tree: Tree, prefix: list[int], data: st.DataObject, engine: Engine
 ) -> None:
-    """Whatever its siblings, the width of the pass, and where in it the row and its ancestors stand."""
-    path = tree.path(data.draw(st.integers(0, len(tree.tokens) - 1)))
-    width = data.draw(st.sampled_from([width for width in WIDTHS if width >= len(tree.tokens)]))
-    expected = one_by_one(engine, prefix, [tree.tokens[row] for row in path])
-    assert_same_bits(in_one_pass(engine, prefix, tree, path, width), expected)
+    assert_a_tree_changes_no_bit(engine, prefix, tree, data)
 
 
 def test_capacity_chunks_and_threads_change_no_bit(tmp_path: Path) -> None:

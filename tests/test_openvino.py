@@ -14,7 +14,7 @@ from bundling import DEMO
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowbit import OPENVINO, PRECISIONS, WIDTHS, assert_same_bits, greedy_texts, in_one_pass, one_by_one, open_engine
+from lowbit import OPENVINO, PRECISIONS, assert_a_tree_changes_no_bit, greedy_texts, open_engine
 from trees import Tree, trees
 
 from draftwood.builder.options import BuildOptions
@@ -44,11 +44,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_row_has_the_same_bits_alone_and_in_a_tree(
     tree: Tree, prefix: list[int], data: st.DataObject, engine: Engine
 ) -> None:
-    """Whatever its siblings, the width of the pass, and where in it the row and its ancestors stand."""
-    path = tree.path(data.draw(st.integers(0, len(tree.tokens) - 1)))
-    width = data.draw(st.sampled_from([width for width in WIDTHS if width >= len(tree.tokens)]))
-    expected = one_by_one(engine, prefix, [tree.tokens[row] for row in path])
-    assert_same_bits(in_one_pass(engine, prefix, tree, path, width), expected)
+    assert_a_tree_changes_no_bit(engine, prefix, tree, data)
 
 
 @OPENVINO

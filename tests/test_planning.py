@@ -16,9 +16,9 @@ from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Passes
 from draftwood.runtime.rounds import Proposal
 from draftwood.runtime.sampling import SamplingParams
-from draftwood.runtime.speculation.acceptance import Shapes
+from draftwood.runtime.speculation.acceptance import AcceptanceEstimate, Choice, Shapes
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.controller import Controller, Experience
+from draftwood.runtime.speculation.controller import REMEMBERED, Controller, Experience
 from draftwood.runtime.speculation.token_tree import unroll
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -67,6 +67,21 @@ def test_the_next_request_starts_where_the_last_one_ended() -> None:
     )
 
 
+def test_kinds_of_request_are_forgotten_when_there_are_too_many() -> None:
+    """Any client may ask for kinds of its own; those heard of last stay."""
+    experience = Experience()
+    shapes = [Shapes((), 8, 1, True, given) for given in range(10 * REMEMBERED)]
+    learned = AcceptanceEstimate(shapes[0])
+    learned.observe(None, 8, [], [Choice(None, 1)])
+    for each in shapes:
+        experience.note(each, True, learned)
+        experience.note(shapes[0], True, learned)
+    assert len(experience._latest) == REMEMBERED
+    unknown = AcceptanceEstimate(shapes[0]).accepted()[0, 0]
+    known = [experience.recall(each, True).accepted()[0, 0] < unknown for each in shapes]
+    assert known == [True] + [False] * (9 * REMEMBERED) + [True] * (REMEMBERED - 1)
+
+
 PARAMS = SamplingParams(max_tokens=4)
 
 
@@ -96,7 +111,8 @@ class Anticipating(SpeculativeDecoder):
     def _propose(self, *args: Any) -> Passes[Proposal]:
         proposal = yield from super()._propose(*args)
         tree = proposal.tree
-        return proposal._replace(tree=unroll(proposal.graph, 1)) if len(tree) > 2 and tree.token_ids[2] else proposal
+        biased = len(tree) > 2 and tree.token_ids[2]
+        return proposal._replace(tree=unroll(proposal.graph, 1, 99)) if biased else proposal
 
 
 def test_choosing_the_kind_after_drawing_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import write_checkpoint
+from engine_parts import filled, score
 from fakes import random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_parts import open_native, spec_of
 from remembering import RememberingEngine
 
+from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill_passes
@@ -130,6 +134,54 @@ def test_of_rows_computed_twice_one_stays() -> None:
     for cache in caches:
         cache.commit(range(3))
     assert caches[0].slots.tolist() == caches[1].slots.tolist() == [0, 1, 2]
+
+
+proposals = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(proposals, st.sampled_from([0, 120]))
+def test_the_slots_of_a_text_ascend_whoever_commits_first(turns: list[tuple[int, int, bool]], retained: int) -> None:
+    """Several sequences draft the same text, side by side and before any of it is committed, and then each commits
+    part of its draft: an engine adds values up in the order of the slots."""
+    pool, _ = shared_pool(retained, slots=130)
+    text = np.random.default_rng(0).integers(0, VOCAB, 400)
+    caches = [pool.new_cache() for _ in range(3)]
+    for which, rows, committed in turns:
+        if which == len(caches):
+            caches[rows % len(caches)] = pool.new_cache()
+            continue
+        cache = caches[which]
+        if cache.length + cache.speculative <= 25:
+            start, seen = cache.length + cache.speculative, cache.speculative
+            mask = np.tri(rows, seen + rows, seen, dtype=np.bool_)
+            chain = text[start : start + rows]
+            batch = TokenBatch.padded(chain, np.arange(start, start + rows), mask, pool.spec.width_for(rows))
+            pool.forward(batch, cache)
+        if committed:
+            cache.commit(range(min(rows, cache.speculative)))
+        for each in caches:
+            assert text_of(pool, each) == tuple(text[: each.length])
+            assert (np.diff(each.slots) > 0).all()
+
+
+def test_a_draft_that_is_committed_late_does_not_change_the_order_of_addition(tmp_path: Path) -> None:
+    """Bit for bit the logits of a sequence that is alone, though another committed part of its text first."""
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "checkpoint", "gqa"))
+    engine = open_native(checkpoint, spec_of(checkpoint, "target", "fp32", (1, 2, 4, 8, 16), 200), tmp_path)
+    text = np.random.default_rng(0).integers(0, engine.spec.model.vocab_size, 21).tolist()
+    pool = PooledEngine(engine, 800)
+    pool.share_prefixes(100)
+    late, early = pool.new_cache(), pool.new_cache()
+    for cache, rows in ((late, 20), (early, 10)):
+        for row in range(rows):
+            mask = np.ones((1, row + 1), np.bool_)
+            pool.forward(TokenBatch.padded([text[row]], [row], mask, 1), cache)
+    early.commit(range(10))
+    late.commit(range(20))
+    alone = filled(engine, text[:20])
+    last = causal_batch(engine.spec, text[20:], 20)
+    np.testing.assert_array_equal(score(pool, last, late), score(engine, last, alone))
 
 
 def churn(pool: PooledEngine, seed: int) -> None:

@@ -86,6 +86,23 @@ def test_a_nucleus_may_need_tokens_that_are_hardly_likely() -> None:
     assert len(nucleus(probs, 0.95)) == pytest.approx(1 + 10_000, abs=2)
 
 
+@pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.4}, {"top_k": 2, "min_p": 0.5}])
+def test_of_equal_tokens_the_first_are_kept(changes: dict[str, float]) -> None:
+    scores = np.array([1, 3, 3, 3, 3, 0], np.float32)
+    every = sampler(6, **changes)
+    assert every.distribution(scores, [])[[1, 2]] == pytest.approx(0.5)
+    assert every.candidates(scores, []).ids.tolist() == [1, 2]
+
+
+def test_weights_stay_until_a_path_of_the_same_length_is_asked_for() -> None:
+    """What verifiers rely on: they hold one row of each depth."""
+    one, scores = sampler(50), scores_of(0, 50)
+    expected = one.distribution(scores, [])
+    root = one.weights(scores, [])
+    one.weights(scores_of(1, 50), [3])
+    assert root / root.sum() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("vocab_size", [3, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_draws_follow_their_probabilities_in_any_vocabulary(vocab_size: int) -> None:
     probabilities = np.zeros(vocab_size)
@@ -96,31 +113,36 @@ def test_draws_follow_their_probabilities_in_any_vocabulary(vocab_size: int) -> 
     assert counts / draws == pytest.approx(probabilities, abs=5 * np.sqrt(0.25 / draws))
 
 
+class Scripted(SeededStream):
+    """One draw, decided beforehand; `seen`: the probabilities it was asked to draw with."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.seen = index, np.zeros(0)
+
+    def categorical(self, probabilities: NDArray[np.float64]) -> int:
+        self.seen = probabilities.copy()
+        return self.index
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
     """Rejections in a row, for offers that cover some of the tokens: R = norm(max(pi R - D, 0)) everywhere."""
     generator = np.random.default_rng(seed)
     p, ids = generator.dirichlet(np.ones(9)), generator.permutation(9)[:4]
-    drawing, residual = Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))), Residual(p.copy(), ids)
+    drawing, residual = Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))), Residual(3 * p, ids)
     R, pi, whole_pi = p, 1.0, 1.0
     for index in (2, 0, 3):
+        _, _, remaining = drawing.draw(Scripted(index))
         D = np.zeros(9)
-        D[ids] = drawing.remaining()
+        D[ids] = remaining
         S = float(np.maximum(whole_pi * R - D, 0).sum())
-        pi = residual.reject(drawing.remaining(), pi)
+        pi = residual.reject(remaining, pi)
         R, whole_pi = np.maximum(whole_pi * R - D, 0) / S, S / (S + 1 - whole_pi)
-        drawing.take(index)
         assert pi == pytest.approx(whole_pi)
         assert residual.probs == pytest.approx(R[ids], abs=1e-12)
-    seen: list[NDArray[np.float64]] = []
-
-    class Shown(SeededStream):
-        def categorical(self, probabilities: NDArray[np.float64]) -> int:
-            seen.append(probabilities.copy())
-            return 0
-
-    residual.draw(Shown(np.random.SeedSequence(0)))
-    assert seen[0] == pytest.approx(R, abs=1e-12)
+    final = Scripted(0)
+    residual.draw(final)
+    assert final.seen == pytest.approx(R, abs=1e-12)
 
 
 def never(token: int, predict: Predict) -> Predict:
@@ -147,3 +169,11 @@ def test_what_a_draft_leaves_out_the_target_still_says(grow: str, verify: str) -
     expected = decoded(target, None, None, params)
     assert any(2 in tokens for tokens in expected)
     assert total_variation(decoded(target, narrow, config, params), expected) < 1e-12
+
+
+@pytest.mark.parametrize("token", [0, 4, 9])
+def test_a_token_that_was_not_offered_has_no_place(token: int) -> None:
+    offered = Candidates(np.array([3, 5, 8]), np.array([0.2, 0.3, 0.5]))
+    assert [offered.place(each) for each in (3, 5, 8)] == [0, 1, 2]
+    with pytest.raises(ValueError, match=f"token {token} is none of the 3"):
+        offered.place(token)

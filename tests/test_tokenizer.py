@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bundling import DEMO, SHARED
+from bundling import DEMO, optional
 from checkpoints import write_tokenizer
 from transformers import AutoTokenizer
 
@@ -41,11 +41,9 @@ def configure(folder: Path, **settings: object) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-@pytest.mark.parametrize("source", ["stories260K/target", "pair/target", "demo"])
+@pytest.mark.parametrize("source", ["stories260K/target", "demo"])
 def test_ids_and_text_are_those_of_transformers(source: str) -> None:
-    path = DEMO / "target" if source == "demo" else SHARED / source
-    if not path.is_dir():
-        pytest.skip("the shared data folder is not beside this checkout")
+    path = DEMO / "target" if source == "demo" else optional(source)
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
     assert (ours.vocab_size, ours.bos_token_id) == (len(theirs), theirs.bos_token_id)
     for text in TEXTS:

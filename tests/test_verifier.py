@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from draftwood.runtime.speculation.calibration import Estimate, uncorrected
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.dyspec import DySpecThreshold
 from draftwood.runtime.speculation.gsd import UnexpandedMerger
-from draftwood.runtime.speculation.token_graph import TokenGraph
+from draftwood.runtime.speculation.token_graph import Edge, TokenGraph
 from draftwood.runtime.speculation.verifier import Verifier, recursive_rejection, traversal_verification
 
 PARAMS = SamplingParams(max_tokens=3)
@@ -58,29 +59,40 @@ def test_traversal_accepts_at_least_as_much_on_these_trees(seed: int) -> None:
     assert traversal >= rejection - 1e-12
 
 
-class OwnScore(StaticTree):
+class Tampered(StaticTree, ABC):
+    """Changes the edges below a node once they are drawn."""
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        super().expand(graph, nodes, output, sampler, stream)
+        for node in nodes:
+            graph.edges[node] = self.tampered(graph, graph.edges[node])
+
+    @abstractmethod
+    def tampered(self, graph: TokenGraph, edges: Sequence[Edge]) -> list[Edge]: ...
+
+
+class OwnScore(Tampered):
     """Ranks drawn tokens by their own probability: pruning then looks at what was drawn."""
 
-    def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
-    ) -> None:
-        super().expand(graph, nodes, output, sampler, stream)
-        for node in nodes:
-            edges = graph.edges[node]
-            edges.sort(key=lambda edge: -graph.probability(edge.child))
-            for index, edge in enumerate(edges):
-                edges[index] = edge._replace(gain=graph.probability(edge.child) - 1)
+    def tampered(self, graph: TokenGraph, edges: Sequence[Edge]) -> list[Edge]:
+        ranked = sorted(edges, key=lambda edge: -graph.probability(edge.child))
+        return [edge._replace(gain=graph.probability(edge.child) - 1) for edge in ranked]
 
 
-class DropsDoubtful(StaticTree):
+class DropsDoubtful(Tampered):
     """Takes back a token the draft was not sure of."""
 
-    def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
-    ) -> None:
-        super().expand(graph, nodes, output, sampler, stream)
-        for node in nodes:
-            graph.edges[node] = [edge for edge in graph.edges[node] if graph.probability(edge.child) > 0.4]
+    def tampered(self, graph: TokenGraph, edges: Sequence[Edge]) -> list[Edge]:
+        return [edge for edge in edges if graph.probability(edge.child) > 0.4]
+
+
+class WrongOrder(Tampered):
+    """Stores siblings in another order than they were drawn in (I4)."""
+
+    def tampered(self, graph: TokenGraph, edges: Sequence[Edge]) -> list[Edge]:
+        return [edge._replace(gain=-0.1 * graph.tokens[edge.child]) for edge in edges]
 
 
 class GreedyDraws(StaticTree):
@@ -97,18 +109,6 @@ class GreedyDraws(StaticTree):
                 return False
 
         super().expand(graph, nodes, output, sampler, ArgMax())
-
-
-class WrongOrder(StaticTree):
-    """Stores siblings in another order than they were drawn in (I4)."""
-
-    def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
-    ) -> None:
-        super().expand(graph, nodes, output, sampler, stream)
-        for node in nodes:
-            edges = graph.edges[node]
-            graph.edges[node] = [edge._replace(gain=-0.1 * graph.tokens[edge.child]) for edge in edges]
 
 
 @dataclass(frozen=True)
