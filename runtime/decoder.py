@@ -138,17 +138,7 @@ class SpeculativeDecoder:
         """The same for whoever runs the passes: yields each pass it needs, to be answered with its output, and each
         chunk, to be answered with None."""
         start = perf_counter()
-        self._cache.truncate(0)
-        yield from prefill_passes(self._target, self._cache, prompt[:-1], output_read=False)
-        if self._config is not None and self._proposer is not None:
-            self._begin(self._config, sampler)
-            # A draft that is not worth asking need not read the prompt either.
-            room = min(sampler.params.max_tokens, self._max_length - len(prompt))
-            controller = self._controller
-            read = controller is None or controller.worth_reading(len(prompt), room - 1, self._sharing())
-            yield from self._proposer.start(prompt, read)
-        if self._lookup is not None:
-            self._lookup.extend(prompt)
+        yield from self._read(prompt, sampler)
         begun = perf_counter()
         stats.prompt_seconds = begun - start
         root, length = prompt[-1], len(prompt)
@@ -156,38 +146,26 @@ class SpeculativeDecoder:
             # The longest path that still fits: one token is always the target's own.
             room = min(sampler.params.max_tokens - len(sampler.output), self._max_length - length)
             round_start, draft_before = perf_counter(), stats.draft_seconds
-            plan = None
-            if self._controller is not None and self._proposer is not None and room > 1:
-                plan = self._controller.plan(length, room - 1, self._sharing(), self._proposer.unread)
+            plan = self._plan(length, room - 1)
             proposal = yield from self._propose(root, room - 1, plan, sampler, streams, observe is not None)
             tree = proposal.tree
             scoring = perf_counter()
             batch = tree.to_batch(self._target.spec, self._cache.length, self._needs_best(sampler, observe))
             output = yield from forward(self._target, batch, self._cache)
-            logits, seconds = output.logits, perf_counter() - scoring
-            stats.target_passes += 1
-            stats.target_seconds += seconds
+            seconds = perf_counter() - scoring
             acceptance = self._verify(tree, output, batch.ranking_only, sampler, streams)
             self._commit(tree, acceptance)
-            if self._calibration is not None:
-                self._calibration.update(tree, acceptance.rows)
-            if self._controller is not None and plan is not None:
-                stats.record_plan(plan)
-                if plan.depth:
-                    self._controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
-            if len(tree) > 1:
-                stats.record_round(len(tree) - 1, len(acceptance.rows))
-                stats.num_merged_tokens += sum(tree.merged)
+            self._learn(plan, tree, acceptance)
+            self._record(stats, plan, tree, acceptance, seconds)
             tokens = [tree.token_ids[row] for row in acceptance.rows] + [acceptance.next_token]
             kept, reason = self._cut(tokens, sampler, room)
             sources = [0, *acceptance.rows]
-            logprobs = top_logprobs(logits, sources[:kept], tokens[:kept], sampler.params.logprobs)
-            self._record_draft(stats)
+            logprobs = top_logprobs(output.logits, sources[:kept], tokens[:kept], sampler.params.logprobs)
             if observe is not None:
                 shown = perf_counter()
                 draft_seconds = stats.draft_seconds - draft_before
                 host_seconds = shown - round_start - seconds - draft_seconds
-                probs = target_probabilities(tree, logits, acceptance, sampler)
+                probs = target_probabilities(tree, output.logits, acceptance, sampler)
                 observe(Round(proposal, probs, acceptance, tokens[:kept], reason, draft_seconds, seconds, host_seconds))
                 begun += perf_counter() - shown
             sampler.commit(tokens[:kept])
@@ -199,6 +177,26 @@ class SpeculativeDecoder:
             if reason is not None:
                 return
             begun += perf_counter() - handed_out  # what the reader does with a chunk is not decoding
+
+    def _read(self, prompt: Sequence[int], sampler: Sampler) -> Passes[None]:
+        """The prompt through both engines, all but its last token, which is the first root."""
+        self._cache.truncate(0)
+        yield from prefill_passes(self._target, self._cache, prompt[:-1], output_read=False)
+        if self._config is not None and self._proposer is not None:
+            self._begin(self._config, sampler)
+            # A draft that is not worth asking need not read the prompt either.
+            room = min(sampler.params.max_tokens, self._max_length - len(prompt))
+            controller = self._controller
+            read = controller is None or controller.worth_reading(len(prompt), room - 1, self._sharing())
+            yield from self._proposer.start(prompt, read)
+        if self._lookup is not None:
+            self._lookup.extend(prompt)
+
+    def _plan(self, length: int, max_depth: int) -> Plan | None:
+        """The round's limits, where rounds are planned and there is room for a proposal."""
+        if self._controller is None or self._proposer is None or max_depth < 1:
+            return None
+        return self._controller.plan(length, max_depth, self._sharing(), self._proposer.unread)
 
     def _begin(self, config: SpeculativeConfig, sampler: Sampler) -> None:
         """What a request learns about itself starts anew with each. What a draft is worth to earlier ones is a first
@@ -280,7 +278,24 @@ class SpeculativeDecoder:
                 return index + 1, "stop"
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
-    def _record_draft(self, stats: SpecDecodeStats) -> None:
+    def _learn(self, plan: Plan | None, tree: TokenTree, acceptance: Acceptance) -> None:
+        """What a verified round says about the next ones."""
+        if self._calibration is not None:
+            self._calibration.update(tree, acceptance.rows)
+        if self._controller is not None and plan is not None and plan.depth:
+            self._controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
+
+    def _record(
+        self, stats: SpecDecodeStats, plan: Plan | None, tree: TokenTree, acceptance: Acceptance, seconds: float
+    ) -> None:
+        """Count a round. seconds: of the target's pass."""
+        stats.target_passes += 1
+        stats.target_seconds += seconds
+        if plan is not None:
+            stats.record_plan(plan)
+        if len(tree) > 1:
+            stats.record_round(len(tree) - 1, len(acceptance.rows))
+            stats.num_merged_tokens += sum(tree.merged)
         if self._proposer is not None:
             stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
             stats.draft_seconds = self._proposer.seconds
