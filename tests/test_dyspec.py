@@ -46,7 +46,7 @@ def shape_of(graph: TokenGraph, size: int) -> Shape:
     paths: list[tuple[int, ...]] = [()]
     for row in range(1, len(tree)):
         paths.append((*paths[tree.parents[row]], tree.token_ids[row]))
-    ranks = {child: rank for children in tree.children() for rank, child in enumerate(children)}
+    ranks = {child: rank for children in tree.children for rank, child in enumerate(children)}
     return {(paths[row], ranks[row]) for row in range(1, len(tree))}
 
 

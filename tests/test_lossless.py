@@ -104,6 +104,16 @@ def test_every_legal_pair_is_exact(name: str, verify: str, setting: str) -> None
         assert total_variation(found, expected) < 1e-12
 
 
+@pytest.mark.parametrize(("name", "verify"), [each for each in LEGAL if "merge" in GROWN[each[0]]])
+def test_copies_deeper_than_what_was_drafted_are_exact(name: str, verify: str) -> None:
+    """I2: a merged graph's copies need longer texts than the above, which two tokens leave time for."""
+    params = SamplingParams(max_tokens=4)
+    for seed in range(6):
+        target, draft = pair(seed, 2)
+        found = decoded(target, draft, speculative(name, verify), params)
+        assert total_variation(found, decoded(target, None, None, params)) < 1e-12
+
+
 ILLEGAL = [pair for pair in product(GROWN, VERIFIERS) if pair not in LEGAL]
 
 

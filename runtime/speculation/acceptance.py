@@ -58,9 +58,9 @@ class Choice(NamedTuple):
 def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[Choice]:
     """The verifier's choices along an accepted path, among what was drawn or chosen. A row says nothing where a token
     that was given is accepted: the others may never have been looked at."""
-    children, choices = tree.children(), []
+    choices = []
     for row, taken in zip((0, *accepted), (*accepted, None), strict=True):
-        drawn = [child for child in children[row] if child not in tree.certain]
+        drawn = [child for child in tree.children[row] if child not in tree.certain]
         if drawn and taken not in tree.certain:
             choices.append(Choice(None if taken is None else drawn.index(taken), len(drawn)))
     return choices

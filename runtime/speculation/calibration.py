@@ -12,8 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from .token_tree import TokenTree
 
 RANKS, BINS = 4, 12  # later siblings share a row; bin b holds probabilities in (2^-(b+1), 2^-b]
@@ -38,36 +36,37 @@ class Calibration:
     """One request's table of estimates."""
 
     def __init__(self) -> None:
-        self._accepted = np.zeros((RANKS, BINS))
-        self._offered = np.zeros((RANKS, BINS))
-        self._estimates = self._estimated()
+        self._accepted = [[0] * BINS for _ in range(RANKS)]
+        self._offered = [[0] * BINS for _ in range(RANKS)]
+        self._estimates = [self._estimated(rank) for rank in range(RANKS)]
 
     def __call__(self, rank: int, share: float) -> float:
         return self._estimates[min(rank, RANKS - 1)][bin_of(share)]
 
-    def _estimated(self) -> list[list[float]]:
+    def _estimated(self, rank: int) -> list[float]:
         """The estimate of each cell, drawn towards that of its whole rank, which is drawn towards what is typical."""
-        accepted, offered = self._accepted.sum(1), self._offered.sum(1)
-        whole = (accepted + PRIOR * np.array(TYPICAL)) / (offered + PRIOR)
-        cells = (self._accepted + PRIOR * whole[:, None]) / (self._offered + PRIOR)
-        estimates: list[list[float]] = cells.clip(FLOOR, 1 - FLOOR).tolist()
-        return estimates
+        accepted, offered = self._accepted[rank], self._offered[rank]
+        whole = (sum(accepted) + PRIOR * TYPICAL[rank]) / (sum(offered) + PRIOR)
+        cells = [(a + PRIOR * whole) / (o + PRIOR) for a, o in zip(accepted, offered, strict=True)]
+        return [min(max(cell, FLOOR), 1 - FLOOR) for cell in cells]
 
     def update(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Enter one round: the rows that were accepted."""
         kept = set(accepted)
-        children = tree.children()
+        ranks = set()
         for row in (0, *accepted):
-            drawn = [child for child in children[row] if child not in tree.certain]
-            if kept.intersection(children[row]).difference(drawn):
+            drawn = [child for child in tree.children[row] if child not in tree.certain]
+            if kept.intersection(tree.children[row]).difference(drawn):
                 continue  # a given token was accepted: the drawn ones may never have been looked at
             for rank, child in enumerate(drawn):
-                cell = min(rank, RANKS - 1), bin_of(tree.shares[child])
-                self._offered[cell] += 1
+                counted, cell = min(rank, RANKS - 1), bin_of(tree.shares[child])
+                ranks.add(counted)
+                self._offered[counted][cell] += 1
                 if child in kept:
-                    self._accepted[cell] += 1
+                    self._accepted[counted][cell] += 1
                     break
-        self._estimates = self._estimated()
+        for rank in ranks:
+            self._estimates[rank] = self._estimated(rank)
 
 
 def bin_of(share: float) -> int:

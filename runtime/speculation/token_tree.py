@@ -17,16 +17,17 @@ from .token_graph import ROOT, Edge, TokenGraph
 class TokenTree:
     """Rows of one verification pass, parents first and siblings in draw order; row 0 is the root.
 
-    token_ids, parents, depths: one entry per row (the root's parent is -1). nodes: the graph node of each row. merged:
-    whether the row's path differs from the context its node was drafted in. certain: rows whose token was given, not
-    drawn. shares: the draft's probability of each row's token, see TokenGraph. draft_probs: q that a row's other
-    children were drawn from, by row; empty when nothing was drawn. remaining: what each row that was drawn
-    was drawn from, R [K] of its Edge.
+    token_ids, parents, depths: one entry per row (the root's parent is -1). children: rows below each row, in draw
+    order. nodes: the graph node of each row. merged: whether the row's path differs from the context its node was
+    drafted in. certain: rows whose token was given, not drawn. shares: the draft's probability of each row's token, see
+    TokenGraph. draft_probs: q that a row's other children were drawn from, by row; empty when nothing was drawn.
+    remaining: what each row that was drawn was drawn from, R [K] of its Edge.
     """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
     nodes: tuple[int, ...]
     merged: tuple[bool, ...]
     certain: frozenset[int]
@@ -36,13 +37,6 @@ class TokenTree:
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    def children(self) -> list[list[int]]:
-        """Child rows of every row, in draw order."""
-        rows: list[list[int]] = [[] for _ in self.token_ids]
-        for row in range(1, len(self)):
-            rows[self.parents[row]].append(row)
-        return rows
 
     def to_batch(self, spec: EngineSpec, committed: int, ranking_only: bool = False) -> TokenBatch:
         """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch."""
@@ -67,6 +61,7 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
     nodes: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
+    children: list[list[int]] = []
     merged: list[bool] = []
     certain, draft_probs, remaining = set(), {}, {}
     heap: list[tuple[float, int, int, int, bool, Edge]] = [(0.0, ROOT, 0, -1, False, Edge(ROOT, 0.0, False, None))]
@@ -77,6 +72,9 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
         nodes.append(node)
         parents.append(parent)
         depths.append(depths[parent] + 1 if row else 0)
+        children.append([])
+        if row:
+            children[parent].append(row)
         merged.append(copied)
         if edge.certain:
             certain.add(row)
@@ -92,6 +90,7 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
         token_ids=tuple(graph.tokens[node] for node in nodes),
         parents=tuple(parents),
         depths=tuple(depths),
+        children=tuple(map(tuple, children)),
         nodes=tuple(nodes),
         merged=tuple(merged),
         certain=frozenset(certain),

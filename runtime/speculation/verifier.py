@@ -51,7 +51,7 @@ def match_best(tree: TokenTree, best: NDArray[np.int64]) -> Acceptance:
 
 def matched(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Acceptance:
     """Follow the child that carries the token chosen at a row, as long as there is one."""
-    children = tree.children()
+    children = tree.children
     row = 0
     rows: list[int] = []
     path: list[int] = []
@@ -74,7 +74,7 @@ def recursive_rejection(
     Differs from the printed algorithm where that is in error: the threshold is uniform, not normal, and an accepted
     row without children ends with a draw from the target there. On a chain this is Leviathan's rejection sampling.
     """
-    children = tree.children()
+    children = tree.children
     row = 0
     rows: list[int] = []
     path: list[int] = []
@@ -103,7 +103,7 @@ def traversal_verification(
     is rejected, R' = norm(max(πR - D, 0)) and π' = S / (S + 1 - π), where S is the sum before normalising. On a chain
     this is block verification. (No code was released; the rule was reconstructed and checked by enumeration.)
     """
-    children = tree.children()
+    children = tree.children
 
     def visit(row: int, pi: float, path: list[int]) -> Acceptance | None:
         if not children[row]:
