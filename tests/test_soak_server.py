@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import sys
@@ -24,6 +25,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 SECONDS, WARM_SECONDS = 13.0, 5.0
 CLIENTS = 8
 GROWTH_BYTES = 8 << 20  # the allocator's own unrest; 10 KB per request would be more
+WORKERS = min(32, (os.cpu_count() or 1) + 4)  # asyncio's, which appear as they are needed
 KINDS = ("whole", "stream", "left", "hung up", "refused", "nonsense", "half a body")
 # Few candidates per draw: with all 288, one draw in ten thousand falls upon a rounding edge.
 PARAMS = [
@@ -118,4 +120,4 @@ def test_a_server_is_as_large_as_before(tiny_bundle: Path) -> None:
         assert server.process.wait(10) == 0
     assert set(done) == set(KINDS) and done.total() > 200
     assert after.resident - before.resident < GROWTH_BYTES
-    assert after.files <= before.files + 1 and after.threads <= before.threads + 1
+    assert after.files <= before.files + 1 and after.threads <= before.threads + WORKERS
