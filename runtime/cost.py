@@ -53,9 +53,15 @@ class PassCosts:
 
     def at(self, rows: int, context: int) -> float:
         """Seconds of a pass, between the nearest contexts; of more rows than were measured, in proportion."""
+        return float(self.of(np.asarray(rows), context))
+
+    def of(self, rows: NDArray[np.int64], context: int) -> NDArray[np.float64]:
+        """The same of passes of so many rows each, of any shape."""
+        widths = np.asarray(self.widths)
         if self.padded:
-            rows = next((width for width in self.widths if width >= rows), rows)
-        return float(np.interp(rows, self.widths, self._behind(context))) * max(1.0, rows / self.widths[-1])
+            rows = np.where(rows < widths[-1], widths[np.searchsorted(widths, np.minimum(rows, widths[-1]))], rows)
+        seconds: NDArray[np.float64] = np.interp(rows, widths, self._behind(context)) * np.maximum(1, rows / widths[-1])
+        return seconds
 
     def _behind(self, context: int) -> NDArray[np.float64]:
         """Seconds of every width. Beyond the last context they grow as between the last two, since attention does:

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cost import CostModel, PassCosts
 from .acceptance import AcceptanceEstimate, Choice, Shapes
@@ -138,16 +139,16 @@ class Controller:
             return
         self._priced, shapes = priced, self._shapes
 
-        def part(passes: PassCosts, rows: int) -> float:
-            return passes.at(rows * sharing, context) / sharing
+        def part(passes: PassCosts, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+            return passes.of(rows * sharing, context) / sharing
 
-        self._plain_seconds = part(self._costs.target, 1) + self._host.plain
-        first = part(self._costs.draft, 2)  # the root, and often the last accepted token
-        for row in range(len(self._seconds)):
-            chain = shapes.chain and row == 0
-            size = 1 if chain else shapes.sizes[row - shapes.chain]
-            further = part(self._costs.draft, min(shapes.frontier, size))
-            for depth in range(1, shapes.depth + 1):
-                tokens = (depth if chain else size) + shapes.given
-                verify = part(self._costs.target, tokens + 1) + self._host.round + self._host.token * tokens
-                self._seconds[row, depth - 1] = first + (depth - 1) * further + verify
+        self._plain_seconds = float(part(self._costs.target, np.array(1))) + self._host.plain
+        depths = np.arange(1, shapes.depth + 1)
+        sizes = np.array([1] * shapes.chain + list(shapes.sizes))
+        tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
+        tokens[: int(shapes.chain)] = depths
+        tokens += shapes.given
+        first = part(self._costs.draft, np.array(2))  # the root, and often the last accepted token
+        further = part(self._costs.draft, np.minimum(sizes, shapes.frontier))
+        verify = part(self._costs.target, tokens + 1) + self._host.round + self._host.token * tokens
+        self._seconds = first + (depths - 1) * further[:, None] + verify
