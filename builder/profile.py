@@ -128,23 +128,22 @@ def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def host(pair: Pair, temperature: float, advance: Callable[[], None]) -> HostCosts:
-    """Time outside the engines, of a round and of each proposed token, from proposals of two sizes."""
+    """Time outside the engines, of a round and of each proposed token: from a small chain and a larger tree, between
+    which proposals mostly are."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
-    rounds = []
-    for size in (few, many):
-        rounds.append(host_seconds(pair, size, temperature))
-        advance()
-    plain = host_seconds(pair, 0, temperature)
-    advance()
-    token = max(0.0, rounds[1] - rounds[0]) / max(1, many - few)
-    return HostCosts(plain, max(plain, rounds[0] - few * token), token)
-
-
-def host_seconds(pair: Pair, size: int, temperature: float) -> float:
-    """Median host seconds of a round that proposes `size` tokens, or none."""
     frontier = min(4, pair.engines[DRAFT].spec.max_width)
-    tree = SpeculativeConfig(max_total_draft_tokens=size or 1, max_draft_len=4, frontier_width=frontier, budget="fixed")
-    config = tree if size else None
+    chain = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
+    tree = SpeculativeConfig(max_total_draft_tokens=many, max_draft_len=4, frontier_width=frontier, budget="fixed")
+    seconds = []
+    for config in (chain, tree, None):
+        seconds.append(host_seconds(pair, config, temperature))
+        advance()
+    token = max(0.0, seconds[1] - seconds[0]) / max(1, many - few)
+    return HostCosts(seconds[2], max(seconds[2], seconds[0] - few * token), token)
+
+
+def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float) -> float:
+    """Median host seconds of a round with such a proposal, or none."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines[DRAFT], config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
     per_round = []

@@ -30,6 +30,8 @@ from .prefix import ROOT, PrefixTree
 LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of the used slots is live
 SPARE = 4  # give slots back when there are more than so many times as could be needed: attention spans all of them
 COMMON = 24  # tokens that two texts begin with alike beyond what any template makes them
+GATHERING = ("native",)  # backends that read a cache in panels of neighbouring slots
+SCATTERED = 256  # rows between the others' that cost less than to gather them
 NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -81,6 +83,7 @@ class PooledEngine:
         self.prefixes: PrefixTree | None = None
         self._retained = 0
         self._recalled = False  # whether texts ever began alike
+        self._gathered = 0  # slots up to which the rows of each sequence lie together
 
     @property
     def spec(self) -> EngineSpec:
@@ -174,22 +177,30 @@ class PooledEngine:
         self._storage = None
 
     def _make_room(self, width: int) -> None:
-        """Space for one more pass: it grows, unless it is mostly garbage or may not; after a burst it shrinks."""
+        """Space for one more pass: it grows, unless it is mostly garbage or may not; after a burst it shrinks. Where
+        neighbouring slots are read together, the rows of each sequence are gathered now and then."""
         used, capacity, limit = int(self._storage.speculative), int(self._storage.capacity), self.spec.capacity
         needed = width + sum(each.length + each.speculative for each in self.caches)
         spare = capacity > max(SPARE * max(needed, FIRST_CAPACITY), self._retained)
-        if used + width <= capacity and not spare:
+        full = used + width > capacity
+        if not full and not spare and not self._is_scattered(used, needed):
             return
         live = np.zeros(used, np.bool_)
         for each in self.caches:
             live[each.slots] = live[each.drafted] = True
         rows = int(live.sum())
+        if not full and not spare:  # what is here may stay
+            self._remember(live, used - rows)
+            self._compact(live)
+            return
         if spare:
             capacity = max(2 * needed, self._retained)
         mostly_garbage = rows <= LIVE_SHARE * used and not (self._recalled and used + width <= self._retained)
         if spare or used + width > limit or mostly_garbage:
-            self._retain(live, int(min(LIVE_SHARE * capacity, limit - width)) - rows)
-            self._compact(np.flatnonzero(live))
+            room = int(min(LIVE_SHARE * capacity, limit - width)) - rows
+            # Before texts ever began alike, only as many ended rows as it takes to notice that they do.
+            self._remember(live, min(room, self._retained if self._recalled else 2 * COMMON))
+            self._compact(live)
         if spare:
             self._storage.shrink(capacity)
         if rows + width > limit:
@@ -198,15 +209,20 @@ class PooledEngine:
                 "run fewer requests at a time, or allow more memory"
             )
 
-    def _retain(self, live: NDArray[np.bool_], room: int) -> None:
-        """Declare rows of ended sequences alive for as long as there is room; before texts ever began alike, only as
-        many as it takes to notice that they do."""
-        count = min(room, self._retained if self._recalled else 2 * COMMON)
+    def _is_scattered(self, used: int, needed: int) -> bool:
+        """Whether so many rows came since the sequences' were gathered that it pays again: each round's lie between
+        those of all others, and a panel of slots is read for the one that counts."""
+        gathers = self._engine.spec.backend in GATHERING and len(self.caches) > 1
+        return gathers and used - self._gathered > max(SCATTERED, needed // 2)
+
+    def _remember(self, live: NDArray[np.bool_], count: int) -> None:
+        """Declare so many rows of ended sequences alive."""
         if self.prefixes is not None and count > 0:
             live[self.prefixes.recent(live, count)] = True
 
-    def _compact(self, kept: NDArray[np.int64]) -> None:
+    def _compact(self, live: NDArray[np.bool_]) -> None:
         """Move these rows together and tell every sequence where they are now."""
+        kept = self._by_sequence(live)
         moved = np.full(int(self._storage.speculative) + 1, ROOT)
         moved[kept] = np.arange(len(kept))
         self._storage.compact(kept)
@@ -214,6 +230,19 @@ class PooledEngine:
             cache.slots, cache.drafted = moved[cache.slots], moved[cache.drafted]
         if self.prefixes is not None:
             self.prefixes.move(kept, moved)
+        self._gathered = len(kept)
+
+    def _by_sequence(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Live slots in a new order: sequence by sequence, what several share with the first, and ended ones last. As
+        they are, should a sequence's slots not ascend then (see `prefix.py`)."""
+        own = [slots for each in self.caches for slots in (each.slots, each.drafted)]
+        ended = np.flatnonzero(live)
+        slots, firsts = np.unique(np.concatenate((*own, ended)), return_index=True)
+        order = slots[np.argsort(firsts)]
+        place = np.empty(len(live), np.int64)
+        place[order] = np.arange(len(order))
+        ascend = all(np.all(np.diff(place[np.concatenate((each.slots, each.drafted))]) > 0) for each in self.caches)
+        return order if ascend else ended
 
 
 def part(output: ForwardOutput, rows: slice) -> ForwardOutput:

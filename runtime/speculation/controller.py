@@ -77,6 +77,8 @@ class Controller:
         self._priced = (-1, 0)  # for which context and sharing
         self._seconds = np.zeros(shapes.grid)
         self._plain_seconds = 0.0
+        self._draft_alone: list[float] = []  # seconds of a draft pass of 1, 2, ... rows that nobody shares
+        self._found: dict[int, Plan] = {}  # the best of each depth, as long as nothing is learned
 
     def plan(self, context: int, room: int, sharing: int = 1, unread: int = 1) -> Plan:
         """The next round's limits behind `context` committed tokens; at most `room` deep. sharing: requests whose
@@ -86,14 +88,14 @@ class Controller:
         if room < 1:
             return plain
         best = self._best(room)
-        catching_up = self._catching_up(context, unread)
+        catching_up = self._catching_up(unread)
         if self._saves(best, room) > catching_up:
             return best
         self._experience.plain_rounds += 1
         # Nobody else drafts when one request looks: its draft passes are its own.
         loss = (
             catching_up
-            + best.depth * self._costs.draft.at(self._shapes.frontier, context)
+            + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
             + max(0.0, -self._saves(best, 1))
         )
         if self._experience.plain_rounds > loss / (PROBE_LOSS * self._plain_seconds):
@@ -104,11 +106,12 @@ class Controller:
     def worth_reading(self, context: int, room: int, sharing: int) -> bool:
         """Whether the draft is to read the prompt of `context` tokens, for a text of `room` tokens behind it."""
         self._price(context, sharing)
-        return room > 0 and self._saves(self._best(room), room) > self._catching_up(context, context)
+        return room > 0 and self._saves(self._best(room), room) > self._catching_up(context)
 
     def observe(self, plan: Plan, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
         """Learn from a verified round: what it, and every smaller proposal, got. accepted: rows of its tree. choices:
         of the verifier along them."""
+        self._found.clear()
         self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
         self._experience.note(self._shapes, self._greedy, self._estimate)
 
@@ -116,20 +119,25 @@ class Controller:
         """Seconds that such rounds save over a text of `room` tokens."""
         return (self._plain_seconds - plan.seconds / plan.tokens) * room
 
-    def _catching_up(self, context: int, unread: int) -> float:
+    def _catching_up(self, unread: int) -> float:
         """Seconds in which the draft reads what it missed, perhaps the whole prompt: once, and in a pass of its own.
         A few tokens are part of every round."""
-        return self._costs.draft.at(unread, context) if unread > self._shapes.depth else 0.0
+        widest = len(self._draft_alone)
+        missed = self._draft_alone[min(unread, widest) - 1] * max(1.0, unread / widest)
+        return missed if unread > self._shapes.depth else 0.0
 
     def _best(self, room: int) -> Plan:
         """The proposal of most tokens per second."""
         most = min(room, self._shapes.depth)
-        expected, every = 1 + self._estimate.accepted()[:, :most], self._seconds[:, :most]
-        row, column = divmod(int((expected / every).argmax()), most)
-        depth, tokens, seconds = column + 1, float(expected[row, column]), float(every[row, column])
-        chain = self._shapes.chain and row == 0
-        size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
-        return Plan(depth, size, tokens, seconds, tokens * self._plain_seconds / seconds, probe=False, chain=chain)
+        if most not in self._found:
+            expected, every = 1 + self._estimate.accepted()[:, :most], self._seconds[:, :most]
+            row, column = divmod(int((expected / every).argmax()), most)
+            depth, tokens, seconds = column + 1, float(expected[row, column]), float(every[row, column])
+            chain = self._shapes.chain and row == 0
+            size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
+            speed_up = tokens * self._plain_seconds / seconds
+            self._found[most] = Plan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
+        return self._found[most]
 
     def _price(self, context: int, sharing: int) -> None:
         """Seconds [kinds and sizes, depths] of every plan, and of a plain token, behind so many committed ones: this
@@ -138,11 +146,13 @@ class Controller:
         if priced == self._priced:
             return
         self._priced, shapes = priced, self._shapes
+        self._found.clear()
 
         def part(passes: PassCosts, rows: NDArray[np.int64]) -> NDArray[np.float64]:
             return passes.of(rows * sharing, context) / sharing
 
         self._plain_seconds = float(part(self._costs.target, np.array(1))) + self._host.plain
+        self._draft_alone = self._costs.draft.of(np.arange(1, self._costs.draft.widths[-1] + 1), context).tolist()
         depths = np.arange(1, shapes.depth + 1)
         sizes = np.array([1] * shapes.chain + list(shapes.sizes))
         tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
