@@ -128,16 +128,17 @@ class NativeEngine:
     def accepted(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """The SpecDec++ head on hidden states [R, hidden]: blocks x + SiLU(x W + b), then the calibrated probability
         [R] that the target accepts the token each belongs to. One row at a time: a product of matrices would add in an
-        order that depends on how many there are."""
+        order that depends on how many there are. And not by BLAS, whose threads wait for more work by spinning: for
+        25 ms after such a product they take a core from the passes."""
         weights, odds = self._weights, np.zeros(len(rows), np.float32)
         for index, row in enumerate(rows):
             layer = 0
             while f"{ACCEPTANCE}block.{layer}.weight" in weights:
                 block = f"{ACCEPTANCE}block.{layer}."
-                inner = row @ weights[block + "weight"] + weights[block + "bias"]
+                inner = np.einsum("i,ij->j", row, weights[block + "weight"]) + weights[block + "bias"]
                 row = row + inner / (1 + np.exp(-inner))
                 layer += 1
-            odds[index] = (row @ weights[ACCEPTANCE + "odds"] + weights[ACCEPTANCE + "shift"]).item()
+            odds[index] = ((row * weights[ACCEPTANCE + "odds"].ravel()).sum() + weights[ACCEPTANCE + "shift"]).item()
         return 1 / (1 + np.exp(-odds))
 
     def close(self) -> None:

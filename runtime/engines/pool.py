@@ -29,6 +29,7 @@ from .prefix import ROOT, PrefixTree
 
 LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of the used slots is live
 SPARE = 4  # give slots back when there are more than so many times as could be needed: attention spans all of them
+PATIENCE = 64  # passes before that: the next burst may be near, and growing again copies everything
 COMMON = 24  # tokens that two texts begin with alike beyond what any template makes them
 GATHERING = ("native",)  # backends that read a cache in panels of neighbouring slots
 SCATTERED = 256  # rows between the others' that cost less than to gather them
@@ -83,6 +84,7 @@ class PooledEngine:
         self.prefixes: PrefixTree | None = None
         self._retained = 0
         self._recalled = False  # whether texts ever began alike
+        self._spare_passes = 0
         self._gathered = 0  # slots up to which the rows of each sequence lie together
 
     @property
@@ -181,7 +183,10 @@ class PooledEngine:
         neighbouring slots are read together, the rows of each sequence are gathered now and then."""
         used, capacity, limit = int(self._storage.speculative), int(self._storage.capacity), self.spec.capacity
         needed = width + sum(each.length + each.speculative for each in self.caches)
-        spare = capacity > max(SPARE * max(needed, FIRST_CAPACITY), self._retained)
+        self._spare_passes += 1
+        if capacity <= max(SPARE * max(needed, FIRST_CAPACITY), self._retained):
+            self._spare_passes = 0
+        spare = self._spare_passes > PATIENCE
         full = used + width > capacity
         if not full and not spare and not self._is_scattered(used, needed):
             return

@@ -93,12 +93,9 @@ class Controller:
             return best
         self._experience.plain_rounds += 1
         # Nobody else drafts when one request looks: its draft passes are its own.
-        loss = (
-            catching_up
-            + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
-            + max(0.0, -self._saves(best, 1))
-        )
-        if self._experience.plain_rounds > loss / (PROBE_LOSS * self._plain_seconds):
+        loss = catching_up + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
+        allowed = self._experience.plain_rounds * PROBE_LOSS * self._plain_seconds
+        if allowed > loss and allowed > loss + self._held_up(best, context, sharing):
             self._experience.plain_rounds = 0
             return best._replace(probe=True)
         return plain._replace(speed_up=best.speed_up)
@@ -118,6 +115,14 @@ class Controller:
     def _saves(self, plan: Plan, room: float) -> float:
         """Seconds that such rounds save over a text of `room` tokens."""
         return (self._plain_seconds - plan.seconds / plan.tokens) * room
+
+    def _held_up(self, plan: Plan, context: int, sharing: int) -> float:
+        """Seconds that a proposal which nobody else makes adds to a pass that all wait for, beyond what it yields."""
+        tokens = plan.size + self._shapes.given
+        passes, host = self._costs.target, self._host
+        longer = passes.at(sharing + tokens, context) - passes.at(sharing, context)
+        longer += host.round + host.token * tokens - host.plain
+        return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 
     def _catching_up(self, unread: int) -> float:
         """Seconds in which the draft reads what it missed, perhaps the whole prompt: once, and in a pass of its own.

@@ -112,7 +112,7 @@ class Entropy:
             return False
         weights = np.exp(logits - logits.max())
         q = weights / weights.sum()
-        entropy = -float(q @ np.log(np.maximum(q, np.finfo(np.float32).tiny)))
+        entropy = -float((q * np.log(np.maximum(q, np.finfo(np.float32).tiny))).sum())  # BLAS would spin
         return 1 - math.sqrt(self.gamma * max(0.0, entropy)) < self.threshold
 
     def before_score(self, graph: TokenGraph, node: int) -> bool:
