@@ -24,6 +24,7 @@ from .acceptance import AcceptanceEstimate, Choice, Shapes
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that looking whether speculation pays again may cost
 REMEMBERED = 64  # kinds of request whose latest estimate is kept: clients choose what they are
+SHARED_SPEED_UP = 1.05  # that a proposal must promise where passes are shared
 CONTEXT_STEP = 64  # costs are looked up anew after so many tokens
 PLAIN_DEPTH = 0
 
@@ -89,7 +90,7 @@ class Controller:
             return plain
         best = self._best(room)
         catching_up = self._catching_up(unread)
-        if self._saves(best, room) > catching_up:
+        if self._pays(best, room, catching_up, sharing):
             return best
         self._experience.plain_rounds += 1
         # Nobody else drafts when one request looks: its draft passes are its own.
@@ -103,7 +104,7 @@ class Controller:
     def worth_reading(self, context: int, room: int, sharing: int) -> bool:
         """Whether the draft is to read the prompt of `context` tokens, for a text of `room` tokens behind it."""
         self._price(context, sharing)
-        return room > 0 and self._saves(self._best(room), room) > self._catching_up(context)
+        return room > 0 and self._pays(self._best(room), room, self._catching_up(context), sharing)
 
     def observe(self, plan: Plan, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
         """Learn from a verified round: what it, and every smaller proposal, got. accepted: rows of its tree. choices:
@@ -111,6 +112,12 @@ class Controller:
         self._found.clear()
         self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
         self._experience.note(self._shapes, self._greedy, self._estimate)
+
+    def _pays(self, plan: Plan, room: int, catching_up: float, sharing: int) -> bool:
+        """Whether it is expected to be faster than plain decoding, and among others clearly so: a table measured alone
+        does not know what their rows, and those rejected, do to a pass."""
+        clearly = sharing == 1 or plan.speed_up > SHARED_SPEED_UP
+        return clearly and self._saves(plan, room) > catching_up
 
     def _saves(self, plan: Plan, room: float) -> float:
         """Seconds that such rounds save over a text of `room` tokens."""
@@ -120,7 +127,7 @@ class Controller:
         """Seconds that a proposal which nobody else makes adds to a pass that all wait for, beyond what it yields."""
         tokens = plan.size + self._shapes.given
         passes, host = self._costs.target, self._host
-        longer = passes.at(sharing + tokens, context) - passes.at(sharing, context)
+        longer = passes.at(sharing + tokens, context * sharing) - passes.at(sharing, context * sharing)
         longer += host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 
@@ -150,14 +157,14 @@ class Controller:
         priced = context // CONTEXT_STEP, sharing
         if priced == self._priced:
             return
-        self._priced, shapes = priced, self._shapes
+        self._priced, shapes, spanned = priced, self._shapes, context * sharing  # attention reads everybody's rows
         self._found.clear()
 
         def part(passes: PassCosts, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            return passes.of(rows * sharing, context) / sharing
+            return passes.of(rows * sharing, spanned) / sharing
 
         self._plain_seconds = float(part(self._costs.target, np.array(1))) + self._host.plain
-        self._draft_alone = self._costs.draft.of(np.arange(1, self._costs.draft.widths[-1] + 1), context).tolist()
+        self._draft_alone = self._costs.draft.of(np.arange(1, self._costs.draft.widths[-1] + 1), spanned).tolist()
         depths = np.arange(1, shapes.depth + 1)
         sizes = np.array([1] * shapes.chain + list(shapes.sizes))
         tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
