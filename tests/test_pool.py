@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -247,3 +248,28 @@ def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
     assert burst > 2000 and pool._storage.capacity < burst / 4
     assert expected is not None and output is not None
     np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)
+
+
+def test_rows_of_a_sequence_are_gathered_where_panels_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwood.runtime.engines.pool.SCATTERED", 20)
+    model = random_model(0, 8)
+    engine = FakeEngine(model, 8)
+    engine.spec = replace(engine.spec, backend="native")
+    pool = PooledEngine(engine, engine.spec.capacity)
+    caches = [pool.new_cache() for _ in range(3)]
+    texts: list[list[int]] = [[] for _ in caches]
+    longest = 0
+    for step in range(60):
+        for number, text in enumerate(texts):
+            text.append((step * (number + 1)) % 8)
+        passes = [
+            Pass(pool, causal_batch(pool.spec, text[-1:], step), cache)
+            for text, cache in zip(texts, caches, strict=True)
+        ]
+        outputs = pool.forward_together(passes)
+        for text, output, cache in zip(texts, outputs, caches, strict=True):
+            np.testing.assert_allclose(output.logits[0], np.log(model(tuple(text))))
+            cache.commit([0])
+        together = [int((np.diff(cache.slots) == 1).sum()) for cache in caches]
+        longest = max(longest, min(together, default=0))
+    assert longest > 20, "without gathering no two rows of a sequence lie together"
