@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -140,29 +141,34 @@ proposals = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans
 
 
 @settings(max_examples=60, deadline=None)
-@given(proposals, st.sampled_from([0, 120]))
-def test_the_slots_of_a_text_ascend_whoever_commits_first(turns: list[tuple[int, int, bool]], retained: int) -> None:
+@given(proposals, st.sampled_from([0, 120]), st.sampled_from([(), ("fake",)]))
+def test_the_slots_of_a_text_ascend_whoever_commits_first(
+    turns: list[tuple[int, int, bool]], retained: int, gathering: tuple[str, ...]
+) -> None:
     """Several sequences draft the same text, side by side and before any of it is committed, and then each commits
-    part of its draft: an engine adds values up in the order of the slots."""
-    pool, _ = shared_pool(retained, slots=130)
-    text = np.random.default_rng(0).integers(0, VOCAB, 400)
-    caches = [pool.new_cache() for _ in range(3)]
-    for which, rows, committed in turns:
-        if which == len(caches):
-            caches[rows % len(caches)] = pool.new_cache()
-            continue
-        cache = caches[which]
-        if cache.length + cache.speculative <= 25:
-            start, seen = cache.length + cache.speculative, cache.speculative
-            mask = np.tri(rows, seen + rows, seen, dtype=np.bool_)
-            chain = text[start : start + rows]
-            batch = TokenBatch.padded(chain, np.arange(start, start + rows), mask, pool.spec.width_for(rows))
-            pool.forward(batch, cache)
-        if committed:
-            cache.commit(range(min(rows, cache.speculative)))
-        for each in caches:
-            assert text_of(pool, each) == tuple(text[: each.length])
-            assert (np.diff(each.slots) > 0).all()
+    part of its draft: an engine adds values up in the order of the slots. Gathering rows by sequence keeps it."""
+    with patch.multiple("draftwood.runtime.engines.pool", GATHERING=gathering, SCATTERED=6):
+        pool, _ = shared_pool(retained, slots=130)
+        text = np.random.default_rng(0).integers(0, VOCAB, 400)
+        caches = [pool.new_cache() for _ in range(3)]
+        for which, rows, committed in turns:
+            if which == len(caches):
+                caches[rows % len(caches)] = pool.new_cache()
+                continue
+            cache = caches[which]
+            if cache.length + cache.speculative <= 25:
+                start, seen = cache.length + cache.speculative, cache.speculative
+                mask = np.tri(rows, seen + rows, seen, dtype=np.bool_)
+                chain = text[start : start + rows]
+                batch = TokenBatch.padded(chain, np.arange(start, start + rows), mask, pool.spec.width_for(rows))
+                pool.forward(batch, cache)
+            if committed:
+                cache.commit(range(min(rows, cache.speculative)))
+            for each in caches:
+                assert text_of(pool, each) == tuple(text[: each.length])
+                assert (np.diff(each.slots) > 0).all()
+                assert pool.prefixes is not None
+                assert all(slot > before for (before, _), slot in pool.prefixes._after.items())
 
 
 def test_a_draft_that_is_committed_late_does_not_change_the_order_of_addition(tmp_path: Path) -> None:

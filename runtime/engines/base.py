@@ -197,13 +197,8 @@ class StackedKVCache(ABC):
         Doubles the buffer where needed, so that growing costs O(1) per row. Raises EngineError when the engine has no
         pass of this width, or not that many slots.
         """
-        width, columns = batch.mask.shape
-        if width not in self._spec.pass_widths or columns != self.speculative + width:
-            compiled = ", ".join(map(str, self._spec.pass_widths))
-            raise EngineError(
-                f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
-                f"with one column for each and for the {self.speculative} speculative rows before them"
-            )
+        check_mask(self._spec, batch.mask, self.speculative)
+        columns = batch.mask.shape[1]
         slots = self.length + columns
         if slots > self.limit:
             raise EngineError(
@@ -252,6 +247,17 @@ class Engine(Protocol):
 def closed(spec: EngineSpec) -> EngineError:
     """What a pass of an engine that was closed raises."""
     return EngineError(f"the {spec.role} engine was closed")
+
+
+def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> None:
+    """Raises EngineError for a mask [W, S] of no pass of this engine behind so many speculative rows."""
+    width, columns = mask.shape
+    if width not in spec.pass_widths or columns != speculative + width:
+        compiled = ", ".join(map(str, spec.pass_widths))
+        raise EngineError(
+            f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
+            f"with one column for each and for the {speculative} speculative rows before them"
+        )
 
 
 def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False) -> TokenBatch:

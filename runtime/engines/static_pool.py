@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...models.errors import EngineError
 from ...plugins.tree_attention.op import SequenceRow
-from .base import ForwardOutput, Pass, TokenBatch
+from .base import ForwardOutput, Pass, TokenBatch, check_mask
 from .layout import PassShape, mask_columns
 from .static_pass import CacheMemory
 
@@ -152,13 +152,7 @@ class StaticPool:
 
     def _check(self, batch: TokenBatch, cache: SharedKVCache) -> None:
         """Refuse what would harm other sequences, or what the engine was not compiled for."""
-        width, columns = batch.mask.shape
-        if width not in self.spec.pass_widths or columns != cache.speculative + width:
-            compiled = ", ".join(map(str, self.spec.pass_widths))
-            raise EngineError(
-                f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
-                f"with one column for each and for the {cache.speculative} speculative rows before them"
-            )
+        check_mask(self.spec, batch.mask, cache.speculative)
         # A row is committed to the slot of its position, so that a text which fits does so row by row.
         last = int(batch.position_ids[: batch.num_tokens].max())
         if last >= self._region:
