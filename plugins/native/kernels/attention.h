@@ -54,7 +54,8 @@ static int next_run(const struct panel_mask *mask, const int *rows, int count, i
 /* sums[r][p] += rows[r] * panels: a tile of any size, in fp32. */
 static void products(int count, int panels, const float *const *rows, const float *weights, size_t panel, int first,
                      int last, f32 sums[][MOST_PANELS]) {
-#define PRODUCT(R, P) { dense_tile(R, P, rows, weights, panel, first, last, FP32, sums); }
+    const struct ahead ahead = share(weights + panels * panel, 0, LANES * sizeof(float), 0, 1);
+#define PRODUCT(R, P) { dense_tile(R, P, rows, weights, panel, ahead, first, last, FP32, sums); }
     EACH_TILE(count, panels, PRODUCT)
 }
 

@@ -51,7 +51,7 @@ static void linear(struct cursor *cursor, const struct matrix *matrix, const str
             step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
             for (int tile = 0; tile < tiles; tile++) {
                 const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
-                multiply(matrix, from, row, count, panel, step, sums);
+                multiply(matrix, from, row, count, panel, step, tile, tiles, sums);
                 for (int r = 0; r < count; r++)
                     finish(matrix, ending, panel, step, sums[r], to + (size_t)(row + r) * stride);
             }
@@ -313,7 +313,7 @@ int draftwood_linear(const struct matrix *matrix, const float *values, int rows,
         for (int panel = 0, step; panel < panels; panel += step) {
             f32 sums[MOST_ROWS][MOST_PANELS];
             step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
-            multiply(matrix, &x, row, count, panel, step, sums);
+            multiply(matrix, &x, row, count, panel, step, 0, 1, sums);
             for (int r = 0; r < count; r++)
                 finish(matrix, STORE, panel, step, sums[r], result + (size_t)(row + r) * matrix->outputs);
         }

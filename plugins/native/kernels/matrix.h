@@ -35,8 +35,20 @@ struct rows {
 
 INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
 
-/* Fetch what the next panels need while these are computed: processors do not look ahead over pages. */
-INLINE void ahead(const void *from, size_t bytes) { __builtin_prefetch((const char *)from + bytes, 0, 3); }
+/* What a tile fetches of the next panels while it computes: processors do not look ahead over pages. Tiles of several
+ * rows that meet the same panels one after the other fetch a share each, so that memory rests during none of them. */
+struct ahead {
+    const char *from;
+    size_t pace; /* bytes for each step that a tile takes over its panels */
+};
+
+INLINE struct ahead share(const void *next, size_t panel, size_t step, int tile, int tiles) {
+    return (struct ahead){(const char *)next + panel * tile / tiles, (step + tiles - 1) / tiles};
+}
+
+INLINE void fetch(struct ahead ahead, size_t panels, size_t steps) {
+    __builtin_prefetch(ahead.from + panels + steps * ahead.pace, 0, 3);
+}
 
 /* Sixteen weights of one input as fp32. */
 INLINE f32 widened(const void *weights, size_t index, const int format) {
@@ -57,7 +69,7 @@ INLINE f32 widened(const void *weights, size_t index, const int format) {
 
 /* sums[r][p] += rows[r][first..last) * panels[p]; `panel` floats lie between panels. */
 INLINE void dense_tile(const int R, const int P, const float *const *rows, const void *weights, size_t panel,
-                       int first, int last, const int format, f32 sums[][MOST_PANELS]) {
+                       struct ahead ahead, int first, int last, const int format, f32 sums[][MOST_PANELS]) {
     f32 sum[MOST_ROWS][MOST_PANELS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -68,7 +80,7 @@ INLINE void dense_tile(const int R, const int P, const float *const *rows, const
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             weight[p] = widened(weights, p * panel + (size_t)k * LANES, format);
-            ahead(weights, ((P + p) * panel + (size_t)k * LANES) * (format == FP32 ? 4 : 2));
+            fetch(ahead, p * panel * (format == FP32 ? 4 : 2), k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
@@ -81,12 +93,20 @@ INLINE void dense_tile(const int R, const int P, const float *const *rows, const
         for (int p = 0; p < P; p++) sums[r][p] = sum[r][p];
 }
 
+/* Bytes of sixteen weights for one step of a tile: an input, or a vector of codes. */
+INLINE size_t step_bytes(int format) { return format == FP16 || format == BF16 ? 2 * LANES : 4 * LANES; }
+
+INLINE size_t panel_bytes(const struct matrix *matrix) {
+    const int inputs_of_step = matrix->format == INT8 ? 4 : matrix->format == INT4 ? 8 : 1;
+    return matrix->inputs / inputs_of_step * step_bytes(matrix->format);
+}
+
 /* The same over codes: whole blocks in integers, then one product with both scales. An unsigned code is `zero` too
  * large; what that adds to a block is known from the sum of the row's codes. */
 INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
-                         int panel, const int bits, f32 sums[][MOST_PANELS]) {
+                         int panel, struct ahead ahead, const int bits, f32 sums[][MOST_PANELS]) {
     const int zero = 1 << (bits - 1), block = matrix->block, blocks = matrix->inputs / block;
-    const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8;
+    const size_t bytes = panel_bytes(matrix);
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
     const float *scales = matrix->scales + (size_t)panel * blocks * LANES;
     const int row_blocks = x->stride / block;
@@ -105,21 +125,25 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) whole[r][p] = (i32){0} - zero * x->sums[(row + r) * row_blocks + b];
         for (int k = b * block; k < (b + 1) * block; k += 32 / bits) {
+            i32 low[MOST_PANELS], high[MOST_PANELS]; /* all low ones first: no product waits for the one before it */
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
-                i32 word;
-                memcpy(&word, codes + p * bytes + (size_t)k * LANES * bits / 8, sizeof word);
-                ahead(codes, (P + p) * bytes + (size_t)k * LANES * bits / 8);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    if (bits == 8) {
-                        whole[r][p] = dot4(whole[r][p], word, values[r] + k);
-                    } else {
-                        whole[r][p] = dot4(whole[r][p], word & 0x0f0f0f0f, values[r] + k);
-                        whole[r][p] = dot4(whole[r][p], (i32)((u32)word >> 4) & 0x0f0f0f0f, values[r] + k + 4);
-                    }
+                memcpy(&low[p], codes + p * bytes + (size_t)k * LANES * bits / 8, sizeof low[p]);
+                fetch(ahead, p * bytes, (size_t)k * bits / 32);
+                if (bits == 4) {
+                    high[p] = (i32)((u32)low[p] >> 4) & 0x0f0f0f0f;
+                    low[p] &= 0x0f0f0f0f;
                 }
             }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                for (int p = 0; p < P; p++) whole[r][p] = dot4(whole[r][p], low[p], values[r] + k);
+            if (bits == 4)
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                    for (int p = 0; p < P; p++) whole[r][p] = dot4(whole[r][p], high[p], values[r] + k + 4);
         }
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
@@ -158,22 +182,24 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
     }
 #endif
 
-/* sums = up to MOST_ROWS rows, from `row` on, times up to MOST_PANELS panels. */
+/* sums = up to MOST_ROWS rows, from `row` on, times up to MOST_PANELS panels: tile number `tile` of those that meet
+ * these panels. */
 static void multiply(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel, int panels,
-                     f32 sums[][MOST_PANELS]) {
+                     int tile, int tiles, f32 sums[][MOST_PANELS]) {
     const float *values[MOST_ROWS];
     for (int r = 0; r < rows; r++) values[r] = x->values + (size_t)(row + r) * x->stride;
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) sums[r][p] = (f32){0};
-    const size_t size = (size_t)matrix->inputs * LANES;
-#define DENSE(R, P, FORMAT, BYTES)                                                                                     \
-    dense_tile(R, P, values, (const char *)matrix->weights + panel * size * BYTES, size, 0, matrix->inputs, FORMAT,     \
-               sums);
-#define FP32_TILE(R, P) { DENSE(R, P, FP32, 4) }
-#define FP16_TILE(R, P) { DENSE(R, P, FP16, 2) }
-#define BF16_TILE(R, P) { DENSE(R, P, BF16, 2) }
-#define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, 8, sums); }
-#define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, 4, sums); }
+    const size_t bytes = panel_bytes(matrix);
+    const char *weights = (const char *)matrix->weights + panel * bytes;
+    const struct ahead ahead = share(weights + panels * bytes, bytes, step_bytes(matrix->format), tile, tiles);
+#define DENSE(R, P, FORMAT)                                                                                            \
+    { dense_tile(R, P, values, weights, (size_t)matrix->inputs * LANES, ahead, 0, matrix->inputs, FORMAT, sums); }
+#define FP32_TILE(R, P) DENSE(R, P, FP32)
+#define FP16_TILE(R, P) DENSE(R, P, FP16)
+#define BF16_TILE(R, P) DENSE(R, P, BF16)
+#define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, ahead, 8, sums); }
+#define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, ahead, 4, sums); }
     switch (matrix->format) {
     case FP32: EACH_TILE(rows, panels, FP32_TILE) break;
     case FP16: EACH_TILE(rows, panels, FP16_TILE) break;
