@@ -106,7 +106,7 @@ def configurations() -> dict[str, SpeculativeConfig]:
 
 def measure(bundle: EngineBundle, costs: CostModel, prompts: Sequence[list[int]], tokens: int, repeats: int) -> Any:
     """Speed over plain decoding by acceptance and configuration: medians of ratios to a plain run shortly before."""
-    target, draft = bundle.open_engine(TARGET), SteeredDraft(bundle.open_engine(DRAFT, threads=1), 0.5)
+    target, draft = bundle.open_engine(TARGET), SteeredDraft(bundle.open_draft(), 0.5)
     longest, vocab_size = bundle.manifest.max_length, target.spec.model.vocab_size
     plain = SpeculativeDecoder(target, None, None, longest, ())
     decoders = {

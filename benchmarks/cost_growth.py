@@ -123,7 +123,7 @@ def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
     """Everything about one bundle."""
     before = resident_megabytes()
     bundle = EngineBundle.open(folder)
-    engines = {TARGET: bundle.open_engine(TARGET), DRAFT: bundle.open_engine(DRAFT, threads=1)}
+    engines = {TARGET: bundle.open_engine(TARGET), DRAFT: bundle.open_draft()}
     spec, longest = engines[TARGET].spec, bundle.manifest.max_length
     pair = Pair(engines, longest, {})
     passes = {}

@@ -20,7 +20,7 @@ from machine import write
 from rich.console import Console
 from rich.table import Table
 
-from draftwood.models.bindings import DRAFT, TARGET
+from draftwood.models.bindings import TARGET
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.decoder import SpeculativeDecoder
@@ -71,7 +71,7 @@ class Widened:
 
 def host_times(bundle: EngineBundle, vocab_size: int) -> Iterator[tuple[str, str, float]]:
     """Configuration, setting and milliseconds per round, again and again."""
-    engines: list[Engine] = [bundle.open_engine(TARGET), bundle.open_engine(DRAFT, threads=1)]
+    engines: list[Engine] = [bundle.open_engine(TARGET), bundle.open_draft()]
     if vocab_size:
         engines = [Widened(engine, vocab_size) for engine in engines]
     target, draft = engines

@@ -70,7 +70,7 @@ class Bench:
 
     def __init__(self, bundle: EngineBundle, prompts: Sequence[list[int]], max_tokens: int) -> None:
         self.bundle, self.prompts, self.max_tokens = bundle, prompts, max_tokens
-        self.engines: tuple[Engine, Engine] = (bundle.open_engine(TARGET), bundle.open_engine(DRAFT, threads=1))
+        self.engines: tuple[Engine, Engine] = (bundle.open_engine(TARGET), bundle.open_draft())
 
     def decode(self, decoder: SpeculativeDecoder, temperature: float) -> Iterator[SpecDecodeStats]:
         vocab_size = self.engines[0].spec.model.vocab_size

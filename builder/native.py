@@ -63,14 +63,14 @@ class Packer:
         yield self.floats(EMBEDDING, lambda: self.checkpoint.tensor(embedding + ".weight"), shape)
 
     def acceptance(self, head: TrainedHead) -> Iterator[Tensor]:
-        """The SpecDec++ head: each block's matrix [in, out] and bias, then the row that gives the log-odds."""
+        """The SpecDec++ head: each block's panels and bias, then the row that gives the log-odds."""
         config, weights = head.config, head.weights
         odds, shift = config.logit_projection(weights["output.weight"], weights["output.bias"])
-        arrays = {"odds": odds, "shift": shift}
+        arrays = {"odds": flat(odds.ravel()), "shift": shift}
         for layer in range(config.layers):
             block = f"blocks.{config.block_of(layer)}.linear"
-            arrays[f"block.{layer}.weight"] = weights[f"{block}.weight"].T
-            arrays[f"block.{layer}.bias"] = weights[f"{block}.bias"]
+            arrays[f"block.{layer}.weights"] = panels(weights[f"{block}.weight"])
+            arrays[f"block.{layer}.bias"] = flat(weights[f"{block}.bias"])
         for name, array in arrays.items():
             yield self.floats(ACCEPTANCE + name, partial(np.copy, array), array.shape)
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..models.bindings import DRAFT, TARGET
+from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
 from ..runtime.bundle import EngineBundle
 from ..runtime.cost import CostModel, assumed, fingerprint, stored_costs
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *args.configs.split(",")])}
     engines = (
         bundle.open_engine(TARGET, args.threads, args.provider),
-        bundle.open_engine(DRAFT, args.draft_threads, args.provider),
+        bundle.open_draft(args.threads, args.draft_threads, args.provider),
     )
     costs = costs_of(bundle, *engines, args)
     decoders = {}

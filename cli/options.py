@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..runtime.sampling import SamplingParams
 from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
 
-THREADS, DRAFT_THREADS = 0, 1  # of the engines, where nothing else is said; 0 lets the backend choose
+THREADS = DRAFT_THREADS = 0  # of the engines, where nothing else is said; 0 lets the backend choose
 PROVIDER = "cpu"
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def add_engines(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engines")
     group.add_argument("--threads", type=int, default=THREADS, help="of the target; 0 lets the backend choose")
     group.add_argument(
-        "--draft-threads", type=int, default=DRAFT_THREADS, help=f"of the draft (default {DRAFT_THREADS})"
+        "--draft-threads", type=int, default=DRAFT_THREADS, help="of the draft; 0 takes one, natively the target's"
     )
     group.add_argument("--provider", choices=("cpu", "cuda"), default=PROVIDER, help="where ONNX Runtime computes")
 

@@ -55,7 +55,7 @@ def profile(
     """Measure and store the costs of a bundle. Raises EngineError, ConfigError or BundleError."""
     with (
         closing(bundle.open_engine(TARGET, threads, provider)) as target,
-        closing(bundle.open_engine(DRAFT, draft_threads, provider)) as draft,
+        closing(bundle.open_draft(threads, draft_threads, provider)) as draft,
         progress(console) as begin,
     ):
         machine = fingerprint(bundle.manifest, provider, threads, draft_threads)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ..models.bindings import ROLES
+from ..models.bindings import DRAFT, ROLES
 from ..models.config import LlamaConfig
 from ..models.errors import BundleError, ConfigError
 from .engines.base import Engine, EngineSpec
@@ -164,6 +164,12 @@ class EngineBundle:
 
             return TensorRTEngine(self.folder / spec.file, spec)
         raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
+
+    def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine:
+        """Open the draft beside a target on `threads`. draft_threads: 0 takes one, since a small draft has less to
+        compute than threads cost to wake; natively as many as the target, since the two share a team."""
+        native = self.manifest.engines[DRAFT].backend == "native"
+        return self.open_engine(DRAFT, draft_threads or (threads if native else 1), provider)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

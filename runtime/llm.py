@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeGuard, cast, overload
 
-from ..models.bindings import DRAFT, TARGET
+from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
 from .batching import MAX_RUNNING, drive_together
 from .bundle import EngineBundle
@@ -73,14 +73,14 @@ class LLM:
         bundle: str | Path,
         speculative: SpeculativeConfig | None = SpeculativeConfig(),  # noqa: B008 - frozen
         threads: int = 0,
-        draft_threads: int = 1,
+        draft_threads: int = 0,
         provider: str = "cpu",
     ) -> None:
         """Check and open a bundle.
 
         speculative: how to speculate; None decodes plainly and leaves the draft closed. threads: of the target's
-        engine, 0 lets the backend choose. draft_threads: one is fastest for a small draft, which has less to compute
-        than threads cost to wake. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
+        engine, 0 lets the backend choose. draft_threads: 0 takes what is fastest for a small draft, see
+        EngineBundle.open_draft. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
 
         `stale_costs` then says how this machine and bundle differ from those whose costs lie beside it; draftwood
         profile measures anew.
@@ -94,7 +94,7 @@ class LLM:
         self.stale_costs: list[str] = []
         if speculative is not None:
             self.speculative = fitted(speculative, self.bundle)
-            self._draft = self.bundle.open_engine(DRAFT, draft_threads, provider)
+            self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
             self._costs = measured or assumed(self._target.spec.model, self._draft.spec.model)
         self._experience = Experience()

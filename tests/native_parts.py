@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.native import Weights, write_weights
 from draftwood.builder.quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
+from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.bindings import output_names
 from draftwood.plugins.native.compile import FLAGS, compile_kernels
 from draftwood.plugins.native.library import FORMATS as NAMES
@@ -40,10 +41,12 @@ def held(folder: Path, precision: str) -> Weights:
     return RoundedCheckpoint(checkpoint, precision) if precision in HALF else checkpoint
 
 
-def open_native(weights: Weights, spec: EngineSpec, folder: Path, threads: int = 2) -> NativeEngine:
+def open_native(
+    weights: Weights, spec: EngineSpec, folder: Path, threads: int = 2, head: TrainedHead | None = None
+) -> NativeEngine:
     """Pack weights into `folder` and open them."""
     file = folder / f"{spec.role}.weights"
-    write_weights(weights, spec.capacity, file)
+    write_weights(weights, spec.capacity, file, head)
     if not (folder / KERNELS).exists():
         (folder / KERNELS).symlink_to(kernels())
     return NativeEngine(file, spec, threads)

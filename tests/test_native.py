@@ -20,7 +20,8 @@ from trees import Tree, trees
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build
-from draftwood.models.bindings import LOW_BIT
+from draftwood.models.acceptance_head import HeadConfig, TrainedHead
+from draftwood.models.bindings import LOW_BIT, output_names
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle import EngineBundle
@@ -151,6 +152,32 @@ def test_the_draft_ranks_and_its_head_speaks(tmp_path: Path) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-4)
     assert native.top_ids is not None
     np.testing.assert_array_equal(native.top_ids[:, 0], native.logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("layers", "tied"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize("model", ["gqa", "head_dim 6"])  # 30 hidden numbers: panels that are filled up
+def test_every_head_says_what_torch_says_and_the_same_in_any_company(
+    model: str, layers: int, tied: bool, tmp_path: Path
+) -> None:
+    weights = held(write_checkpoint(tmp_path / "checkpoint", model), "fp32")
+    config, draw = HeadConfig(weights.config.hidden_size, layers, tied), np.random.default_rng(layers)
+    head = TrainedHead(
+        config, {name: draw.normal(0, 0.3, shape).astype(np.float32) for name, shape in config.shapes().items()}
+    )
+    spec = spec_of(weights, "draft", "fp32", WIDTHS, 256)
+    spec = replace(spec, outputs=output_names("draft", True))
+    engine = open_native(weights, spec, tmp_path, head=head)
+    tree = Tree(tuple(range(2, 21)), tuple(range(-1, 18)))
+    together = engine.forward(tree.batch(spec, 0), engine.new_cache()).acceptance
+    reference = TorchEngine(weights.tensor, spec, head=head)
+    expected = reference.forward(tree.batch(spec, 0), reference.new_cache()).acceptance
+    assert together is not None and expected is not None
+    np.testing.assert_allclose(together[:19], expected[:19], atol=1e-5)
+    cache = engine.new_cache()
+    for row, token in enumerate(tree.tokens):
+        alone = engine.forward(causal_batch(spec, [token], row), cache).acceptance
+        assert alone is not None and alone[0] == together[row]
+        cache.commit([0])
 
 
 def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ def test_kernels_for_another_processor_are_refused(monkeypatch: pytest.MonkeyPat
     if not NativeLibrary(kernels("-march=x86-64")).instructions:
         with pytest.raises(KernelError, match=r"compiled for a processor with .*avx2.*: rebuild the bundle here"):
             NativeLibrary(kernels("-march=x86-64-v3"))
+    monkeypatch.setattr(library_module, "INTERFACE", library_module.INTERFACE + 1)
+    with pytest.raises(KernelError, match="compiled for another release of draftwood: rebuild the bundle"):
+        NativeLibrary(kernels())
     monkeypatch.setattr(library_module, "CPUINFO", tmp_path / "none")  # not Linux: nothing to compare with
     (tmp_path / "damaged.so").write_bytes(b"no library")
     for name in ("damaged.so", "missing.so"):

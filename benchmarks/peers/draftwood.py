@@ -39,7 +39,7 @@ class Draftwood:
         output = bundle_of(options, backend)
         draftwood("profile", output, "--threads", options.threads)
         self._bundle = EngineBundle.open(output)
-        self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_engine(DRAFT, 1))
+        self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_draft(options.threads))
         self._costs = read_costs(output) or assumed(*(engine.spec.model for engine in self._engines))
         self._decoders: dict[str, SpeculativeDecoder] = {}
         self.version = f"draftwood {version('draftwood')}"

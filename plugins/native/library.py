@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+INTERFACE = 2  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -48,11 +49,12 @@ class Model(Structure):
     _fields_ = [
         *(
             (name, c_int32)
-            for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "positions")
+            for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "positions", "blocks")
         ),
-        ("epsilon", c_float),
-        *((name, c_void_p) for name in ("embedding", "norm", "cosine", "sine")),
+        *((name, c_float) for name in ("epsilon", "shift")),
+        *((name, c_void_p) for name in ("embedding", "norm", "cosine", "sine", "odds")),
         ("layer", POINTER(Layer)),
+        ("block", POINTER(Matrix)),
         ("head", Matrix),
     ]
 
@@ -63,7 +65,7 @@ class Pass(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("rows", "outputs", "length", "start", "columns", "capacity", "top")),
         *((name, c_void_p) for name in ("tokens", "positions", "output_rows", "mask")),
-        *((name, c_void_p) for name in ("keys", "values", "logits", "hidden", "logprobs", "ids")),
+        *((name, c_void_p) for name in ("keys", "values", "logits", "acceptance", "logprobs", "ids")),
     ]
 
 
@@ -82,6 +84,9 @@ class NativeLibrary:
             instructions = self._library.draftwood_instructions
         except (OSError, AttributeError) as error:
             raise KernelError(f"{path.name} cannot be loaded here ({error}): rebuild the bundle here") from error
+        interface = getattr(self._library, "draftwood_interface", lambda: 1)()
+        if interface != INTERFACE:
+            raise KernelError(f"{path.name} was compiled for another release of draftwood: rebuild the bundle")
         instructions.restype = c_char_p
         self.instructions: tuple[str, ...] = tuple(instructions().decode().split())
         if missing := set(self.instructions) - available(self.instructions):

@@ -34,7 +34,7 @@ class Results(NamedTuple):
 
     wanted: Pass
     logits: NDArray[np.float32]
-    hidden: NDArray[np.float32] | None
+    acceptance: NDArray[np.float32] | None
     top_ids: NDArray[np.int64] | None
     top_logprobs: NDArray[np.float32] | None
 
@@ -122,24 +122,7 @@ class NativeEngine:
             except KernelError as error:
                 raise EngineError(str(error)) from error
         cache.speculative += rows
-        acceptance = None if results.hidden is None or batch.cache_only else self.accepted(results.hidden)
-        return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, acceptance)
-
-    def accepted(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The SpecDec++ head on hidden states [R, hidden]: blocks x + SiLU(x W + b), then the calibrated probability
-        [R] that the target accepts the token each belongs to. One row at a time: a product of matrices would add in an
-        order that depends on how many there are. And not by BLAS, whose threads wait for more work by spinning: for
-        25 ms after such a product they take a core from the passes."""
-        weights, odds = self._weights, np.zeros(len(rows), np.float32)
-        for index, row in enumerate(rows):
-            layer = 0
-            while f"{ACCEPTANCE}block.{layer}.weight" in weights:
-                block = f"{ACCEPTANCE}block.{layer}."
-                inner = np.einsum("i,ij->j", row, weights[block + "weight"]) + weights[block + "bias"]
-                row = row + inner / (1 + np.exp(-inner))
-                layer += 1
-            odds[index] = ((row * weights[ACCEPTANCE + "odds"].ravel()).sum() + weights[ACCEPTANCE + "shift"]).item()
-        return 1 / (1 + np.exp(-odds))
+        return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, results.acceptance)
 
     def close(self) -> None:
         with self._lock:
@@ -158,15 +141,15 @@ class NativeEngine:
         ranked = bindings.TOP_IDS.name in names
         headed = bindings.ACCEPTANCE.name in names
         logits = np.zeros((outputs, model.vocab_size), np.float32)
-        hidden = np.zeros((outputs, model.hidden_size), np.float32) if headed else None
+        acceptance = np.zeros(outputs, np.float32) if headed else None
         ids = np.zeros((outputs, columns), np.int64) if ranked else None
         logprobs = np.zeros((outputs, columns), np.float32) if ranked else None
         wanted = Pass(
             capacity=cache.values.shape[3], top=columns, keys=address(cache.keys), values=address(cache.values)
         )
-        wanted.logits, wanted.hidden = address(logits), address(hidden)
+        wanted.logits, wanted.acceptance = address(logits), address(acceptance)
         wanted.ids, wanted.logprobs = address(ids), address(logprobs)
-        return Results(wanted, logits, hidden, ids, logprobs)
+        return Results(wanted, logits, acceptance, ids, logprobs)
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
         """Copy these slots, in this order, behind the committed rows of every layer."""
@@ -184,13 +167,13 @@ def whole_panels(size: int) -> int:
 
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
     """The C structures that point into `weights`. Raises KeyError for a tensor that is missing."""
-    model, form = spec.model, FORMATS.index(spec.precision)
+    model = spec.model
 
-    def matrix(name: str, outputs: int) -> Matrix:
+    def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
-        inputs = packed.shape[1] * {"int8": 4, "int4": 8}.get(spec.precision, 1)
+        inputs = packed.shape[1] * {"int8": 4, "int4": 8}.get(precision, 1)
         block = 0 if scales is None else inputs // scales.shape[1]
-        bias = weights.get(f"{name}.bias")
+        bias, form = weights.get(f"{name}.bias"), FORMATS.index(precision)
         return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
 
     def layer(index: int) -> Layer:
@@ -206,6 +189,10 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         )
 
     layers = (Layer * model.num_layers)(*map(layer, range(model.num_layers)))
+    headed = bindings.ACCEPTANCE.name in spec.outputs
+    blocks: list[Matrix] = []
+    while headed and f"{ACCEPTANCE}block.{len(blocks)}.weights" in weights:
+        blocks.append(matrix(f"{ACCEPTANCE}block.{len(blocks)}", model.hidden_size, "fp32"))
     return Model(
         model.vocab_size,
         model.hidden_size,
@@ -215,9 +202,13 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         model.num_kv_heads,
         model.head_dim,
         len(weights["cosine"]),
+        len(blocks),
         model.norm_eps,
+        float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
         *(address(weights[name]) for name in (EMBEDDING, "norm", "cosine", "sine")),
+        address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
         layers,
+        (Matrix * len(blocks))(*blocks),
         matrix("head", model.vocab_size),
     )
 

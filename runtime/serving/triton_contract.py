@@ -88,7 +88,7 @@ class ModelSettings:
     bundle: str
     speculative: SpeculativeConfig | None = SpeculativeConfig()  # noqa: RUF009 - frozen
     threads: int = 0
-    draft_threads: int = 1
+    draft_threads: int = 0
     provider: str = "cpu"
     max_running: int = MAX_RUNNING
     max_waiting: int = MAX_WAITING

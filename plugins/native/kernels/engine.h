@@ -3,10 +3,11 @@
 #include "attention.h"
 #include "threads.h"
 
+#define INTERFACE 2 /* of these structures; see library.py */
 #define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 10 /* at most */
-#define PHASES_BESIDE 5
+#define PHASES_BESIDE 6 /* and one for each block of the head of SpecDec++ */
 #define SHARES 2 /* of a matrix, for each thread */
 
 struct layer {
@@ -14,21 +15,22 @@ struct layer {
     struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
 };
 
+/* blocks, shift, odds, block: of SpecDec++'s head. */
 struct model {
-    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions;
-    float epsilon;
-    const float *embedding, *norm, *cosine, *sine; /* cosine, sine: [positions][head_dim / 2] */
+    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
+    float epsilon, shift;
+    const float *embedding, *norm, *cosine, *sine, *odds; /* cosine, sine: [positions][head_dim / 2] */
     const struct layer *layer;
+    const struct matrix *block;
     struct matrix head;
 };
 
-/* keys, values: of all layers, see attention.h. hidden: [outputs][hidden] or null; ids, logprobs: [outputs][top] or
- * null. */
+/* keys, values: of all layers, see attention.h. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. */
 struct pass {
     int32_t rows, outputs, length, start, columns, capacity, top;
     const int64_t *tokens, *positions, *output_rows;
     const uint8_t *mask;
-    float *keys, *values, *logits, *hidden, *logprobs;
+    float *keys, *values, *logits, *acceptance, *logprobs;
     int64_t *ids;
 };
 
@@ -41,6 +43,10 @@ struct engine {
     int *tiles, num_tiles; /* of attention: the first query of each, and the end */
     float *scores; /* [threads][MOST_ROWS][capacity] */
 };
+
+static size_t phases_of(const struct model *model) {
+    return (size_t)model->layers * PHASES_OF_LAYER + model->blocks + PHASES_BESIDE;
+}
 
 static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }
 

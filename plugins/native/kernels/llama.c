@@ -1,5 +1,7 @@
 /* One pass of a LLaMA over the rows of a token tree, behind a cache that it extends in place. */
+#include "acceptance.h"
 #include "engine.h"
+#include "instructions.h"
 #include "ranking.h"
 
 struct job {
@@ -21,11 +23,12 @@ static void normalize(const struct model *model, const struct rows *from, int ro
     if (next->format >= INT8) round_row(to, into, next->inputs, next->block);
 }
 
-/* What becomes of a tile's sums: they are stored, added to what is there, or are gate and up in turn. */
-enum ending { STORE, ADD, GATE };
+/* What becomes of a tile's sums: they are stored, added to what is there, or are gate and up in turn; or their SiLU is
+ * added to the row that was multiplied. */
+enum ending { STORE, ADD, GATE, RESIDUAL };
 
 INLINE void finish(const struct matrix *matrix, const enum ending ending, int panel, int panels, const f32 *sums,
-                   float *result) {
+                   const float *row, float *result) {
     f32 sum[MOST_PANELS];
     for (int p = 0; p < panels; p++) {
         sum[p] = sums[p];
@@ -35,6 +38,7 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, int pa
         const int column = (panel + p) * LANES;
         if (ending == STORE) store_some(result + column, sum[p], matrix->outputs - column);
         if (ending == ADD) store(result + column, load(result + column) + sum[p]);
+        if (ending == RESIDUAL) store(result + column, load(row + column) + silu(sum[p]));
         if (ending == GATE && p % 2) store(result + column / 2 / LANES * LANES, silu(sum[p - 1]) * sum[p]);
     }
 }
@@ -53,7 +57,8 @@ static void linear(struct cursor *cursor, const struct matrix *matrix, const str
                 const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
                 multiply(matrix, from, row, count, panel, step, tile, tiles, sums);
                 for (int r = 0; r < count; r++)
-                    finish(matrix, ending, panel, step, sums[r], to + (size_t)(row + r) * stride);
+                    finish(matrix, ending, panel, step, sums[r], from->values + (size_t)(row + r) * from->stride,
+                           to + (size_t)(row + r) * stride);
             }
         }
     }
@@ -160,20 +165,31 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
     }
 }
 
+/* The head of SpecDec++ on the normed rows; those of `hidden`, which nobody needs any more, are room to work in. */
+static void judge(struct cursor *cursor, struct engine *engine, const struct pass *pass) {
+    const struct model *model = &engine->model;
+    struct rows *from = &engine->normed, *to = &engine->hidden;
+    for (int index = 0; index < model->blocks; index++) {
+        linear(cursor, &model->block[index], from, pass->outputs, to->values, to->stride, RESIDUAL);
+        struct rows *result = to;
+        to = from, from = result;
+    }
+    for (int output; (output = claim(cursor, pass->outputs)) >= 0;)
+        pass->acceptance[output] =
+            acceptance(from->values + (size_t)output * from->stride, model->odds, model->hidden, model->shift);
+}
+
 /* Only the rows somebody asked for go through the vocabulary projection. */
 static void project(struct cursor *cursor, struct engine *engine, const struct pass *pass) {
     const struct model *model = &engine->model;
     struct rows *normed = &engine->normed;
-    for (int output; (output = claim(cursor, pass->outputs)) >= 0;) {
+    for (int output; (output = claim(cursor, pass->outputs)) >= 0;)
         normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
-        if (pass->hidden)
-            memcpy(pass->hidden + (size_t)output * model->hidden, normed->values + (size_t)output * normed->stride,
-                   model->hidden * sizeof(float));
-    }
     linear(cursor, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE);
     for (int output; pass->ids && (output = claim(cursor, pass->outputs)) >= 0;)
         rank(pass->logits + (size_t)output * model->vocab, model->vocab, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
+    if (pass->acceptance) judge(cursor, engine, pass);
 }
 
 static void run(struct team *team, int thread, void *argument) {
@@ -184,47 +200,7 @@ static void run(struct team *team, int thread, void *argument) {
     project(&cursor, job->engine, job->pass);
 }
 
-/* Instructions this library was compiled for, separated by spaces, as Linux names them in /proc/cpuinfo. */
-const char *draftwood_instructions(void) {
-    return ""
-#if defined(__AVX__)
-           "avx "
-#endif
-#if defined(__AVX2__)
-           "avx2 fma "
-#endif
-#if defined(__BMI2__)
-           "bmi1 bmi2 "
-#endif
-#if defined(__F16C__)
-           "f16c "
-#endif
-#if defined(__GFNI__)
-           "gfni "
-#endif
-#if defined(__AVX512F__)
-           "avx512f "
-#endif
-#if defined(__AVX512BW__)
-           "avx512bw "
-#endif
-#if defined(__AVX512DQ__)
-           "avx512dq "
-#endif
-#if defined(__AVX512VL__)
-           "avx512vl "
-#endif
-#if defined(__AVX512VBMI__)
-           "avx512vbmi "
-#endif
-#if defined(__AVX512VNNI__)
-           "avx512_vnni "
-#endif
-#if defined(__AVXVNNI__)
-           "avx_vnni "
-#endif
-        ;
-}
+int draftwood_interface(void) { return INTERFACE; }
 
 void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
@@ -236,7 +212,7 @@ void draftwood_close(struct engine *engine) {
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
  * there are phases for. `model` is copied, what it points to is not. */
 struct engine *draftwood_open(const struct model *model, int rows, int threads) {
-    if (model->layers > (MOST_PHASES - PHASES_BESIDE) / PHASES_OF_LAYER) return NULL;
+    if (phases_of(model) > MOST_PHASES) return NULL;
     struct engine *engine = allocate(sizeof *engine);
     if (!engine) return NULL;
     engine->model = *model;
@@ -267,7 +243,7 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
     pthread_mutex_lock(&engine->team->pass);
     const int enough = make_room(engine, pass->capacity);
     engine->mask.panels = (pass->length + pass->columns + LANES - 1) / LANES;
-    if (enough) together(engine->team, model->layers * PHASES_OF_LAYER + PHASES_BESIDE, run, &job);
+    if (enough) together(engine->team, (int)phases_of(model), run, &job);
     pthread_mutex_unlock(&engine->team->pass);
     return !enough;
 }
@@ -315,7 +291,7 @@ int draftwood_linear(const struct matrix *matrix, const float *values, int rows,
             step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
             multiply(matrix, &x, row, count, panel, step, 0, 1, sums);
             for (int r = 0; r < count; r++)
-                finish(matrix, STORE, panel, step, sums[r], result + (size_t)(row + r) * matrix->outputs);
+                finish(matrix, STORE, panel, step, sums[r], NULL, result + (size_t)(row + r) * matrix->outputs);
         }
     }
     free_rows(&x);
