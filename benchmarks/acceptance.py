@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -104,8 +104,10 @@ def configurations() -> dict[str, SpeculativeConfig]:
     return fixed | {"chain by cost": chain, "auto": SpeculativeConfig()}
 
 
-def measure(bundle: EngineBundle, costs: CostModel, prompts: Sequence[list[int]], tokens: int, repeats: int) -> Any:
-    """Speed over plain decoding by acceptance and configuration: medians of ratios to a plain run shortly before."""
+def measure(bundle: EngineBundle, costs: CostModel, prompts: Sequence[list[int]], args: argparse.Namespace) -> Any:
+    """Speed over plain decoding by acceptance and configuration: the time of all texts over that of plain runs shortly
+    before. Where a draft is right differs from text to text, so a median would compare different texts."""
+    tokens: int = args.max_tokens
     target, draft = bundle.open_engine(TARGET), SteeredDraft(bundle.open_draft(), 0.5)
     longest, vocab_size = bundle.manifest.max_length, target.spec.model.vocab_size
     plain = SpeculativeDecoder(target, None, None, longest, ())
@@ -114,10 +116,10 @@ def measure(bundle: EngineBundle, costs: CostModel, prompts: Sequence[list[int]]
     }
     texts = [decode(plain, prompt, tokens + 1, vocab_size)[0] for prompt in prompts]
     speeds: dict[str, dict[str, list[float]]] = {}
-    for acceptance in track(ACCEPTANCES, "Measuring", transient=True):
+    for acceptance in track(args.acceptances, "Measuring", transient=True):
         draft.acceptance = acceptance
         found = speeds.setdefault(str(acceptance), {name: [] for name in decoders})
-        for repeat in range(repeats):
+        for repeat in range(args.repeats):
             for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
                 draft.steer([*prompt, *text], seed=len(prompts) * repeat + index)
                 for number, (name, decoder) in enumerate(decoders.items()):
@@ -126,8 +128,8 @@ def measure(bundle: EngineBundle, costs: CostModel, prompts: Sequence[list[int]]
                     output, seconds = decode(decoder, prompt, tokens, vocab_size)
                     if output != text[:tokens]:
                         raise AssertionError(f"{name} changed the text")
-                    found[name].append(base / seconds)
-    return {level: {name: round(median(values), 3) for name, values in rows.items()} for level, rows in speeds.items()}
+                    found[name].append(seconds / base)
+    return {level: {name: round(1 / fmean(times), 3) for name, times in rows.items()} for level, rows in speeds.items()}
 
 
 def table(speeds: Mapping[str, Mapping[str, float]]) -> Table:
@@ -156,13 +158,18 @@ def plot(speeds: Mapping[str, Mapping[str, float]], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1, help="of every text, each with other right answers")
+    parser.add_argument("--acceptances", type=numbers, default=ACCEPTANCES, help="separated by commas")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     bundle = EngineBundle.open(args.bundle)
@@ -170,9 +177,10 @@ def main() -> None:
     prompts = [tokenizer.encode(text) for text in read_prompts(args.prompts)[: args.limit]]
     models = [bundle.manifest.engines[role].model for role in (TARGET, DRAFT)]
     costs = read_costs(bundle.folder) or assumed(*models)
-    speeds = measure(bundle, costs, prompts, args.max_tokens, args.repeats)
+    speeds = measure(bundle, costs, prompts, args)
     Console().print(table(speeds))
-    write(args.output, "acceptance", {"bundle": args.bundle.name, "speed_over_plain": speeds})
+    measured = {"bundle": args.bundle.name, "texts": len(prompts) * args.repeats, "tokens": args.max_tokens}
+    write(args.output, "acceptance", measured | {"speed_over_plain": speeds})
     plot(speeds, args.output / "acceptance.svg")
 
 

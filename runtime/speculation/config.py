@@ -73,7 +73,7 @@ class SpeculativeConfig:
     stop_rule: str = "fixed"
     key: str = "calibrated"
     verify: str = AUTO
-    max_draft_len: int = 10
+    max_draft_len: int = 15
     max_total_draft_tokens: int = 15
     frontier_width: int = 4
     branching: tuple[int, ...] = (2, 1, 1)
