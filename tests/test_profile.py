@@ -112,7 +112,7 @@ def test_a_table_that_a_busy_machine_gave_is_told(
 def test_a_table_of_another_bundle_is_noticed(tiny_bundle: Path, no_bos_bundle: Path, tmp_path: Path) -> None:
     """Of one architecture: a table that fits would not show it."""
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    machine = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 1)
+    machine = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 0)
     replace(table(), machine=machine).write(bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and llm.stale_costs[0].startswith("bundle ")
@@ -134,7 +134,7 @@ def test_costs_from_another_machine_are_noticed(
         return True
 
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    foreign = {**fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 1), "processor": "abacus"}
+    foreign = {**fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 0), "processor": "abacus"}
     replace(table(), machine=foreign).write(bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]

@@ -15,11 +15,17 @@ import pytest
 from draftwood.cli.main import main, termination_unwinds
 
 
+def heed_interrupts() -> None:
+    """A shell that runs the tests in the background has its processes ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_build_that_is_ended_leaves_nothing(number: int, code: int, tiny_pair: Path, tmp_path: Path) -> None:
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     command = [sys.executable, "-m", "draftwood.cli.main", "build", *pair, "--output", str(tmp_path / "bundle")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    unseen = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=unseen, stderr=unseen, preexec_fn=heed_interrupts) as process:
         while not list(tmp_path.glob(".bundle.partial-*")):
             assert process.poll() is None, "the build ended before it could be"
             time.sleep(0.002)
