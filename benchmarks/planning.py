@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from machine import write
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -186,15 +187,19 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--sharing", type=int, default=1)
     parser.add_argument("--sampled", action="store_true", help="time on the host as at temperature 1")
+    parser.add_argument("--output", type=Path, help="folder for planning.json")
     args = parser.parse_args()
     machines = dict(MACHINES)
     measured = read_costs(args.bundle) if args.bundle is not None else None
     if measured is not None:
         machines[args.bundle.name] = measured
+    simulated: dict[str, dict[str, dict[str, float]]] = {}
     for name, costs in machines.items():
         result = Table("acceptance", "best fixed", "", "by cost", "/ best", "first request", "/ best", title=name)
         for acceptance in ACCEPTANCES:
             found = speeds(costs, not args.sampled, acceptance, args.tokens, args.texts, args.sharing)
+            rounded = {choice: round(speed, 3) for choice, speed in found.items()}
+            simulated.setdefault(name, {})[str(acceptance)] = rounded
             own, first = found.pop("by cost"), found.pop("first request")
             best = max(found, key=lambda key: found[key])
             cells = [
@@ -203,6 +208,9 @@ def main() -> None:
             ]
             result.add_row(str(acceptance), *cells)
         Console().print(result)
+    if args.output is not None:
+        settings = {"tokens": args.tokens, "texts": args.texts, "sharing": args.sharing, "sampled": args.sampled}
+        write(args.output, "planning", {**settings, "speed_over_plain": simulated})
 
 
 if __name__ == "__main__":
