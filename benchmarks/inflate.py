@@ -4,8 +4,8 @@
 
 A small model says nothing about time and a random one nothing about acceptance; this has the acceptance of the one and
 the cost of the other, in files that every peer loads. Where the shape has room that the source does not need, weights
-are random at the scale of the source's, so that all of it is computed, and what is computed is multiplied by zero. It
-is no measure of energy, nor of anything that looks for zeros.
+are random at the scale of the source's, so that all of it is computed, and what is computed is multiplied by zero, of
+either sign, so that no two matrices are the same. It is no measure of energy, nor of anything that looks for zeros.
 
 Residual stream. The source's x of width H stands k times, side by side, in the wider X of width W, and the rest of X is
 exactly zero: the embeddings, and the rows of everything that is added to X, are repeated k times and zero behind. Then
@@ -148,12 +148,11 @@ class Inflation:
         if not fits:
             raise CheckpointError(f"tensor {twin} is too large for {self.dtype.name}: choose --dtype bf16 or fp32")
         shape, axes = self.shapes[name], AXES[part][: weight.ndim]
-        if norm or WRITE in axes:
-            result = np.zeros(shape, np.float32)
-        else:
-            rng = np.random.default_rng((self.seed, crc32(name.encode())))
-            result = rng.standard_normal(shape, np.float32)
-            result *= np.sqrt(np.square(weight).mean())
+        result = np.zeros(shape, np.float32)
+        if not norm:
+            draws = np.random.default_rng((self.seed, crc32(name.encode()))).standard_normal(shape, np.float32)
+            # Zeros with signs of their own: OpenVINO stores equal matrices once, and would read less than others.
+            result = np.copysign(result, draws) if WRITE in axes else draws * np.sqrt(np.square(weight).mean())
         if norm or twin == name:
             places = [self._placements[axis] for axis in axes]
             source = weight[np.ix_(*(place.taken for place in places))]
