@@ -19,7 +19,7 @@ from draftwood.builder.export import export as original_export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
-from draftwood.models.bindings import TARGET
+from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.plugins.native.compile import SOURCE
 from draftwood.runtime.bundle import MANIFEST, MOST_THREADS, EngineBundle, checksum
@@ -274,3 +274,19 @@ def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle
     engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
     with pytest.raises(ConfigError, match=r"threads of the target must be 0 .* to 64, not 65"):
         replace(opened, manifest=replace(opened.manifest, engines=engines)).open_engine(TARGET, threads=65)
+
+
+def test_a_draft_takes_one_thread_but_natively_those_of_its_target(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int, str]] = []
+    monkeypatch.setattr(EngineBundle, "open_engine", lambda self, *how: asked.append(how))
+    opened = EngineBundle.open(tiny_bundle)
+    for backend, expected in (("onnxruntime", 1), ("openvino", 1), ("native", 3)):
+        draft = replace(opened.manifest.engines[DRAFT], backend=backend)
+        engines = {**opened.manifest.engines, DRAFT: draft}
+        bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))
+        asked.clear()
+        bundle.open_draft(threads=3)
+        bundle.open_draft(threads=3, draft_threads=2)
+        assert asked == [(DRAFT, expected, "cpu"), (DRAFT, 2, "cpu")]

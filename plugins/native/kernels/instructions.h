@@ -1,6 +1,6 @@
+/* Instructions this library was compiled for, separated by spaces, as Linux names them in /proc/cpuinfo. */
 #pragma once
 
-/* Instructions this library was compiled for, separated by spaces, as Linux names them in /proc/cpuinfo. */
 const char *draftwood_instructions(void) {
     return ""
 #if defined(__AVX__)
