@@ -7,6 +7,8 @@
 #include "matrix.h"
 
 #define WHOLE 256 /* weights of 22 bits whose sum fits 31 */
+#define MOST_QUERIES (8 * MOST_ROWS) /* that meet a panel of the cache one tile after the other */
+#define BLOCK 128 /* slots whose values stay in the first cache meanwhile */
 
 /* What every row of a pass sees, by panels of 16 slots. */
 struct panel_mask {
@@ -51,68 +53,76 @@ static int next_run(const struct panel_mask *mask, const int *rows, int count, i
     return end;
 }
 
-/* sums[r][p] += rows[r] * panels: a tile of any size, in fp32. */
-static void products(int count, int panels, const float *const *rows, const float *weights, size_t panel, int first,
-                     int last, f32 sums[][MOST_PANELS]) {
-    const struct ahead ahead = share(weights + panels * panel, 0, LANES * sizeof(float), 0, 1);
-#define PRODUCT(R, P) { dense_tile(R, P, rows, weights, panel, ahead, first, last, FP32, sums); }
-    EACH_TILE(count, panels, PRODUCT)
+/* sums[r][p] += rows[r][from..from + inputs) * panels[p], in tiles; `next`: what comes after these panels. */
+static void products(int count, int panels, const float *const *rows, int from, int inputs, const float *weights,
+                     size_t panel, const float *next, f32 sums[][MOST_PANELS]) {
+    const int tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+    const size_t step = LANES * sizeof(float);
+    for (int tile = 0; tile < tiles; tile++) {
+        const int first = count * tile / tiles, size = count * (tile + 1) / tiles - first;
+        const struct ahead ahead = share(next, inputs * step, step, tile, tiles);
+        const float *values[MOST_ROWS];
+        for (int r = 0; r < size; r++) values[r] = rows[first + r] + from;
+#define PRODUCT(R, P) { dense_tile(R, P, values, weights, panel, ahead, inputs, FP32, sums + first); }
+        EACH_TILE(size, panels, PRODUCT)
+    }
 }
 
-/* Up to MOST_ROWS queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose mask each has.
- * keys, values: of that head, `capacity` slots. scores: [MOST_ROWS][capacity], room to work in. */
+/* Scores become weights, multiples of 2^-22, whose sum is exact in any order. */
+static uint64_t weigh(float *scores, int size, f32 peak) {
+    uint64_t total = 0;
+    for (int first = 0; first < size; first += WHOLE * LANES) {
+        const int last = first + WHOLE * LANES < size ? first + WHOLE * LANES : size;
+        u32 sum = {0};
+        for (int slot = first; slot < last; slot += LANES) {
+            f32 weight = whole_power(load(scores + slot) - peak);
+            store(scores + slot, weight - WHOLE_ZERO);
+            sum += (u32)weight - (u32)splat(WHOLE_ZERO);
+        }
+        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+    }
+    return total;
+}
+
+/* Up to MOST_QUERIES queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose mask each
+ * has. keys, values: of that head, `capacity` slots. scores: [MOST_QUERIES][capacity], room to work in. */
 static void attend(int count, const float *const *queries, float *const *outputs, const int *rows,
                    const struct panel_mask *mask, const float *keys, const float *values, int head_dim, int capacity,
                    float *scores) {
     const size_t key_panel = (size_t)head_dim * LANES, value_panel = (size_t)capacity * LANES;
-    const float *weights[MOST_ROWS];
-    f32 most[MOST_ROWS];
-    for (int r = 0; r < count; r++) most[r] = splat(LEAST), weights[r] = scores + (size_t)r * capacity;
-    for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last) {
+    const float *weights[MOST_QUERIES];
+    f32 most[MOST_QUERIES], sums[MOST_QUERIES][MOST_PANELS];
+    uint64_t totals[MOST_QUERIES] = {0};
+    for (int r = 0; r < count; r++) most[r] = splat(LEAST / 2), weights[r] = scores + (size_t)r * capacity;
+    for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
         for (int panel = first, step; panel < last; panel += step) {
-            f32 sums[MOST_ROWS][MOST_PANELS] = {0};
+            const float *from = keys + panel * key_panel;
             step = last - panel < MOST_PANELS ? 1 : MOST_PANELS;
-            products(count, step, queries, keys + panel * key_panel, key_panel, 0, head_dim, sums);
+            memset(sums, 0, count * sizeof *sums);
+            products(count, step, queries, 0, head_dim, from, key_panel, from + step * key_panel, sums);
             for (int r = 0; r < count; r++)
                 for (int p = 0; p < step; p++) {
-                    i32 seen = lanes(mask->bits[(size_t)rows[r] * mask->panels + panel + p]);
-                    f32 score = choose(seen, sums[r][p], splat(LEAST));
+                    f32 score = only(mask->bits[(size_t)rows[r] * mask->panels + panel + p], sums[r][p]);
                     most[r] = larger(most[r], score);
                     store((float *)weights[r] + (panel + p) * LANES, score);
                 }
         }
-    }
-    double totals[MOST_ROWS];
-    for (int r = 0; r < count; r++) {
-        const float peak = largest(most[r]);
-        f64 total = {0};
-        i32 sum = {0};
-        int since = 0;
-        for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
-            for (int panel = first; panel < last; panel++) {
-                float *score = (float *)weights[r] + panel * LANES;
-                i32 seen = lanes(mask->bits[(size_t)rows[r] * mask->panels + panel]);
-                /* Whole multiples of 2^-22: their sum is exact in any order. */
-                i32 weight = nearest(exponential(load(score) - peak) * 4194303.0f) & seen;
-                store(score, __builtin_convertvector(weight, f32));
-                sum += weight;
-                if (++since < WHOLE) continue;
-                total += __builtin_convertvector(sum, f64);
-                sum = (i32){0}, since = 0;
-            }
-        total += __builtin_convertvector(sum, f64);
-        totals[r] = 0;
-        for (int lane = 0; lane < LANES; lane++) totals[r] += total[lane];
-    }
+    for (int r = 0; r < count; r++) most[r] = splat(largest(most[r]));
+    for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
+        for (int r = 0; r < count; r++)
+            totals[r] += weigh((float *)weights[r] + first * LANES, (last - first) * LANES, most[r]);
     const int panels = panels_of(head_dim);
     for (int panel = 0, step; panel < panels; panel += step) {
-        f32 sums[MOST_ROWS][MOST_PANELS] = {0};
         step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
+        memset(sums, 0, count * sizeof *sums);
         for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
-            products(count, step, weights, values + panel * value_panel, value_panel, first * LANES, last * LANES,
-                     sums);
+            for (int slot = first * LANES, end; slot < last * LANES; slot = end) {
+                const float *from = values + panel * value_panel + (size_t)slot * LANES;
+                end = last * LANES - slot < BLOCK ? last * LANES : slot + BLOCK;
+                products(count, step, weights, slot, end - slot, from, value_panel, from + BLOCK * LANES, sums);
+            }
         for (int r = 0; r < count; r++) {
-            float share = (float)(1.0 / (totals[r] > 0 ? totals[r] : 1.0)); /* nothing is seen */
+            float share = (float)(1.0 / (double)(totals[r] ? totals[r] : 1)); /* nothing is seen */
             for (int p = 0; p < step; p++) {
                 const int from = (panel + p) * LANES;
                 store_some(outputs[r] + from, sums[r][p] * share, head_dim - from);

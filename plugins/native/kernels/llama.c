@@ -73,49 +73,56 @@ static void rotate(float *head, const float *cosine, const float *sine, int half
     }
 }
 
-/* Rotate a row's queries and key and write key and value into the cache of a layer. */
-static void remember(const struct model *model, const struct pass *pass, struct rows *merged, int row, float *keys,
+/* Rotate the queries and keys of one kv head and write keys and values into its cache of a layer. By head, since rows
+ * share the cache's lines. */
+static void remember(const struct model *model, const struct pass *pass, struct rows *merged, int head, float *keys,
                      float *values) {
-    const int dim = model->head_dim, half = dim / 2, slot = pass->start + row;
-    const float *cosine = model->cosine + pass->positions[row] * half;
-    const float *sine = model->sine + pass->positions[row] * half;
-    float *query = merged->values + (size_t)row * merged->stride;
-    float *key = query + model->heads * dim, *value = key + model->kv_heads * dim;
-    for (int head = 0; head < model->heads; head++)
-        rotate(query + head * dim, cosine, sine, half, 1.0f / sqrtf((float)dim));
-    for (int head = 0; head < model->kv_heads; head++, key += dim, value += dim) {
+    const int dim = model->head_dim, half = dim / 2, group = model->heads / model->kv_heads;
+    keys += head * keys_of(model, pass->capacity), values += head * values_of(model, pass->capacity);
+    for (int row = 0; row < pass->rows; row++) {
+        const int slot = pass->start + row;
+        const float *cosine = model->cosine + pass->positions[row] * half;
+        const float *sine = model->sine + pass->positions[row] * half;
+        float *from = merged->values + (size_t)row * merged->stride, *query = from + head * group * dim;
+        float *key = from + (model->heads + head) * dim, *value = key + model->kv_heads * dim;
+        for (int q = 0; q < group; q++) rotate(query + q * dim, cosine, sine, half, LOG2_E / sqrtf((float)dim));
         rotate(key, cosine, sine, half, 1.0f);
-        float *to = keys + head * keys_of(model, pass->capacity) + (size_t)(slot / LANES) * dim * LANES + slot % LANES;
+        float *to = keys + (size_t)(slot / LANES) * dim * LANES + slot % LANES;
         for (int d = 0; d < dim; d++) to[d * LANES] = key[d];
-        to = values + head * values_of(model, pass->capacity) + (size_t)slot * LANES;
+        to = values + (size_t)slot * LANES;
         for (int d = 0; d < dim; d++) to[(size_t)(d / LANES) * pass->capacity * LANES + d % LANES] = value[d];
     }
 }
 
-/* Cut the queries of a pass, `group` for each row, into tiles of rows that see the same. */
-static void cut(struct engine *engine, int rows, int group) {
-    int count = MOST_ROWS, first = 0;
-    engine->num_tiles = 0;
+/* Cut the queries of a pass, `group` for each row, into units of rows that see the same: large ones, which read the
+ * cache seldom, as long as every thread has some. */
+static void cut(struct engine *engine, int rows) {
+    const struct model *model = &engine->model;
+    const int group = model->heads / model->kv_heads, shares = engine->team->threads * SHARES;
+    const int tiles = (rows * model->heads / shares + MOST_ROWS - 1) / MOST_ROWS;
+    const int most = tiles * MOST_ROWS > MOST_QUERIES ? MOST_QUERIES : tiles < 1 ? MOST_ROWS : tiles * MOST_ROWS;
+    int count = most, first = 0;
+    engine->num_units = 0;
     for (int query = 0; query < rows * group; query++, count++) {
         const int row = query / group;
-        if (count < MOST_ROWS && (query % group || similar_masks(&engine->mask, first, row))) continue;
-        engine->tiles[engine->num_tiles++] = query;
+        if (count < most && (query % group || similar_masks(&engine->mask, first, row))) continue;
+        engine->units[engine->num_units++] = query;
         count = 0, first = row;
     }
-    engine->tiles[engine->num_tiles] = rows * group;
+    engine->units[engine->num_units] = rows * group;
 }
 
-/* Attention of a layer: every thread takes up to MOST_ROWS queries of one kv head at a time. */
+/* Attention of a layer: every thread takes some queries of one kv head at a time. */
 static void attention(struct cursor *cursor, struct engine *engine, const struct pass *pass, const float *keys,
                       const float *values, float *scores) {
     const struct model *model = &engine->model;
-    const int dim = model->head_dim, group = model->heads / model->kv_heads, tiles = engine->num_tiles;
-    for (int unit; (unit = claim(cursor, model->kv_heads * tiles)) >= 0;) {
-        const int head = unit / tiles, first = engine->tiles[unit % tiles];
-        const int count = engine->tiles[unit % tiles + 1] - first;
-        const float *query[MOST_ROWS];
-        float *output[MOST_ROWS];
-        int rows[MOST_ROWS];
+    const int dim = model->head_dim, group = model->heads / model->kv_heads, units = engine->num_units;
+    for (int unit; (unit = claim(cursor, model->kv_heads * units)) >= 0;) {
+        const int head = unit % model->kv_heads, part = unit / model->kv_heads, first = engine->units[part];
+        const int count = engine->units[part + 1] - first;
+        const float *query[MOST_QUERIES];
+        float *output[MOST_QUERIES];
+        int rows[MOST_QUERIES];
         for (int r = 0; r < count; r++) {
             const int at = (head * group + (first + r) % group) * dim;
             rows[r] = (first + r) / group;
@@ -145,11 +152,12 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
         pack_mask(&engine->mask, row, pass->mask, pass->length, pass->columns);
         normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }
-    for (int once; (once = claim(cursor, 1)) >= 0;) cut(engine, pass->rows, model->heads / model->kv_heads);
+    for (int once; (once = claim(cursor, 1)) >= 0;) cut(engine, pass->rows);
     for (int index = 0; index < model->layers; index++) {
         const struct layer *layer = &model->layer[index];
         linear(cursor, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
-        for (int row; (row = claim(cursor, pass->rows)) >= 0;) remember(model, pass, merged, row, keys, values);
+        for (int head; (head = claim(cursor, model->kv_heads)) >= 0;)
+            remember(model, pass, merged, head, keys, values);
         attention(cursor, engine, pass, keys, values, scores);
         round_rows(cursor, &layer->output, &engine->attended, pass->rows);
         linear(cursor, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD);
@@ -195,7 +203,7 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
 static void run(struct team *team, int thread, void *argument) {
     struct job *job = argument;
     struct cursor cursor = {team, thread, 0, 0};
-    float *scores = job->engine->scores + (size_t)thread * MOST_ROWS * job->engine->capacity;
+    float *scores = job->engine->scores + (size_t)thread * MOST_QUERIES * job->engine->capacity;
     transform(&cursor, job->engine, job->pass, scores);
     project(&cursor, job->engine, job->pass);
 }
@@ -206,7 +214,7 @@ void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
-    free(engine->mask.bits), free(engine->tiles), free(engine->scores), free(engine);
+    free(engine->mask.bits), free(engine->units), free(engine->scores), free(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
@@ -224,8 +232,8 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key);
     enough = enough && allocate_rows(&engine->attended, rows, query);
     enough = enough && allocate_rows(&engine->gated, rows, model->inner);
-    engine->tiles = allocate(((size_t)rows * (model->heads / model->kv_heads) + 1) * sizeof(int));
-    if (enough && engine->tiles) return engine;
+    engine->units = allocate(((size_t)rows * (model->heads / model->kv_heads) + 1) * sizeof(int));
+    if (enough && engine->units) return engine;
     draftwood_close(engine);
     return NULL;
 }

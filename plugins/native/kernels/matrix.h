@@ -67,15 +67,15 @@ INLINE f32 widened(const void *weights, size_t index, const int format) {
 #endif
 }
 
-/* sums[r][p] += rows[r][first..last) * panels[p]; `panel` floats lie between panels. */
+/* sums[r][p] += rows[r][0..inputs) * panels[p]; `panel` numbers lie between panels. */
 INLINE void dense_tile(const int R, const int P, const float *const *rows, const void *weights, size_t panel,
-                       struct ahead ahead, int first, int last, const int format, f32 sums[][MOST_PANELS]) {
+                       struct ahead ahead, int inputs, const int format, f32 sums[][MOST_PANELS]) {
     f32 sum[MOST_ROWS][MOST_PANELS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) sum[r][p] = sums[r][p];
-    for (int k = first; k < last; k++) {
+    for (int k = 0; k < inputs; k++) {
         f32 weight[MOST_PANELS];
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
@@ -148,6 +148,7 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             f32 scale = load(scales + ((size_t)p * blocks + b) * LANES);
+            __builtin_prefetch(scales + ((size_t)(P + p) * blocks + b) * LANES, 0, 3); /* of the next panels */
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
                 sum[r][p] += __builtin_convertvector(whole[r][p], f32) *
@@ -194,7 +195,7 @@ static void multiply(const struct matrix *matrix, const struct rows *x, int row,
     const char *weights = (const char *)matrix->weights + panel * bytes;
     const struct ahead ahead = share(weights + panels * bytes, bytes, step_bytes(matrix->format), tile, tiles);
 #define DENSE(R, P, FORMAT)                                                                                            \
-    { dense_tile(R, P, values, weights, (size_t)matrix->inputs * LANES, ahead, 0, matrix->inputs, FORMAT, sums); }
+    { dense_tile(R, P, values, weights, (size_t)matrix->inputs * LANES, ahead, matrix->inputs, FORMAT, sums); }
 #define FP32_TILE(R, P) DENSE(R, P, FP32)
 #define FP16_TILE(R, P) DENSE(R, P, FP16)
 #define BF16_TILE(R, P) DENSE(R, P, BF16)
@@ -227,9 +228,7 @@ static void round_row(const struct rows *x, int row, int inputs, int block) {
             memcpy(x->codes + (size_t)row * x->stride + b * block + k, &narrow, sizeof narrow);
             sum += code;
         }
-        int32_t total = 0;
-        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
         x->scales[row * blocks + b] = peak / 127.0f;
-        x->sums[row * blocks + b] = total;
+        x->sums[row * blocks + b] = total(sum);
     }
 }

@@ -9,6 +9,8 @@
 
 #define LANES 16
 #define LEAST (-3.0e38f) /* no score is smaller */
+#define LOG2_E 1.44269504f
+#define WHOLE_ZERO 12582912.0f /* 1.5 * 2^23: a number that is added to it is rounded to an integer */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float f32 __attribute__((vector_size(64)));
@@ -26,27 +28,46 @@ INLINE void store_some(float *to, f32 value, int size) {
 }
 INLINE f32 splat(float value) { return value - (f32){0}; }
 INLINE f32 choose(i32 mask, f32 yes, f32 no) { return (f32)(((i32)yes & mask) | ((i32)no & ~mask)); }
+#if defined(__AVX512F__)
+INLINE f32 larger(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
 INLINE f32 larger(f32 a, f32 b) { return choose(a > b, a, b); }
+#endif
 
 INLINE float largest(f32 value) {
-    float most = value[0];
-    for (int lane = 1; lane < LANES; lane++) most = value[lane] > most ? value[lane] : most;
-    return most;
+    float most[LANES];
+    store(most, value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+            most[lane] = most[lane + half] > most[lane] ? most[lane + half] : most[lane];
+    return most[0];
 }
 
-/* Lanes whose bit is set. */
-INLINE i32 lanes(uint16_t bits) {
+INLINE int32_t total(i32 value) {
+    int32_t sum[LANES];
+    memcpy(sum, &value, sizeof value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) sum[lane] += sum[lane + half];
+    return sum[0];
+}
+
+/* The value in lanes whose bit is set, elsewhere LEAST. */
+INLINE f32 only(uint16_t bits, f32 value) {
+#if defined(__AVX512F__)
+    return (f32)_mm512_mask_mov_ps((__m512)splat(LEAST), bits, (__m512)value);
+#else
     const i32 each = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    return (((i32){0} + (int32_t)bits) & each) != 0;
+    return choose((((i32){0} + (int32_t)bits) & each) != 0, value, splat(LEAST));
+#endif
 }
 
-/* To the nearest integer, ties to even, for |value| < 2^22: the sum's last bits are the integer. */
-INLINE i32 nearest(f32 value) { return (i32)(value + 12582912.0f) - 0x4b400000; }
+/* To the nearest integer, ties to even, for |value| < 2^22: the last bits of WHOLE_ZERO + value are the integer. */
+INLINE i32 nearest(f32 value) { return (i32)(value + WHOLE_ZERO) - (i32)splat(WHOLE_ZERO); }
 
 /* e^x for x <= 0, to 2 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (coefficients: Cephes expf). */
 INLINE f32 exponential(f32 x) {
     x = larger(x, splat(-87.0f));
-    i32 n = nearest(x * 1.44269504f);
+    i32 n = nearest(x * LOG2_E);
     f32 whole = __builtin_convertvector(n, f32);
     f32 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
     f32 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -56,6 +77,21 @@ INLINE f32 exponential(f32 x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     return (f32)((i32)p + (n << 23));
+}
+
+/* WHOLE_ZERO + (2^22 - 1) * 2^x, rounded to an integer, for x <= 0: 2^n times a polynomial on [-1/2, 1/2] (2^r's
+ * Taylor series, to 2e-7). */
+INLINE f32 whole_power(f32 x) {
+    x = larger(x, splat(-126.0f));
+    f32 n = x + WHOLE_ZERO;
+    f32 r = x - (n - WHOLE_ZERO);
+    f32 p = r * 1.5403530e-4f + 1.3333558e-3f;
+    p = p * r + 9.6181291e-3f;
+    p = p * r + 5.5504109e-2f;
+    p = p * r + 2.4022651e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+    return (f32)((i32)p + ((i32)n << 23)) * 4194303.0f + WHOLE_ZERO;
 }
 
 /* x * sigmoid(x), without overflow on either side. */
