@@ -28,6 +28,7 @@ from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, To
 from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler
+from draftwood.runtime.softmax import softmax_of
 from draftwood.runtime.tokenizer import Tokenizer
 
 PROMPT = "def fibonacci(n):\n"
@@ -54,6 +55,7 @@ class Widened:
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine = engine
         self._own = engine.spec.model.vocab_size
+        self.softmax = softmax_of(engine)
         self.spec: EngineSpec = replace(engine.spec, model=replace(engine.spec.model, vocab_size=vocab_size))
 
     def new_cache(self) -> Any:
@@ -64,7 +66,7 @@ class Widened:
 
     def forward(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
         output = self._engine.forward(replace(batch, token_ids=batch.token_ids % self._own), cache)
-        logits = output.logits[:, np.arange(self.spec.model.vocab_size) % self._own]
+        logits = output.logits.take(np.arange(self.spec.model.vocab_size) % self._own, axis=1)
         logits[:, self._own :] -= np.float32(TAIL)
         return output._replace(logits=logits)
 

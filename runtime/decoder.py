@@ -26,6 +26,7 @@ from .rounds import (
     target_probabilities,
 )
 from .sampling import Sampler, largest
+from .softmax import softmax_of
 from .speculation.acceptance import choices_of
 from .speculation.calibration import Calibration, uncorrected
 from .speculation.config import SpeculativeConfig
@@ -138,6 +139,7 @@ class SpeculativeDecoder:
         """The same for whoever runs the passes: yields each pass it needs, to be answered with its output, and each
         chunk, to be answered with None."""
         start = perf_counter()
+        sampler.use(softmax_of(self._target))
         yield from self._read(prompt, sampler)
         begun = perf_counter()
         stats.prompt_seconds = begun - start

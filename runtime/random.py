@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from bisect import bisect_right
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 2048
+BLOCK = 512
+AHEAD = 64
 
 
 class RandomStream(Protocol):
     """Every random decision is one of these two."""
 
-    def categorical(self, probabilities: NDArray[np.float64]) -> int:
+    def categorical(self, probabilities: NDArray[np.floating[Any]]) -> int:
         """An index drawn with these probabilities [V] (they sum to one)."""
 
     def bernoulli(self, probability: float) -> bool:
@@ -25,17 +27,26 @@ class SeededStream:
 
     def __init__(self, seed: np.random.SeedSequence) -> None:
         self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._uniform: list[float] = []  # drawn ahead, the next one last
 
-    def categorical(self, probabilities: NDArray[np.float64]) -> int:
+    def categorical(self, probabilities: NDArray[np.floating[Any]]) -> int:
         if len(probabilities) > BLOCK:  # summing is several times faster than accumulating: first a block, then inside
             first = BLOCK * self.categorical(np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)))
             return first + self.categorical(probabilities[first : first + BLOCK])
+        if probabilities.dtype != np.float64:
+            probabilities = probabilities.astype(np.float64)
         cumulative = probabilities.cumsum()
         # Scaling by the sum, and not by 1, keeps a rounding error from selecting an index behind the last token.
-        return int(cumulative.searchsorted(self._generator.random() * cumulative[-1], side="right"))
+        return bisect_right(cumulative, self._next() * cumulative[-1])
 
     def bernoulli(self, probability: float) -> bool:
-        return bool(self._generator.random() < probability)
+        return bool(self._next() < probability)
+
+    def _next(self) -> float:
+        """Uniform in [0, 1): one call draws for many decisions."""
+        if not self._uniform:
+            self._uniform = self._generator.random(AHEAD)[::-1].tolist()
+        return self._uniform.pop()
 
 
 class RandomStreams(NamedTuple):

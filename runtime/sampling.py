@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ..models.errors import RequestError
 from .random import RandomStream
+from .softmax import NumpySoftmax, Softmax, Weights
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
 REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
@@ -145,7 +146,8 @@ class Sampler:
         self._ending = np.array(sorted(ending), np.int64)
         self._prompt = np.array(sorted(set(prompt)), np.int64)
         self._counts = np.zeros(vocab_size, np.int64)
-        self._buffers: list[NDArray[np.float64]] = []  # [V], one for each length of a path
+        self._softmax: Softmax = NumpySoftmax()
+        self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each length of a path
         self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
         self._penalises = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -155,6 +157,10 @@ class Sampler:
     def follows_path(self) -> bool:
         """Whether logits are changed depending on the tokens before them."""
         return self._penalises or bool(self.params.logits_processors) or self.params.min_tokens > len(self.output)
+
+    def use(self, softmax: Softmax) -> None:
+        """From now on, instead of numpy's."""
+        self._softmax, self._buffers = softmax, []
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Tokens that became output."""
@@ -169,24 +175,24 @@ class Sampler:
         if self._truncates:
             ids, probs = self._truncated(self._scores(logits, path), path)
             return int(ids[stream.categorical(probs)])
-        weights = self.weights(logits, path)
-        weights /= weights.sum()
+        weights, total = self.weights(logits, path)
+        weights /= total
         return stream.categorical(weights)
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Probabilities [V] float64 of the token after `path`; one-hot when greedy."""
-        weights = self.weights(logits, path)
-        return np.asarray(weights / weights.sum())
+        weights, total = self.weights(logits, path)
+        return np.asarray(weights, np.float64) / total
 
-    def weights(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
+    def weights(self, logits: NDArray[np.float32], path: Sequence[int]) -> Weights:
         """The same up to a factor, in a buffer that the next call with a path of this length overwrites."""
         scores, weights = self._scores(logits, path), self._buffer(path)
         if not (self.params.greedy or self._truncates):
-            return relative(scores, self.params.temperature, weights)
+            return self._softmax.weights(scores, self.params.temperature, weights)
         ids, probs = self._truncated(scores, path)
         weights.fill(0.0)
         weights[ids] = probs
-        return weights
+        return Weights(weights, 1.0)
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
         """What a draft draws the token after `path` from, above temperature 0: the same distribution without its tail.
@@ -203,10 +209,10 @@ class Sampler:
         """Logits [V] after all that changes them at this path."""
         return self._processed(logits, path) if self.follows_path else logits
 
-    def _buffer(self, path: Sequence[int]) -> NDArray[np.float64]:
+    def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
         """For a row behind this path: verifiers hold at most one of each length at a time."""
         while len(self._buffers) <= len(path):
-            self._buffers.append(np.empty(len(self._counts)))
+            self._buffers.append(np.empty(len(self._counts), self._softmax.dtype))
         return self._buffers[len(path)]
 
     def _truncated(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
@@ -219,20 +225,18 @@ class Sampler:
             return self._likely(scores, params.min_p)
         if params.top_k > 0:
             ids = np.sort(largest(scores, params.top_k))
-            return self._cut(ids, relative(scores[ids], params.temperature, np.empty(len(ids))))
-        weights = relative(scores, params.temperature, self._buffer(path))
-        mass = params.top_p * weights.sum()
-        ids = (weights > NEGLIGIBLE).nonzero()[0]
-        if weights[ids].sum() < mass:
-            ids = np.arange(len(weights))
-        ids = ids[nucleus(weights[ids], mass)]
-        return Candidates(ids, weights[ids] / weights[ids].sum())
+            best = scores[ids].astype(np.float64)
+            return self._cut(ids, np.exp((best - best.max()) / params.temperature))
+        every, total = self._softmax.weights(scores, params.temperature, self._buffer(path))
+        ids, weights = self._softmax.likely(scores, params.temperature, NEGLIGIBLE)
+        if weights.sum() < params.top_p * total:
+            ids, weights = np.arange(len(every)), np.asarray(every, np.float64)
+        kept = nucleus(weights, params.top_p * total)
+        return Candidates(ids[kept], weights[kept] / weights[kept].sum())
 
     def _likely(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
         """The same with this `min_p`, which is positive."""
-        temperature, highest = self.params.temperature, float(scores[scores.argmax()])
-        ids = (scores >= highest + temperature * math.log(min_p)).nonzero()[0]
-        return self._cut(ids, np.exp((scores[ids].astype(np.float64) - highest) / temperature))
+        return self._cut(*self._softmax.likely(scores, self.params.temperature, min_p))
 
     def _cut(self, ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Candidates:
         """The distribution over these tokens [K] alone after top-k and top-p."""
@@ -276,16 +280,6 @@ class Sampler:
             scores = np.where(seen, penalised, scores)
         charge = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
         return np.asarray(scores - charge)
-
-
-def relative(
-    scores: NDArray[np.floating[Any]], temperature: float, weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """exp(scores / temperature) [K] up to a factor, the largest being 1, written to `weights`."""
-    np.copyto(weights, scores)
-    weights -= weights.max()
-    weights /= temperature
-    return np.exp(weights, out=weights)
 
 
 def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:

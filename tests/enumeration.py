@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from fakes import FakeEngine, mixture, random_head, random_model
@@ -27,9 +28,11 @@ class ReplayedStream:
         self.script, self.taken, self.options = script, 0, list[list[int]]()
         self.probability = 1.0
 
-    def categorical(self, probabilities: NDArray[np.float64]) -> int:
-        assert abs(probabilities.sum() - 1) < 1e-9, "a draw from something that is no distribution"
-        return self._decide([(index, p) for index, p in enumerate(probabilities.tolist()) if p > 0])
+    def categorical(self, probabilities: NDArray[np.floating[Any]]) -> int:
+        total = float(probabilities.sum(dtype=np.float64))
+        rounding = 1e-9 if probabilities.dtype == np.float64 else 1e-6
+        assert abs(total - 1) < rounding, "a draw from something that is no distribution"
+        return self._decide([(index, p / total) for index, p in enumerate(probabilities.tolist()) if p > 0])
 
     def bernoulli(self, probability: float) -> bool:
         assert -1e-12 <= probability <= 1 + 1e-12

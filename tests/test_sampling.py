@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from draftwood.runtime.random import BLOCK, SeededStream
 from draftwood.runtime.sampling import LIKELY, NEGLIGIBLE, Candidates, Sampler, SamplingParams, largest, nucleus
+from draftwood.runtime.softmax import Weights
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.drawing import Drawing
 from draftwood.runtime.speculation.verifier import Residual
@@ -100,7 +101,7 @@ def test_weights_stay_until_a_path_of_the_same_length_is_asked_for() -> None:
     expected = one.distribution(scores, [])
     root = one.weights(scores, [])
     one.weights(scores_of(1, 50), [3])
-    assert root / root.sum() == pytest.approx(expected)
+    assert root.values / root.total == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("vocab_size", [3, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
@@ -129,7 +130,7 @@ def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
     """Rejections in a row, for offers that cover some of the tokens: R = norm(max(pi R - D, 0)) everywhere."""
     generator = np.random.default_rng(seed)
     p, ids = generator.dirichlet(np.ones(9)), generator.permutation(9)[:4]
-    drawing, residual = Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))), Residual(3 * p, ids)
+    drawing, residual = Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))), Residual(Weights(3 * p, 3.0), ids)
     R, pi, whole_pi = p, 1.0, 1.0
     for index in (2, 0, 3):
         _, _, remaining = drawing.draw(Scripted(index))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 2  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 3  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -18,6 +18,7 @@ REFUSALS = {  # of draftwood_forward
     3: "a position is beyond the engine's rotary table: rebuild with a larger --max-length",
     4: "a row is scored that the pass does not have",
 }
+FEW = 512  # likely tokens
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -102,6 +103,10 @@ class NativeLibrary:
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
 
+        self._library.draftwood_softmax.restype = c_double
+        self._library.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p]
+        self._library.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
+
     def open(self, model: Model, rows: int, threads: int) -> int:
         """A handle for passes of up to `rows` rows. Raises KernelError without memory."""
         handle = self._library.draftwood_open(model, rows, threads)
@@ -137,6 +142,22 @@ class NativeLibrary:
         if self._library.draftwood_linear(matrix, address(rows), len(rows), address(result)):
             raise KernelError(f"no memory for {len(rows)} rows")
         return result
+
+    def softmax(self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]) -> float:
+        """weights [V] = exp((logits - max) / temperature); returns their sum."""
+        return float(self._library.draftwood_softmax(address(logits), len(logits), temperature, address(weights)))
+
+    def likely(
+        self, logits: NDArray[np.float32], temperature: float, share: float, room: int = FEW
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Tokens at least `share` times as probable as the best one: ids [K], ascending, and exp as above [K]. room:
+        for how many of them, at first."""
+        ids, weights = np.empty(room, np.int64), np.empty(room)
+        settings = len(logits), temperature, share, room
+        count = self._library.draftwood_likely(address(logits), *settings, address(ids), address(weights))
+        if count > room:
+            return self.likely(logits, temperature, share, count)
+        return ids[:count], weights[:count]
 
 
 def available(wanted: tuple[str, ...]) -> set[str]:

@@ -20,6 +20,7 @@ from ...models import bindings
 from ...models.errors import EngineError
 from ...plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ...plugins.native.packing import PANEL
+from ..softmax import NumpySoftmax, Weights
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 
 KERNELS = "kernels.so"  # of a bundle; both engines run on it
@@ -75,6 +76,35 @@ class NativeKVCache(StackedKVCache):
         self._engine.move(self, rows)
 
 
+class NativeSoftmax(NumpySoftmax):
+    """In float32, by the kernels. Logits that are not as an engine wrote them, one after the other, are numpy's to read."""
+
+    dtype: type[np.floating[Any]] = np.float32
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def weights(
+        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
+    ) -> Weights:
+        """See Softmax.weights."""
+        if not self._reads(logits):
+            return super().weights(logits, temperature, values)
+        return Weights(values, self._library.softmax(logits, temperature, values))
+
+    def likely(
+        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """See Softmax.likely."""
+        if not self._reads(logits):
+            return super().likely(logits, temperature, share)
+        return self._library.likely(logits, temperature, share)
+
+    @staticmethod
+    def _reads(logits: NDArray[np.floating[Any]]) -> bool:
+        return logits.dtype == np.float32 and logits.flags.c_contiguous
+
+
 class NativeEngine:
     """One role's weights and the kernels that read them."""
 
@@ -89,6 +119,7 @@ class NativeEngine:
         self._weights = read_weights(path)
         try:
             self._library = NativeLibrary(path.parent / KERNELS)
+            self.softmax = NativeSoftmax(self._library)
             self._model = native_model(spec, self._weights)
             self._handle = self._library.open(self._model, spec.pass_widths[-1], threads or cores())
         except KeyError as error:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import EngineError
+from ..softmax import Softmax, softmax_of
 from .base import FIRST_CAPACITY, Engine, EngineSpec, ForwardOutput, Pass, TokenBatch
 from .prefix import ROOT, PrefixTree
 
@@ -92,6 +93,11 @@ class PooledEngine:
         """What passes may be. Every sequence waits for each of them: where there are several, a chunk of a prompt is no
         wider than a round's pass."""
         return self._shared if len(self.caches) > 1 else self._alone
+
+    @property
+    def softmax(self) -> Softmax:
+        """The engine's own, where it brings one."""
+        return softmax_of(self._engine)
 
     def share_prefixes(self, retained: int) -> None:
         """From now on a text that is here is not read again, be it of a live sequence or of an ended one.

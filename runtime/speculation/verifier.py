@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from ..random import RandomStream, RandomStreams
 from ..sampling import Candidates, Sampler
+from ..softmax import Weights
 from .token_tree import TokenTree
 
 NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))
+CANCELLED = 1e-6  # a difference that is so small beside what it is of has lost digits
 
 
 class Acceptance(NamedTuple):
@@ -158,13 +160,17 @@ class Residual:
     Tokens that nobody offers keep their proportions, so that R is only computed where tokens are offered.
     """
 
-    def __init__(self, weights: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
-        """weights [V]: p up to a factor, taken over. ids [K]: all tokens that may be offered."""
-        offered = weights[ids]
-        weights[ids] = 0.0
-        self._ids, self._others, self._weight = ids, weights, float(weights.sum())
-        whole = self._weight + float(offered.sum())
-        self.probs, self._R_others = offered / whole, self._weight / whole  # R [K] of `ids`, and of all others
+    def __init__(self, weights: Weights, ids: NDArray[np.int64]) -> None:
+        """weights: p up to a factor, taken over. ids [K]: all tokens that may be offered."""
+        others, total = weights
+        offered = others[ids].astype(np.float64)
+        others[ids] = 0.0
+        weight, rest = float(offered.sum()), float(total - offered.sum())
+        if rest < CANCELLED * total:
+            rest = float(others.sum(dtype=np.float64))
+        self._ids, self._others, self._weight = ids, others, rest
+        self.probs = offered / (weight + rest)  # R [K] of `ids`
+        self._R_others = rest / (weight + rest)  # and of all others
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
         """R' = norm(max(πR - offered, 0)), for `offered` [K]. Returns π' = S / (S + 1 - π), S being the sum before

@@ -2,7 +2,7 @@
 #include "acceptance.h"
 #include "engine.h"
 #include "instructions.h"
-#include "ranking.h"
+#include "sampling.h"
 
 struct job {
     struct engine *engine;

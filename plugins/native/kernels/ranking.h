@@ -6,12 +6,7 @@
 #define RUN 256 /* columns that are skipped together when none of them is among the best */
 
 /* Sixteen columns; beyond the last one there is nothing. */
-INLINE f32 columns(const float *logits, int from, int size) {
-    if (size - from >= LANES) return load(logits + from);
-    f32 value = splat(LEAST);
-    memcpy(&value, logits + from, (size - from) * sizeof(float));
-    return value;
-}
+INLINE f32 columns(const float *logits, int from, int size) { return load_some(logits + from, size - from, LEAST); }
 
 /* logits [size], ids and logprobs [top], best first; of equal ones the lower id first. */
 static void rank(const float *logits, int size, int top, int64_t *ids, float *logprobs) {

@@ -22,11 +22,25 @@ typedef double f64 __attribute__((vector_size(128)));
 
 INLINE f32 load(const float *from) { f32 value; memcpy(&value, from, sizeof value); return value; }
 INLINE void store(float *to, f32 value) { memcpy(to, &value, sizeof value); }
-/* The first `size` numbers, or all: a copy of a size that is not known is a call. */
+INLINE f32 splat(float value) { return value - (f32){0}; }
+/* Of the first `size` numbers, or all of them. A copy of a size that is not known is a call, around which no register
+ * keeps its value. */
+#if defined(__AVX512F__)
+INLINE uint16_t first(int size) { return (uint16_t)(size < LANES ? (1 << size) - 1 : 0xffff); }
+INLINE void store_some(float *to, f32 value, int size) { _mm512_mask_storeu_ps(to, first(size), (__m512)value); }
+INLINE f32 load_some(const float *from, int size, float rest) {
+    return (f32)_mm512_mask_loadu_ps((__m512)splat(rest), first(size), from);
+}
+#else
 INLINE void store_some(float *to, f32 value, int size) {
     if (size >= LANES) store(to, value); else memcpy(to, &value, size * sizeof(float));
 }
-INLINE f32 splat(float value) { return value - (f32){0}; }
+INLINE f32 load_some(const float *from, int size, float rest) {
+    f32 value = splat(rest);
+    memcpy(&value, from, (size < LANES ? size : LANES) * sizeof(float));
+    return value;
+}
+#endif
 INLINE f32 choose(i32 mask, f32 yes, f32 no) { return (f32)(((i32)yes & mask) | ((i32)no & ~mask)); }
 #if defined(__AVX512F__)
 INLINE f32 larger(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
