@@ -77,7 +77,7 @@ class NativeKVCache(StackedKVCache):
 
 
 class NativeSoftmax(NumpySoftmax):
-    """In float32, by the kernels. Logits that are not as an engine wrote them, one after the other, are numpy's to read."""
+    """In float32, by the kernels; numpy reads logits that do not lie as an engine writes them."""
 
     dtype: type[np.floating[Any]] = np.float32
 
