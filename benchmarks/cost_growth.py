@@ -80,7 +80,7 @@ def best_of(work: Callable[[], object]) -> float:
 def item_bytes(spec: EngineSpec) -> float:
     """Bytes of a weight, its share of a block's scale included."""
     form = FORMATS.get((spec.backend, spec.precision))
-    return ITEM_BYTES[spec.precision] if form is None else form.bits / 8 + 4 / form.block
+    return ITEM_BYTES[spec.precision] if form is None else form.bytes_of_weight
 
 
 def floor(spec: EngineSpec, rows: int, context: int, speeds: Mapping[str, float], scored: int | None = None) -> float:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..models.acceptance_head import TrainedHead
 from ..models.rope import rope_tables
-from ..plugins.native.packing import PANEL, alternated, code_panels, flat, joined, panels
+from ..plugins.native.packing import PANEL, alternated, code_panels, flat, half_panels, joined, panels
 from ..runtime.engines.native import ACCEPTANCE, DTYPES, EMBEDDING, whole_panels
 from .checkpoint import Checkpoint
 from .quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
@@ -100,9 +100,12 @@ class Packer:
                 waiting[:] = [Quantized(join([part.codes for part in parts]), join([part.scales for part in parts]))]
                 return code_panels(waiting[0].codes, bits)
 
+            def scales() -> NDArray[Any]:
+                return half_panels(waiting.pop().scales)
+
             block = checkpoint.form.block_of(name, inputs)
             yield Tensor(f"{name}.weights", codes, "U8", (count, inputs * bits // 32, PANEL, 4))
-            yield self.floats(f"{name}.scales", lambda: panels(waiting.pop().scales), (count, inputs // block, PANEL))
+            yield Tensor(f"{name}.scales", scales, "U16", (count, inputs // block, PANEL))
         else:
             yield Tensor(
                 f"{name}.weights",

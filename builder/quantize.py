@@ -29,6 +29,7 @@ from .graph import GraphWriter
 
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
+HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
 HALF = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -48,11 +49,18 @@ class Quantized(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. transposed: codes are stored as [K, N],
-    which is what ONNX Runtime fuses, and not as [N, K], which is what OpenVINO fuses."""
+    which is what ONNX Runtime fuses, and not as [N, K], which is what OpenVINO fuses. scale_bytes: 4, or 2 for scales
+    that are rounded to fp16."""
 
     bits: int
     block: int = BLOCKS[0]
     transposed: bool = False
+    scale_bytes: int = 4
+
+    @property
+    def bytes_of_weight(self) -> float:
+        """Its share of a block's scale included."""
+        return self.bits / 8 + self.scale_bytes / self.block
 
     @property
     def dtype(self) -> ir.DataType:
@@ -79,6 +87,8 @@ class WeightFormat:
         codes = np.zeros(blocks.shape, np.int8)
         for share in CLIPPING if self.bits == 4 else CLIPPING[-1:]:
             scale = np.where(peaks > 0, share * peaks / np.float32(largest), np.float32(1))
+            if self.scale_bytes == 2:
+                scale = np.clip(scale, *HALF_RANGE).astype(np.float16).astype(np.float32)
             rounded = np.clip(np.rint(blocks / scale[..., None]), -largest - 1, largest)
             error = np.square(rounded * scale[..., None] - blocks).sum(-1)
             better = error < least
@@ -88,8 +98,8 @@ class WeightFormat:
 
 # By backend and precision. The native kernels round a row's activations by the same blocks.
 FORMATS = {
-    ("native", "int8"): WeightFormat(8, 64),
-    ("native", "int4"): WeightFormat(4, 64),
+    ("native", "int8"): WeightFormat(8, 64, scale_bytes=2),
+    ("native", "int4"): WeightFormat(4, 64, scale_bytes=2),
     ("onnxruntime", "int8"): WeightFormat(8, 32, transposed=True),
     ("onnxruntime", "int4"): WeightFormat(4, 32, transposed=True),
     ("openvino", "int8"): WeightFormat(8, openvino.BLOCKS["int8"]),

@@ -18,7 +18,7 @@ from draftwood.models.bindings import output_names
 from draftwood.plugins.native.compile import FLAGS, compile_kernels
 from draftwood.plugins.native.library import FORMATS as NAMES
 from draftwood.plugins.native.library import Matrix, NativeLibrary, address
-from draftwood.plugins.native.packing import code_panels, flat, panels
+from draftwood.plugins.native.packing import code_panels, flat, half_panels, panels
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native import KERNELS, NativeEngine
 
@@ -65,7 +65,7 @@ class Packed:
         if form := FORMATS.get(("native", precision)):
             self.codes, self.scales = form.quantize("matrix", matrix)
             self.wide = (self.codes.reshape(*self.scales.shape, -1) * self.scales[..., None]).reshape(matrix.shape)
-            weights, scales = code_panels(self.codes, form.bits), panels(self.scales)
+            weights, scales = code_panels(self.codes, form.bits), half_panels(self.scales)
         elif precision in HALF:
             half = matrix.astype(HALF[precision])
             self.wide, weights, scales = half.astype(np.float32), panels(half).view(np.uint16), None

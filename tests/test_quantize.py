@@ -12,7 +12,7 @@ import pytest
 import torch
 from bundling import DEMO
 from checkpoints import write_checkpoint
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lowbit import BACKENDS, assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
 from numpy.typing import NDArray
@@ -69,6 +69,22 @@ def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
     rounded = np.rint(blocks / np.where(step > 0, step, 1)) * step
     assert (np.square(errors).sum(-1) <= np.square(rounded - blocks).sum(-1) * 1.001).all()
     assert (errors[np.broadcast_to(step == 0, blocks.shape)] == 0).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrix=matrices(), bits=st.sampled_from([8, 4]), exponent=st.sampled_from([-40, -20, -9, 0]))
+def test_scales_of_two_bytes_are_fp16_numbers_and_cost_little(
+    matrix: NDArray[np.float32], bits: int, exponent: int
+) -> None:
+    """Also of blocks that fp16 can hardly tell from zero: there a code is worth its smallest number."""
+    matrix = np.ldexp(matrix, exponent)
+    assume(np.abs(matrix).max() < np.finfo(np.float16).max)
+    halves, floats = (WeightFormat(bits, 64, scale_bytes=width).quantize("matrix", matrix) for width in (2, 4))
+    assert (halves.scales == halves.scales.astype(np.float16)).all() and (halves.scales > 0).all()
+    blocks = (*halves.scales.shape, 64)
+    error, least = (np.square(stored.dequantized() - matrix).reshape(blocks).mean(-1) for stored in (halves, floats))
+    peaks = np.abs(matrix).reshape(blocks).max(-1)
+    assert (error <= 1.05 * least + np.square(peaks * 2.0**-10 + 2.0 ** (bits - 25))).all()
 
 
 def test_four_bits_err_less_in_smaller_blocks_and_less_than_unclipped() -> None:

@@ -2,7 +2,8 @@
 
 A panel of floats is [inputs, 16]. Of codes, vpdpbusd takes four neighbouring inputs of 16 outputs at once: a panel is
 [inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte, [inputs / 8, 16, 4]: a byte's low half belongs to the
-first four of eight inputs, its high half to the others. Codes are stored unsigned, 2^(bits - 1) larger than they are.
+first four of eight inputs, its high half to the others. Codes are stored unsigned, 2^(bits - 1) larger than they are;
+their scales, one for a block of inputs, as fp16.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def filled(rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def panels(matrix: NDArray[Any]) -> NDArray[Any]:
-    """[N, K] -> [panels, K, 16], of weights or of scales."""
+    """[N, K] -> [panels, K, 16]."""
     outputs = filled(matrix)
     return np.ascontiguousarray(outputs.reshape(-1, PANEL, outputs.shape[1]).transpose(0, 2, 1))
 
@@ -33,6 +34,11 @@ def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
     unsigned = (filled(codes).astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     fours = unsigned.reshape(-1, PANEL, unsigned.shape[1] // 4, 4).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(fours if bits == 8 else fours[:, ::2] | fours[:, 1::2] << 4)
+
+
+def half_panels(scales: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """float32 [N, K] -> the bits of fp16 [panels, K, 16]."""
+    return panels(scales.astype(np.float16)).view(np.uint16)
 
 
 def alternated(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:

@@ -17,10 +17,10 @@
 enum format { FP32, FP16, BF16, INT8, INT4 };
 
 /* [outputs, inputs]. Floats: panels [inputs][16]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
- * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; scales [panels][inputs / block][16]. */
+ * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; scales in fp16, [panels][inputs / block][16]. */
 struct matrix {
-    const void *weights;
-    const float *scales, *bias; /* bias [16 * panels] or null */
+    const void *weights, *scales;
+    const float *bias; /* [16 * panels] or null */
     int32_t outputs, inputs, block, format;
 };
 
@@ -108,7 +108,7 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
     const int zero = 1 << (bits - 1), block = matrix->block, blocks = matrix->inputs / block;
     const size_t bytes = panel_bytes(matrix);
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
-    const float *scales = matrix->scales + (size_t)panel * blocks * LANES;
+    const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * blocks * LANES;
     const int row_blocks = x->stride / block;
     const int8_t *values[MOST_ROWS];
     f32 sum[MOST_ROWS][MOST_PANELS];
@@ -147,7 +147,7 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
         }
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            f32 scale = load(scales + ((size_t)p * blocks + b) * LANES);
+            f32 scale = widened(scales, ((size_t)p * blocks + b) * LANES, FP16);
             __builtin_prefetch(scales + ((size_t)(P + p) * blocks + b) * LANES, 0, 3); /* of the next panels */
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
