@@ -1,6 +1,6 @@
 """Time a round spends outside both engines: growing, unrolling, verifying, committing.
 
-    python benchmarks/host_time.py bundles/demo --output benchmarks/results
+    python benchmarks/host_time.py bundles/demo bundles/demo-native --output benchmarks/results
 
 Sampling costs time by vocabulary. LLaMAs have 32 000 tokens and more, the demo pair 2 048: `Widened` makes its logits
 as long as theirs, with a tail of tokens that are hardly ever chosen.
@@ -101,19 +101,20 @@ def measure(bundle: EngineBundle, vocab_size: int) -> dict[str, dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundles", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    bundle = EngineBundle.open(args.bundle)
-    own = bundle.manifest.engines[TARGET].model.vocab_size
-    figures = {}
-    for vocab_size in VOCABULARIES:
-        title = f"{vocab_size or own} tokens"
-        figures[title] = measure(bundle, vocab_size)
-        table = Table("host time per round, ms", *SETTINGS, title=f"vocabulary of {title}")
-        for name, row in figures[title].items():
-            table.add_row(name, *(f"{value:.3f}" for value in row.values()))
-        Console().print(table)
+    figures: dict[str, dict[str, Any]] = {}
+    for bundle in map(EngineBundle.open, args.bundles):
+        spec = bundle.manifest.engines[TARGET]
+        figures[spec.backend] = {}
+        for vocab_size in VOCABULARIES:
+            title = f"{vocab_size or spec.model.vocab_size} tokens"
+            figures[spec.backend][title] = rows = measure(bundle, vocab_size)
+            table = Table("host time per round, ms", *SETTINGS, title=f"{spec.backend}, vocabulary of {title}")
+            for name, row in rows.items():
+                table.add_row(name, *(f"{value:.3f}" for value in row.values()))
+            Console().print(table)
     write(args.output, "host_time", {"unit": "ms per round, median", "host_time": figures})
 
 
