@@ -6,7 +6,8 @@
 #pragma once
 #include "matrix.h"
 
-#define WHOLE 256 /* weights of 22 bits whose sum fits 31 */
+#define MOST_WEIGHT 4194303.0f /* of 22 bits */
+#define WHOLE 256 /* such weights' sum fits 31 */
 #define MOST_QUERIES (8 * MOST_ROWS) /* that meet a panel of the cache one tile after the other */
 #define BLOCK 128 /* slots whose values stay in the first cache meanwhile */
 
@@ -75,7 +76,7 @@ static uint64_t weigh(float *scores, int size, f32 peak) {
         const int last = first + WHOLE * LANES < size ? first + WHOLE * LANES : size;
         u32 sum = {0};
         for (int slot = first; slot < last; slot += LANES) {
-            f32 weight = whole_power(load(scores + slot) - peak);
+            f32 weight = power_of_two(load(scores + slot) - peak) * MOST_WEIGHT + WHOLE_ZERO;
             store(scores + slot, weight - WHOLE_ZERO);
             sum += (u32)weight - (u32)splat(WHOLE_ZERO);
         }

@@ -18,7 +18,6 @@ typedef int32_t i32 __attribute__((vector_size(64)));
 typedef uint32_t u32 __attribute__((vector_size(64)));
 typedef int8_t i8 __attribute__((vector_size(16)));
 typedef uint16_t u16 __attribute__((vector_size(32)));
-typedef double f64 __attribute__((vector_size(128)));
 
 INLINE f32 load(const float *from) { f32 value; memcpy(&value, from, sizeof value); return value; }
 INLINE void store(float *to, f32 value) { memcpy(to, &value, sizeof value); }
@@ -75,27 +74,22 @@ INLINE f32 only(uint16_t bits, f32 value) {
 #endif
 }
 
+/* A bit for each lane that is no smaller. */
+INLINE uint16_t at_least(f32 value, float least) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(least), _CMP_GE_OQ);
+#else
+    uint16_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits |= (uint16_t)((value[lane] >= least) << lane);
+    return bits;
+#endif
+}
+
 /* To the nearest integer, ties to even, for |value| < 2^22: the last bits of WHOLE_ZERO + value are the integer. */
 INLINE i32 nearest(f32 value) { return (i32)(value + WHOLE_ZERO) - (i32)splat(WHOLE_ZERO); }
 
-/* e^x for x <= 0, to 2 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (coefficients: Cephes expf). */
-INLINE f32 exponential(f32 x) {
-    x = larger(x, splat(-87.0f));
-    i32 n = nearest(x * LOG2_E);
-    f32 whole = __builtin_convertvector(n, f32);
-    f32 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    f32 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return (f32)((i32)p + (n << 23));
-}
-
-/* WHOLE_ZERO + (2^22 - 1) * 2^x, rounded to an integer, for x <= 0: 2^n times a polynomial on [-1/2, 1/2] (2^r's
- * Taylor series, to 2e-7). */
-INLINE f32 whole_power(f32 x) {
+/* 2^x for x <= 0, to 2e-7: 2^n times a polynomial on [-1/2, 1/2] (2^r's Taylor series). */
+INLINE f32 power_of_two(f32 x) {
     x = larger(x, splat(-126.0f));
     f32 n = x + WHOLE_ZERO;
     f32 r = x - (n - WHOLE_ZERO);
@@ -105,12 +99,12 @@ INLINE f32 whole_power(f32 x) {
     p = p * r + 2.4022651e-1f;
     p = p * r + 6.9314718e-1f;
     p = p * r + 1.0f;
-    return (f32)((i32)p + ((i32)n << 23)) * 4194303.0f + WHOLE_ZERO;
+    return (f32)((i32)p + ((i32)n << 23));
 }
 
 /* x * sigmoid(x), without overflow on either side. */
 INLINE f32 silu(f32 x) {
-    f32 e = exponential(choose(x < 0, x, -x));
+    f32 e = power_of_two(choose(x < 0, x, -x) * LOG2_E);
     return x * choose(x < 0, e, splat(1.0f)) / (e + 1.0f);
 }
 
