@@ -34,9 +34,10 @@ class BuildOptions:
     requests that share the passes of a TensorRT plan, which has caches for so many; the CPU backends decide that when
     they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
     draft_backend, draft_precision: None takes the target's, with two exceptions. Beside OpenVINO the draft runs in ONNX
-    Runtime: OpenVINO's passes take a millisecond however small the model is. Beside int4 it is int8: a draft gains no
-    time by 4 bits and loses acceptance. graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled
-    from. The rest is for the TensorRT backends, too: see CompileOptions.
+    Runtime: OpenVINO's passes take a millisecond however small the model is. A native draft is int8, where its matrices
+    divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time. graphs: a
+    folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT backends, too:
+    see CompileOptions.
     """
 
     target: Path
@@ -106,7 +107,7 @@ class BuildOptions:
         chosen = self.precision or BACKENDS[self.backend_of(role)][0]
         if role == TARGET:
             return chosen
-        return self.draft_precision or ("int8" if chosen == "int4" else chosen)
+        return self.draft_precision or ("int8" if chosen == "int4" or self.backend_of(role) == "native" else chosen)
 
     def widths_of(self, role: str) -> tuple[int, ...]:
         """Rows a pass of a role's engine may have."""

@@ -17,8 +17,9 @@ from ..runtime.staging import staging_folder
 from .checkpoint import Checkpoint, read_json
 from .compile import check_compiler
 from .engines import Source, engine_spec, make_engine
-from .options import BuildOptions
+from .options import BACKENDS, BuildOptions
 from .progress import Begin, Step
+from .quantize import FORMATS, QuantizedCheckpoint
 from .tokenizer import convert_tokenizer, same_vocabulary
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
@@ -52,7 +53,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         engines = {}
         parity = {}
         for role in ROLES:
-            source = Source(checkpoints[role], role, heads[role], options.backend_of(role), options.precision_of(role))
+            precision = precision_for(role, checkpoints[role], options)
+            source = Source(checkpoints[role], role, heads[role], options.backend_of(role), precision)
             spec = engine_spec(source, options, max_length)
             engines[role], parity[role] = make_engine(source, spec, options, staging, begin)
         names = sorted(file.name for file in staging.iterdir())
@@ -65,6 +67,19 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         builder = f"draftwood {version('draftwood')}"
         write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files))
     return EngineBundle.open(options.output)
+
+
+def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> str:
+    """What a role's engine is built in. A draft of other sizes than blocks allow has no default of 8 bits."""
+    backend, precision = options.backend_of(role), options.precision_of(role)
+    form = FORMATS.get((backend, precision))
+    if role == TARGET or options.draft_precision is not None or form is None or backend in PACKAGES:
+        return precision
+    try:
+        QuantizedCheckpoint(checkpoint, form)
+    except ConfigError:
+        return BACKENDS[backend][0]
+    return precision
 
 
 def refuse_different_sizes(checkpoints: Mapping[str, Checkpoint]) -> None:

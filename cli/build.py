@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-backend", default=hidden, help="the target's if not given, but onnxruntime beside openvino"
     )
-    parser.add_argument("--draft-precision", default=hidden, help="the target's if not given, but int8 beside int4")
+    parser.add_argument(
+        "--draft-precision", default=hidden, help="int8 if not given, natively and beside int4; elsewhere the target's"
+    )
     parser.add_argument(
         "--max-length", type=int, default=hidden, metavar="N", help="tokens of prompt and output (default: the models')"
     )

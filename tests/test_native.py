@@ -17,11 +17,12 @@ from lowbit import assert_a_tree_changes_no_bit, greedy_texts, one_by_one
 from native_parts import PRECISIONS, held, open_native, spec_of
 from trees import Tree, trees
 
+from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
-from draftwood.builder.pipeline import build
+from draftwood.builder.pipeline import build, precision_for
 from draftwood.models.acceptance_head import HeadConfig, TrainedHead
-from draftwood.models.bindings import LOW_BIT, output_names
+from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET, output_names
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle import EngineBundle
@@ -122,7 +123,7 @@ def test_speculative_text_is_plain_text_and_the_bundle_says_how(precision: str, 
     manifest = build(options, lambda step: lambda: None).manifest
     target, draft = manifest.engines["target"], manifest.engines["draft"]
     assert (target.backend, target.precision) == ("native", precision)
-    assert (draft.backend, draft.precision) == ("native", {"int4": "int8"}.get(precision, precision))
+    assert (draft.backend, draft.precision) == ("native", "int8")
     assert target.widths == (*range(1, 17), 24, 32, 48, 64)
     assert {KERNELS, "target.weights", "draft.weights"} < manifest.files.keys()
     assert manifest.parity["target"] < (0.05 if precision.startswith("int") else 1e-5)
@@ -136,12 +137,23 @@ def test_speculative_text_is_plain_text_and_the_bundle_says_how(precision: str, 
         assert greedy_texts(options.output, config, prompts, 100) == plain
 
 
+def test_a_native_draft_has_8_bits_unless_told_otherwise_or_its_sizes_forbid(tmp_path: Path) -> None:
+    odd = Checkpoint(write_checkpoint(tmp_path / "checkpoint", "head_dim 6"))
+    options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", "native", "bf16")
+    chosen = {name: replace(options, draft_precision=name) for name in ("fp32", "int8")}
+    for checkpoint, default in ((Checkpoint(DEMO / "draft"), "int8"), (odd, "fp32")):
+        assert precision_for(DRAFT, checkpoint, options) == default
+        assert precision_for(TARGET, checkpoint, options) == "bf16"
+        assert all(precision_for(DRAFT, checkpoint, told) == name for name, told in chosen.items())
+
+
 def test_the_draft_ranks_and_its_head_speaks(tmp_path: Path) -> None:
     """As in ONNX Runtime, from the same checkpoint and head."""
     outputs = []
     for backend in ("native", "onnxruntime"):
         folders = (DEMO / "target", DEMO / "draft", tmp_path / backend)
-        build(BuildOptions(*folders, backend, acceptance_head=DEMO / "head"), lambda step: lambda: None)
+        options = BuildOptions(*folders, backend, acceptance_head=DEMO / "head", draft_precision="fp32")
+        build(options, lambda step: lambda: None)
         engine = EngineBundle.open(tmp_path / backend).open_engine("draft")
         outputs.append(
             engine.forward(Tree((5, 6, 7), (-1, 0, 1)).batch(engine.spec, 0), engine.new_cache()).rows(range(3))
