@@ -3,8 +3,8 @@
     python benchmarks/cost_growth.py bundles/demo bundles/demo-110m --output benchmarks/results
 
 The floor of a pass is the larger of what its bytes take at the bandwidth (weights once, and the committed keys
-and values) and what its products take at the machine's arithmetic, both measured here. A prompt's is that of one pass
-that reads all of it, without the vocabulary.
+and values) and what its products take at the machine's arithmetic, both measured beside it. A prompt's is that of one
+pass that reads all of it, without the vocabulary.
 
 Costs do not depend on what a model was trained for: a checkpoint of the demo pair whose config.json says
 "max_position_embeddings": 2304 gives a bundle for prompts of 2048 tokens, whose text is worth nothing.
@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import matplotlib
 import numpy as np
@@ -45,26 +46,45 @@ CONTEXTS = (64, 512, 960, 2048)
 PROMPTS = (32, 512, 960, 2048)
 REPEATS = 5
 ROWS, SQUARE = 512, 4096  # of the product that measures the arithmetic
+T = TypeVar("T")
 ITEM_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
 
 
-def bandwidth() -> float:
-    """Bytes per second of a sum over an array far larger than any cache, by all cores."""
-    array = torch.ones(1 << 28)
-    return 4 * array.numel() / best_of(array.sum)
+class Speeds(NamedTuple):
+    """What a floor is made of: bytes, and fp32 operations, per second."""
+
+    memory: float
+    arithmetic: float
 
 
-def arithmetic() -> float:
-    """fp32 operations per second of one large product by ONNX Runtime, whose kernels are the fastest here."""
-    shapes = {"rows": (ROWS, SQUARE), "weights": (SQUARE, SQUARE), "product": (ROWS, SQUARE)}
-    values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()}
-    node = helper.make_node("MatMul", ["rows", "weights"], ["product"])
-    weights = numpy_helper.from_array(np.ones(shapes["weights"], np.float32), "weights")
-    graph = helper.make_graph([node], "product", [values["rows"]], [values["product"]], [weights])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    rows = np.ones(shapes["rows"], np.float32)
-    return 2 * ROWS * SQUARE**2 / best_of(lambda: session.run(None, {"rows": rows}))
+class Machine:
+    """This machine, whose clocks and memory give more in one minute than in another: measured beside every row of
+    passes."""
+
+    def __init__(self) -> None:
+        """A sum over an array far larger than any cache, by all cores; and one large product by ONNX Runtime, whose
+        kernels are the fastest here."""
+        self._array = torch.ones(1 << 28)
+        shapes = {"rows": (ROWS, SQUARE), "weights": (SQUARE, SQUARE), "product": (ROWS, SQUARE)}
+        values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()}
+        node = helper.make_node("MatMul", ["rows", "weights"], ["product"])
+        weights = numpy_helper.from_array(np.ones(shapes["weights"], np.float32), "weights")
+        graph = helper.make_graph([node], "product", [values["rows"]], [values["product"]], [weights])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        self._session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        self._rows = np.ones(shapes["rows"], np.float32)
+
+    def speeds(self) -> Speeds:
+        """As they are now."""
+        memory = 4 * self._array.numel() / best_of(self._array.sum)
+        product = best_of(lambda: self._session.run(None, {"rows": self._rows}))
+        return Speeds(memory, 2 * ROWS * SQUARE**2 / product)
+
+    def during(self, work: Callable[[], T]) -> tuple[T, Speeds]:
+        """What `work` returns, and the speeds just before or after it, whichever are higher: a floor is lowest then."""
+        before = self.speeds()
+        result = work()
+        return result, Speeds(*map(max, before, self.speeds()))
 
 
 def best_of(work: Callable[[], object]) -> float:
@@ -83,7 +103,7 @@ def item_bytes(spec: EngineSpec) -> float:
     return ITEM_BYTES[spec.precision] if form is None else form.bytes_of_weight
 
 
-def floor(spec: EngineSpec, rows: int, context: int, speeds: Mapping[str, float], scored: int | None = None) -> float:
+def floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, scored: int | None = None) -> float:
     """The least seconds of a pass, of whose rows `scored` go through the vocabulary; None: all."""
     model = spec.model
     head = model.vocab_size * model.hidden_size
@@ -95,7 +115,7 @@ def floor(spec: EngineSpec, rows: int, context: int, speeds: Mapping[str, float]
     # An instruction multiplies four times as many small integers as floats.
     multiplied = layers + head * (1 if scored is None else scored / rows)
     products = 2 * multiplied / (4 if spec.precision in LOW_BIT else 1) + attention
-    return max(moved / speeds["bytes_per_second"], rows * products / speeds["operations_per_second"])
+    return max(moved / speeds.memory, rows * products / speeds.arithmetic)
 
 
 def resident_megabytes() -> float:
@@ -119,7 +139,7 @@ def first_token(engines: Sequence[Engine], config: SpeculativeConfig | None, lon
     return median(seconds[1:])
 
 
-def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
+def measure(folder: Path, machine: Machine) -> dict[str, Any]:
     """Everything about one bundle."""
     before = resident_megabytes()
     bundle = EngineBundle.open(folder)
@@ -128,22 +148,22 @@ def measure(folder: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
     pair = Pair(engines, longest, {})
     passes = {}
     for context in (each for each in CONTEXTS if each <= longest):
-        row = behind(pair, context, spec.widths, REPEATS, lambda: None)[TARGET].seconds
+        taken, speeds = machine.during(partial(behind, pair, context, spec.widths, REPEATS, lambda: None))
         lowest = [floor(spec, width, context, speeds) for width in spec.widths]
         passes[str(context)] = {
-            "milliseconds": [round(1e3 * seconds, 3) for seconds in row],
+            "speeds": {name: round(speed) for name, speed in speeds._asdict().items()},
+            "milliseconds": [round(1e3 * seconds, 3) for seconds in taken[TARGET].seconds],
             "floor": [round(1e3 * seconds, 3) for seconds in lowest],
         }
     both = [engines[TARGET], engines[DRAFT]]
-    first = {
-        str(prompt): {
+    first = {}
+    for prompt in (each for each in PROMPTS if each < longest):
+        plain, speeds = machine.during(partial(first_token, both, None, longest, prompt))
+        first[str(prompt)] = {
             "floor": round(1e3 * floor(spec, prompt, 0, speeds, scored=1), 1),
-            "plain": round(1e3 * first_token(both, None, longest, prompt), 1),
+            "plain": round(1e3 * plain, 1),
             "speculative": round(1e3 * first_token(both, SpeculativeConfig(), longest, prompt), 1),
         }
-        for prompt in PROMPTS
-        if prompt < longest
-    }
     after = resident_megabytes()
     held = sum(bundle.manifest.engine_bytes(role) for role in engines) / 1e6
     caches = sum(8 * m.num_layers * m.num_kv_heads * m.head_dim for m in (each.spec.model for each in both))
@@ -206,13 +226,13 @@ def main() -> None:
     parser.add_argument("bundles", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    speeds = {"bytes_per_second": bandwidth(), "operations_per_second": arithmetic()}
-    bundles = {folder.name: measure(folder, speeds) for folder in args.bundles}
+    machine = Machine()
+    bundles = {folder.name: measure(folder, machine) for folder in args.bundles}
     console = Console()
     for figures in bundles.values():
         console.print(table(figures))
         console.print(first_tokens(figures))
-    write(args.output, "cost_growth", {name: round(value) for name, value in speeds.items()} | {"bundles": bundles})
+    write(args.output, "cost_growth", {"bundles": bundles})
     plot(bundles, args.output / "cost_growth.svg")
 
 
