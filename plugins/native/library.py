@@ -102,10 +102,11 @@ class NativeLibrary:
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
-
-        self._library.draftwood_softmax.restype = c_double
-        self._library.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p]
-        self._library.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
+        # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
+        self._brief = ctypes.PyDLL(str(path.resolve()))
+        self._brief.draftwood_softmax.restype = c_double
+        self._brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p]
+        self._brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
 
     def open(self, model: Model, rows: int, threads: int) -> int:
         """A handle for passes of up to `rows` rows. Raises KernelError without memory."""
@@ -145,7 +146,7 @@ class NativeLibrary:
 
     def softmax(self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]) -> float:
         """weights [V] = exp((logits - max) / temperature); returns their sum."""
-        return float(self._library.draftwood_softmax(address(logits), len(logits), temperature, address(weights)))
+        return float(self._brief.draftwood_softmax(address(logits), len(logits), temperature, address(weights)))
 
     def likely(
         self, logits: NDArray[np.float32], temperature: float, share: float, room: int = FEW
@@ -154,7 +155,7 @@ class NativeLibrary:
         for how many of them, at first."""
         ids, weights = np.empty(room, np.int64), np.empty(room)
         settings = len(logits), temperature, share, room
-        count = self._library.draftwood_likely(address(logits), *settings, address(ids), address(weights))
+        count = self._brief.draftwood_likely(address(logits), *settings, address(ids), address(weights))
         if count > room:
             return self.likely(logits, temperature, share, count)
         return ids[:count], weights[:count]
