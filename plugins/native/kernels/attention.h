@@ -11,6 +11,9 @@
 #define MOST_QUERIES (8 * MOST_ROWS) /* that meet a panel of the cache one tile after the other */
 #define BLOCK 128 /* slots whose values stay in the first cache meanwhile */
 
+/* Room for a row of scores: an odd number of lines, so that rows do not meet in a few sets of the first cache. */
+INLINE size_t odd_lines(int capacity) { return (size_t)(capacity / LANES | 1) * LANES; }
+
 /* What every row of a pass sees, by panels of 16 slots. */
 struct panel_mask {
     uint16_t *bits; /* [rows][panels]: bit i of a panel is its slot i */
@@ -86,7 +89,8 @@ static uint64_t weigh(float *scores, int size, f32 peak) {
 }
 
 /* Up to MOST_QUERIES queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose mask each
- * has. keys, values: of that head, `capacity` slots. scores: [MOST_QUERIES][capacity], room to work in. */
+ * has. keys, values: of that head, `capacity` slots. scores: [MOST_QUERIES][odd_lines(capacity)]: room
+ * to work in. */
 static void attend(int count, const float *const *queries, float *const *outputs, const int *rows,
                    const struct panel_mask *mask, const float *keys, const float *values, int head_dim, int capacity,
                    float *scores) {
@@ -94,7 +98,7 @@ static void attend(int count, const float *const *queries, float *const *outputs
     const float *weights[MOST_QUERIES];
     f32 most[MOST_QUERIES], sums[MOST_QUERIES][MOST_PANELS];
     uint64_t totals[MOST_QUERIES] = {0};
-    for (int r = 0; r < count; r++) most[r] = splat(LEAST / 2), weights[r] = scores + (size_t)r * capacity;
+    for (int r = 0; r < count; r++) most[r] = splat(LEAST / 2), weights[r] = scores + (size_t)r * odd_lines(capacity);
     for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
         for (int panel = first, step; panel < last; panel += step) {
             const float *from = keys + panel * key_panel;

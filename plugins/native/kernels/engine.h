@@ -41,7 +41,7 @@ struct engine {
     struct rows hidden, normed, merged, attended, gated;
     struct panel_mask mask;
     int *units, num_units; /* of attention: the first query of each, and the end */
-    float *scores; /* [threads][MOST_QUERIES][capacity] */
+    float *scores; /* [threads][MOST_QUERIES][odd_lines(capacity)] */
 };
 
 static size_t phases_of(const struct model *model) {
@@ -80,7 +80,7 @@ static int make_room(struct engine *engine, int capacity) {
     if (capacity <= engine->capacity) return 1;
     free(engine->mask.bits), free(engine->scores);
     engine->mask.bits = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
-    engine->scores = allocate((size_t)engine->team->threads * MOST_QUERIES * capacity * sizeof(float));
+    engine->scores = allocate((size_t)engine->team->threads * MOST_QUERIES * odd_lines(capacity) * sizeof(float));
     engine->capacity = engine->mask.bits && engine->scores ? capacity : 0;
     return engine->capacity;
 }

@@ -203,7 +203,7 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
 static void run(struct team *team, int thread, void *argument) {
     struct job *job = argument;
     struct cursor cursor = {team, thread, 0, 0};
-    float *scores = job->engine->scores + (size_t)thread * MOST_QUERIES * job->engine->capacity;
+    float *scores = job->engine->scores + thread * MOST_QUERIES * odd_lines(job->engine->capacity);
     transform(&cursor, job->engine, job->pass, scores);
     project(&cursor, job->engine, job->pass);
 }
