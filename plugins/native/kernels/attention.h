@@ -89,7 +89,7 @@ static uint64_t weigh(float *scores, int size, f32 peak) {
 }
 
 /* Up to MOST_QUERIES queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose mask each
- * has. keys, values: of that head, `capacity` slots. scores: [MOST_QUERIES][odd_lines(capacity)]: room
+ * has. keys, values: of that head, `capacity` slots. scores: [MOST_QUERIES][odd_lines(capacity)], room
  * to work in. */
 static void attend(int count, const float *const *queries, float *const *outputs, const int *rows,
                    const struct panel_mask *mask, const float *keys, const float *values, int head_dim, int capacity,

@@ -229,6 +229,6 @@ static void round_row(const struct rows *x, int row, int inputs, int block) {
             sum += code;
         }
         x->scales[row * blocks + b] = peak / 127.0f;
-        x->sums[row * blocks + b] = total(sum);
+        x->sums[row * blocks + b] = sum_of_lanes(sum);
     }
 }

@@ -25,10 +25,10 @@ INLINE f32 splat(float value) { return value - (f32){0}; }
 /* Of the first `size` numbers, or all of them. A copy of a size that is not known is a call, around which no register
  * keeps its value. */
 #if defined(__AVX512F__)
-INLINE uint16_t first(int size) { return (uint16_t)(size < LANES ? (1 << size) - 1 : 0xffff); }
-INLINE void store_some(float *to, f32 value, int size) { _mm512_mask_storeu_ps(to, first(size), (__m512)value); }
+INLINE uint16_t first_lanes(int size) { return (uint16_t)(size < LANES ? (1 << size) - 1 : 0xffff); }
+INLINE void store_some(float *to, f32 value, int size) { _mm512_mask_storeu_ps(to, first_lanes(size), (__m512)value); }
 INLINE f32 load_some(const float *from, int size, float rest) {
-    return (f32)_mm512_mask_loadu_ps((__m512)splat(rest), first(size), from);
+    return (f32)_mm512_mask_loadu_ps((__m512)splat(rest), first_lanes(size), from);
 }
 #else
 INLINE void store_some(float *to, f32 value, int size) {
@@ -56,7 +56,7 @@ INLINE float largest(f32 value) {
     return most[0];
 }
 
-INLINE int32_t total(i32 value) {
+INLINE int32_t sum_of_lanes(i32 value) {
     int32_t sum[LANES];
     memcpy(sum, &value, sizeof value);
     for (int half = LANES / 2; half; half /= 2)
