@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from ..models.errors import DraftwoodError
 from ..runtime.cost import release
 from . import bench, build, generate, inspect, profile, serve, train_head, triton
+from .termination import termination_unwinds
 
 COMMANDS = (build, inspect, profile, generate, bench, train_head, serve, triton)
 BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt-rtx")  # of other makers
@@ -53,24 +51,6 @@ class ShowVersion(argparse.Action):
         installed = [found for backend in BACKENDS if (found := release(backend)) != backend]
         print(f"draftwood {version('draftwood')} with {', '.join(installed) or 'no backend but its own'}")
         parser.exit()
-
-
-@contextmanager
-def termination_unwinds() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, so that nothing half-written stays behind."""
-
-    def unwind(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # timeout(1) sends it twice, and cleaning up is not to be interrupted
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,15 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
         raise refusal(f"{output} exists and has no {marker}: choose another --output, or remove it yourself")
     # Locked before it has the name by which others find what is left over.
     unnamed, staging = sibling(output, "new"), sibling(output, "partial")
+    lock: int | None = None
     try:
-        remove_left_over(output)
-        unnamed.mkdir(parents=True)
-        lock = locked(unnamed)
-        unnamed.rename(staging)
-    except OSError as error:
-        raise refusal(f"cannot write beside {output}: {error.strerror}; choose another --output") from error
-    try:
+        try:
+            remove_left_over(output)
+            unnamed.mkdir(parents=True)
+            lock = locked(unnamed)
+            unnamed.rename(staging)
+        except OSError as error:
+            raise refusal(f"cannot write beside {output}: {error.strerror}; choose another --output") from error
         yield staging
         move_into_place(staging, output)
     except OSError as error:
@@ -49,7 +50,8 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
             ) from error
         raise refusal(f"{output} was not written: {error}") from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        for folder in (unnamed, staging):
+            shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 

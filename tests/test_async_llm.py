@@ -87,8 +87,9 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
         record = served._record
         monkeypatch.setattr(served, "_record", noted)
-        streams = [served.generate("same prompt", LONG, request_id=name) for name in "abc"]
-        assert (served.num_running, served.num_waiting) == (2, 1)
+        with served._changed:  # none starts before all are there
+            streams = [served.generate("same prompt", LONG, request_id=name) for name in "abc"]
+            assert (served.num_running, served.num_waiting) == (2, 1)
         await asyncio.gather(*map(collect, streams))
 
     run(three, llm, max_running=2)

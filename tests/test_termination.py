@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from draftwood.cli.main import main, termination_unwinds
+from draftwood.cli.main import main
+from draftwood.cli.termination import termination_unwinds
 
 
 def heed_interrupts() -> None:
@@ -46,6 +48,39 @@ def test_a_second_signal_does_not_disturb_the_first_one() -> None:
             steps.append("cleaned up")
     assert ended.value.code == 143 and steps == ["cleaned up"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize("swallowed", [True, False])
+def test_what_a_library_makes_of_the_exception_changes_nothing(
+    number: int, expected: type[BaseException], swallowed: bool
+) -> None:
+    """An extension module being imported raises an ImportError instead; a callback's exception may be dropped."""
+    before = signal.getsignal(number)
+    with pytest.raises(expected) as ended, termination_unwinds():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        except BaseException as error:
+            if not swallowed:
+                raise ImportError("initialization failed") from error
+    assert signal.getsignal(number) is before
+    assert number == signal.SIGINT or ended.value.args == (143,)
+
+
+def test_a_later_repetition_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's exception was lost: whoever asks again is heard."""
+    now = iter([5.0, 5.9, 7.0])
+    monkeypatch.setattr("draftwood.cli.termination.time", SimpleNamespace(monotonic=lambda: next(now)))
+    steps: list[int] = []
+    with pytest.raises(KeyboardInterrupt), termination_unwinds():
+        for step in range(3):
+            try:
+                signal.raise_signal(signal.SIGINT)
+                steps.append(step)
+            except KeyboardInterrupt:
+                steps.append(-step)
+    assert steps == [0, 1, -2]
 
 
 def test_another_thread_runs_commands_without_handling_signals(tmp_path: Path) -> None:
