@@ -7,6 +7,7 @@ wrong address reads other memory, a captured graph keeps the addresses it was ca
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +33,12 @@ DTYPES = {
 
 
 class HostMemory:
-    """Zeroed memory at an aligned address."""
+    """Zeroed memory at an aligned address. It goes to `freed` when nothing refers to it any more."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.block = np.zeros(nbytes + 256, np.uint8)
-        self.address = -(-self.block.ctypes.data // 256) * 256
+    def __init__(self, nbytes: int, freed: list[NDArray[np.uint8]]) -> None:
+        block = np.zeros(nbytes + 256, np.uint8)
+        self.address = -(-block.ctypes.data // 256) * 256
+        weakref.finalize(self, freed.append, block)
 
 
 class HostDevice:
@@ -46,10 +48,11 @@ class HostDevice:
         self.captures = captures
         self.launches: dict[str, int] = {}
         self._queues: dict[Stream, list[Work]] = {}
+        self._freed: list[NDArray[np.uint8]] = []  # a driver gives memory back after what was queued has run
         self._recording: list[Work] | None = None
 
     def allocate(self, nbytes: int) -> HostMemory:
-        return HostMemory(nbytes)
+        return HostMemory(nbytes, self._freed)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.zeros(nbytes, np.uint8)
@@ -84,6 +87,8 @@ class HostDevice:
         queue, self._queues[stream] = self._queues[stream], []
         for work in queue:
             work()
+        if not any(self._queues.values()):
+            self._freed.clear()
 
     def submit(self, kind: str, stream: Stream, work: Callable[[], object]) -> None:
         """Queue work, or record it while a graph is captured."""

@@ -171,8 +171,10 @@ class Call:
         return self
 
     def __exit__(self, *_: object) -> None:
+        requests = self._client._stream._request_queue
         # To cancel what has just ended, too, makes Triton 24.10 lose count of its requests: it can unload no more.
         self._client.stop_stream(cancel_requests=not self._ended)
+        requests.put(None)  # the client leaves a thread waiting for further requests when it cancels
         self._client.close()
 
 

@@ -16,7 +16,7 @@ Stream = int
 
 
 class DeviceMemory(Protocol):
-    """An allocation; it is given back when nothing refers to it any more."""
+    """An allocation. Once nothing refers to it any more, it is given back as soon as what was queued before has run."""
 
     @property
     def address(self) -> int: ...
