@@ -98,7 +98,7 @@ class WeightFormat:
 
 # By backend and precision. The native kernels round a row's activations by the same blocks.
 FORMATS = {
-    ("native", "int8"): WeightFormat(8, 64, scale_bytes=2),
+    ("native", "int8"): WeightFormat(8, scale_bytes=2),
     ("native", "int4"): WeightFormat(4, 64, scale_bytes=2),
     ("onnxruntime", "int8"): WeightFormat(8, 32, transposed=True),
     ("onnxruntime", "int4"): WeightFormat(4, 32, transposed=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,12 @@ class Pass(Structure):
 
 def address(array: NDArray[Any] | None) -> int | None:
     """Where an array's numbers lie. Somebody else keeps it alive."""
-    return None if array is None else array.ctypes.data
+    if array is None:
+        return None
+    try:
+        return ctypes.addressof(c_char.from_buffer(array.data))  # a fifth of the time, which every pass spends often
+    except (TypeError, ValueError):  # nothing may be written there, or there is nothing
+        return array.ctypes.data
 
 
 class NativeLibrary:

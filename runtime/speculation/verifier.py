@@ -165,7 +165,8 @@ class Residual:
         others, total = weights
         offered = others[ids].astype(np.float64)
         others[ids] = 0.0
-        weight, rest = float(offered.sum()), float(total - offered.sum())
+        weight = float(offered.sum())
+        rest = total - weight
         if rest < CANCELLED * total:
             rest = float(others.sum(dtype=np.float64))
         self._ids, self._others, self._weight = ids, others, rest
