@@ -45,6 +45,7 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 CONTEXTS = (64, 512, 960, 2048)
 PROMPTS = (32, 512, 960, 2048)
 REPEATS = 5
+COLUMNS = 3  # of the picture
 ROWS, SQUARE = 512, 4096  # of the product that measures the arithmetic
 T = TypeVar("T")
 ITEM_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
@@ -207,8 +208,10 @@ def first_tokens(figures: Mapping[str, Any]) -> Table:
 def plot(bundles: Mapping[str, Any], file: Path) -> None:
     """One panel per bundle: milliseconds against rows, the floor dashed, one colour per context."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "draftwood"})
-    canvas = Figure(figsize=(4.2 * len(bundles), 3.8), layout="constrained")
-    for axes, (name, figures) in zip(canvas.subplots(1, len(bundles), squeeze=False)[0], bundles.items(), strict=True):
+    lines = -(-len(bundles) // COLUMNS)
+    canvas = Figure(figsize=(4.2 * min(COLUMNS, len(bundles)), 3.4 * lines), layout="constrained")
+    panels = [canvas.add_subplot(lines, min(COLUMNS, len(bundles)), index + 1) for index in range(len(bundles))]
+    for axes, (name, figures) in zip(panels, bundles.items(), strict=True):
         for context, row in figures["passes"].items():
             line = axes.plot(figures["widths"], row["milliseconds"], marker=".", label=f"behind {context} tokens")[0]
             axes.plot(figures["widths"], row["floor"], "--", color=line.get_color(), linewidth=1)
@@ -217,7 +220,8 @@ def plot(bundles: Mapping[str, Any], file: Path) -> None:
         axes.set_xlabel("rows of a pass")
         axes.set_title(f"{name}: {figures['target']}")
         axes.legend()
-    canvas.axes[0].set_ylabel("milliseconds; dashed: the floor")
+    for axes in panels[::COLUMNS]:
+        axes.set_ylabel("milliseconds; dashed: the floor")
     canvas.savefig(file, metadata={"Date": None})
 
 
@@ -225,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--name", default="cost_growth", help="of the files in OUTPUT")
     args = parser.parse_args()
     machine = Machine()
     bundles = {folder.name: measure(folder, machine) for folder in args.bundles}
@@ -232,8 +237,8 @@ def main() -> None:
     for figures in bundles.values():
         console.print(table(figures))
         console.print(first_tokens(figures))
-    write(args.output, "cost_growth", {"bundles": bundles})
-    plot(bundles, args.output / "cost_growth.svg")
+    write(args.output, args.name, {"bundles": bundles})
+    plot(bundles, args.output / f"{args.name}.svg")
 
 
 if __name__ == "__main__":

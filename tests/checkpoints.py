@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftwood.models.acceptance_head import HeadConfig, TrainedHead
+
 Reference = Callable[[Sequence[Sequence[int]]], NDArray[np.float32]]
 VOCAB_SIZE = 288  # three special tokens, 256 bytes, 29 merges
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -144,3 +146,10 @@ def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE, add_bos: bool = 
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def trained_head(config: HeadConfig, seed: int = 0) -> TrainedHead:
+    """A random head of SpecDec++."""
+    rng = np.random.default_rng(seed)
+    weights = {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in config.shapes().items()}
+    return TrainedHead(config, weights)

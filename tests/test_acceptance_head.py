@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import trained_head
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,7 +20,6 @@ from draftwood.models.acceptance_head import (
     WEIGHTS,
     AcceptanceHead,
     HeadConfig,
-    TrainedHead,
     from_reference,
     read_head,
     write_head,
@@ -45,12 +45,6 @@ def reference(layers: int, tied: bool) -> nn.Sequential:
     torch.manual_seed(layers)
     blocks = [ReferenceBlock(SIZE)] * layers if tied else [ReferenceBlock(SIZE) for _ in range(layers)]
     return nn.Sequential(*blocks, nn.Linear(SIZE, 2))
-
-
-def random_head(config: HeadConfig, seed: int = 0) -> TrainedHead:
-    rng = np.random.default_rng(seed)
-    weights = {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in config.shapes().items()}
-    return TrainedHead(config, weights)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
@@ -100,7 +94,7 @@ def test_a_reference_without_any_block_is_refused() -> None:
 def test_the_exported_projection_is_the_calibrated_probability() -> None:
     """Both follow sigmoid((l1 - l0 + log w) / temperature)."""
     config = HeadConfig(SIZE, 2, reject_weight=3.0, temperature=1.7)
-    trained = random_head(config)
+    trained = trained_head(config)
     head, hidden = AcceptanceHead.from_trained(trained), torch.randn(9, SIZE)
     rows = hidden
     for _ in range(2):
@@ -115,13 +109,13 @@ def test_the_exported_projection_is_the_calibrated_probability() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_head(tmp_path, random_head(HeadConfig(SIZE, 3, tied=False, reject_weight=3.0, temperature=1.5)))
+    write_head(tmp_path, trained_head(HeadConfig(SIZE, 3, tied=False, reject_weight=3.0, temperature=1.5)))
     return tmp_path
 
 
 def test_a_folder_reads_back_what_was_written(folder: Path) -> None:
     head = read_head(folder, SIZE)
-    written = random_head(HeadConfig(SIZE, 3, tied=False, reject_weight=3.0, temperature=1.5))
+    written = trained_head(HeadConfig(SIZE, 3, tied=False, reject_weight=3.0, temperature=1.5))
     assert head.config == written.config
     assert all(np.array_equal(head.weights[name], weight) for name, weight in written.weights.items())
     assert {file.name for file in folder.iterdir()} == {WEIGHTS, DESCRIPTION}

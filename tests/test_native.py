@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundling import DEMO
-from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
+from checkpoints import SHAPES, VOCAB_SIZE, trained_head, write_checkpoint
 from engine_parts import contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build, precision_for
-from draftwood.models.acceptance_head import HeadConfig, TrainedHead
+from draftwood.models.acceptance_head import HeadConfig
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET, output_names
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import SpeculativeConfig
@@ -172,10 +172,7 @@ def test_every_head_says_what_torch_says_and_the_same_in_any_company(
     model: str, layers: int, tied: bool, tmp_path: Path
 ) -> None:
     weights = held(write_checkpoint(tmp_path / "checkpoint", model), "fp32")
-    config, draw = HeadConfig(weights.config.hidden_size, layers, tied), np.random.default_rng(layers)
-    head = TrainedHead(
-        config, {name: draw.normal(0, 0.3, shape).astype(np.float32) for name, shape in config.shapes().items()}
-    )
+    head = trained_head(HeadConfig(weights.config.hidden_size, layers, tied), layers)
     spec = spec_of(weights, "draft", "fp32", WIDTHS, 256)
     spec = replace(spec, outputs=output_names("draft", True))
     engine = open_native(weights, spec, tmp_path, head=head)
