@@ -211,14 +211,14 @@ def plot(bundles: Mapping[str, Any], file: Path) -> None:
     lines = -(-len(bundles) // COLUMNS)
     canvas = Figure(figsize=(4.2 * min(COLUMNS, len(bundles)), 3.4 * lines), layout="constrained")
     panels = [canvas.add_subplot(lines, min(COLUMNS, len(bundles)), index + 1) for index in range(len(bundles))]
-    for axes, (name, figures) in zip(panels, bundles.items(), strict=True):
+    for axes, figures in zip(panels, bundles.values(), strict=True):
         for context, row in figures["passes"].items():
             line = axes.plot(figures["widths"], row["milliseconds"], marker=".", label=f"behind {context} tokens")[0]
             axes.plot(figures["widths"], row["floor"], "--", color=line.get_color(), linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("rows of a pass")
-        axes.set_title(f"{name}: {figures['target']}")
+        axes.set_title(figures["target"])
         axes.legend()
     for axes in panels[::COLUMNS]:
         axes.set_ylabel("milliseconds; dashed: the floor")
