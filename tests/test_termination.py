@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,15 @@ def test_a_second_signal_does_not_disturb_the_first_one() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Ctrl-C, though whoever runs the tests has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 @pytest.mark.parametrize("swallowed", [True, False])
 def test_what_a_library_makes_of_the_exception_changes_nothing(
@@ -68,6 +78,7 @@ def test_what_a_library_makes_of_the_exception_changes_nothing(
     assert number == signal.SIGINT or ended.value.args == (143,)
 
 
+@pytest.mark.usefixtures("heeded")
 def test_a_later_repetition_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one's exception was lost: whoever asks again is heard."""
     now = iter([5.0, 5.9, 7.0])
@@ -81,6 +92,16 @@ def test_a_later_repetition_is_another_one(monkeypatch: pytest.MonkeyPatch) -> N
             except KeyboardInterrupt:
                 steps.append(-step)
     assert steps == [0, 1, -2]
+
+
+def test_who_ignores_interrupts_goes_on_ignoring_them() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with termination_unwinds():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_another_thread_runs_commands_without_handling_signals(tmp_path: Path) -> None:
