@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from draftwood.plugins.native import library as library_module
 from draftwood.plugins.native.compile import CompilerError, compile_kernels, compiler
-from draftwood.plugins.native.library import KernelError, NativeLibrary
+from draftwood.plugins.native.library import KernelError, NativeLibrary, address
 from draftwood.plugins.native.packing import alternated, code_panels, panels
 from draftwood.plugins.native.reference import linear, rounded
 
@@ -152,3 +152,11 @@ def test_kernels_for_another_processor_are_refused(monkeypatch: pytest.MonkeyPat
     for name in ("damaged.so", "missing.so"):
         with pytest.raises(KernelError, match=f"{name} cannot be loaded here"):
             NativeLibrary(tmp_path / name)
+
+
+def test_where_any_array_lies() -> None:
+    """What may not be written, is empty or is not contiguous has no buffer that ctypes takes."""
+    square = np.zeros((4, 4), np.float32)
+    arrays = (square, square[2], square[:, 1], square.T, np.zeros(0), np.frombuffer(b"read only", np.uint8))
+    assert [address(array) for array in arrays] == [array.ctypes.data for array in arrays]
+    assert address(None) is None

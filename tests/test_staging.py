@@ -30,6 +30,19 @@ def test_an_older_result_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert names(output.parent) == ["head"]
 
 
+def test_an_interrupt_right_behind_the_rename_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> None:
+        rename(self, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "head", "head.json")
+    assert names(tmp_path) == []
+
+
 def test_an_empty_folder_is_replaced_and_anything_else_is_not(tmp_path: Path) -> None:
     output = tmp_path / "head"
     output.mkdir()

@@ -6,6 +6,7 @@ the program is the very ONNX graph plans are compiled from. `torch` is the torch
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -109,6 +110,21 @@ def test_two_caches_do_not_see_each_other(one: Engine) -> None:
             cache.commit(range(10))
     for cache, expected in zip(caches, alone, strict=True):
         np.testing.assert_allclose(score(one, BUSHY.batch(one.spec, 50), cache), expected, atol=TOLERANCE)
+
+
+def test_the_host_device_keeps_memory_until_what_was_queued_has_run() -> None:
+    """As a driver does; otherwise work is done upon memory that has another owner."""
+    device = HostDevice()
+    stream, memory = device.new_stream(), device.allocate(1024)
+    written, read = np.ones(1024, np.uint8), np.zeros(1024, np.uint8)
+    address = memory.address
+    device.upload(address, written, stream)
+    del memory
+    kept = weakref.ref(device._freed[0])
+    device.download(read, address, stream)
+    device.synchronize(stream)
+    np.testing.assert_array_equal(read, written)
+    assert kept() is None
 
 
 def test_a_text_up_to_the_last_slot(open_engine: Open, gqa: Path, reference: Reference) -> None:
