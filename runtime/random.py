@@ -50,7 +50,7 @@ class SeededStream:
 
 
 class RandomStreams(NamedTuple):
-    """Separate streams, so that how much one part draws never shifts what another part gets (papers.md I16)."""
+    """Separate streams, so that how much one part draws never shifts what another part gets (I16 of docs/papers.md)."""
 
     draft: RandomStream
     accept: RandomStream

@@ -161,7 +161,7 @@ def bias(config: SpeculativeConfig, vocab_size: int, params: SamplingParams) -> 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_negative_controls_are_seen(name: str) -> None:
-    """I2: what papers.md section 10 found biased is measured as biased by the same enumeration."""
+    """I2: each variant that docs/papers.md calls biased is measured as biased by the same enumeration."""
     assert bias(CONTROLS[name], 3, PARAMS) > 1e-4
 
 

@@ -24,7 +24,7 @@ VERIFIERS: dict[str, Verifier] = {
     "block": block_verification,
     "traversal": traversal_verification,
 }
-# Which verifier is exact for which proposal, best first (papers.md section 10 measures the bias of the other pairs).
+# Which verifier is exact for which proposal, best first (docs/papers.md, What is biased).
 LOSSLESS: dict[str, tuple[str, ...]] = {
     "drawn chain": ("block", "traversal", "rejection", "match"),
     "drawn tree": ("traversal", "rejection", "match"),

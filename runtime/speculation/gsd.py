@@ -50,7 +50,8 @@ class GraphMerger:
 @dataclass(frozen=True, slots=True)
 class UnexpandedMerger:
     """For drawn tokens, verified by recursive rejection: only into a node created after the parent and still without
-    children. Whether an edge exists must not depend on what was drawn below its end (papers.md sections 1.6 and 10)."""
+    children. Whether an edge exists must not depend on what was drawn below its end (docs/papers.md,
+    What is biased)."""
 
     tau: int
 

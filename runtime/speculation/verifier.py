@@ -41,7 +41,7 @@ def sample_and_match(
     """Draw the target's token at each row and follow the child that carries it, as long as there is one.
 
     Exact for any tree, however it was chosen: the tree only decides how far the target's own draws can be followed.
-    (SpecExec, OPT-Tree, EAGLE-2; papers.md section 0, rule b.)
+    (SpecExec, OPT-Tree, EAGLE-2.)
     """
     return matched(tree, lambda row, path: sampler.choose(logits[row], path, streams.target))
 
