@@ -54,8 +54,9 @@ class NumpySoftmax:
     ) -> Weights:
         """See Softmax.weights."""
         np.copyto(values, logits)
-        values -= values.max()
-        values /= temperature
+        with np.errstate(over="ignore"):  # in fp32, what is that far below the best becomes -inf: probability 0
+            values -= values.max()
+            values /= temperature
         np.exp(values, out=values)
         return Weights(values, float(values.sum(dtype=np.float64)))
 

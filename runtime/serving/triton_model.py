@@ -23,6 +23,7 @@ from ..llm import LLM
 from ..metrics import SpecDecodeStats
 from ..sampling import SamplingParams
 from ..text import StreamChunk
+from .json_text import parsed as parsed_json
 from .triton_contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
 from .triton_metrics import TritonMetrics
 from .triton_request import parse_request
@@ -118,7 +119,7 @@ class Call:
 
     async def answer(self, engine: AsyncLLM) -> None:
         """Send responses as rounds end. Raises whatever ends the request early; then nothing final was sent."""
-        parameters = json.loads(self._request.parameters() or "{}")
+        parameters = parsed_json(self._request.parameters() or "{}")
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
         deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
         prompt = await asyncio.to_thread(engine.llm.encode, parsed.prompt)  # a long one takes seconds
