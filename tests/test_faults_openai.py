@@ -27,7 +27,7 @@ MODEL = "tiny"
 FIXED = ("--budget", "fixed")
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 PICKY_TEMPLATE = """{% if messages[0].role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}
-{% for m in messages %}{{ m.role + m.content }}{% endfor %}"""
+{% for m in messages %}{{ m.role + m.content + '' * (1 // m.content|length) }}{% endfor %}"""
 NO_REQUESTS = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS, where none is spoken
     b"GET\r\n\r\n",
@@ -147,7 +147,7 @@ def test_a_template_that_fails_is_the_clients_error(server: Served, llm: LLM) ->
     with connected(server) as client:
         for messages, named in (
             ([{"role": "system", "content": "be kind"}], "no system message, please"),
-            ([{"role": "user", "content": None}], "chat template cannot write"),
+            ([{"role": "user", "content": ""}], "chat template cannot write.*by zero"),
         ):
             with pytest.raises(openai.BadRequestError, match=named):
                 client.chat.completions.create(model=MODEL, messages=messages)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from ...models.errors import RequestError, shown
 from ..conversation import Role
@@ -150,6 +150,13 @@ class GenerationBody(Body, ABC):
     speculative: Literal[False] | dict[str, Any] | None = Field(
         None, description="SpeculativeConfig's fields for this request; false or null decodes plainly"
     )
+
+    @field_validator("speculative", mode="before")
+    @classmethod
+    def _false_alone_is_false(cls, value: Any) -> Any:
+        if value == 0 and value is not False:  # which Literal takes for it
+            raise ValueError("send false, null, or an object of SpeculativeConfig's fields")
+        return value
 
     @property
     def token_limit(self) -> int | None:
