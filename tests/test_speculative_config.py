@@ -72,6 +72,7 @@ def test_shapes_are_lists_of_whole_numbers(name: str) -> None:
     for item in (-1, MAX_PROPOSAL + 1, 10**5000):
         assert f"{name} must hold numbers from 0" in message(**{name: [item]})
     assert f"has {MAX_PROPOSAL + 1} items" in message(**{name: [0] * (MAX_PROPOSAL + 1)})
+    assert SpeculativeConfig(**{name: [1] * MAX_PROPOSAL if name == "branching" else [0] * MAX_PROPOSAL})
     given = SpeculativeConfig(**{name: [1, 1] if name == "branching" else [0, 1]})
     assert hash(given) == hash(SpeculativeConfig(**{name: (1, 1) if name == "branching" else (0, 1)}))
 
@@ -88,6 +89,11 @@ def test_a_shape_is_not_built_before_its_size_is_known(monkeypatch: pytest.Monke
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_the_size_of_a_k_ary_tree_is_known_without_it(branching: list[int]) -> None:
     assert fits(branching) == (len(k_ary(branching)) <= MAX_PROPOSAL)
+
+
+def test_the_largest_tree_is_the_largest() -> None:
+    assert fits((512, 1)) and not fits((512, 1, 1))
+    assert fits((MAX_PROPOSAL,)) and not fits((MAX_PROPOSAL + 1,))
 
 
 @pytest.mark.parametrize(
