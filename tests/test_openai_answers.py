@@ -41,7 +41,7 @@ class FakeTexts:
 
 
 TEXTS = cast(TokenTexts, FakeTexts())
-SHAPES = [CompletionShape(TEXTS, True), ChatShape(TEXTS, True)]
+SHAPES: list[Shape] = [CompletionShape(TEXTS, True), ChatShape(TEXTS, True)]
 
 
 def chunk(tokens: list[int], alternatives: int, reason: str | None = None) -> StreamChunk:

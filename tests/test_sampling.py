@@ -276,7 +276,7 @@ def test_nothing_is_copied_without_a_processor() -> None:
     logits, read = np.zeros(5, np.float32), []
 
     class Looking(NumpySoftmax):
-        def weights(self, logits: NDArray[np.floating], *others: object) -> Weights:  # type: ignore[type-arg,override]
+        def weights(self, logits: NDArray[np.floating], *others: object) -> Weights:  # type: ignore[type-arg]
             read.append(logits)
             return super().weights(logits, *others)  # type: ignore[arg-type]
 

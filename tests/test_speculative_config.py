@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.speculation import config as module
 from draftwood.runtime.speculation.baseline import k_ary
-from draftwood.runtime.speculation.bounds import INTEGERS, MAX_NGRAM, MAX_PROPOSAL, NUMBERS, fits
-from draftwood.runtime.speculation.config import CHOICES, LOSSLESS, SHARES, SpeculativeConfig
+from draftwood.runtime.speculation.bounds import INTEGERS, MAX_NGRAM, MAX_PROPOSAL, NUMBERS, SHARES, fits
+from draftwood.runtime.speculation.config import CHOICES, LOSSLESS, SpeculativeConfig
+
+
+def made(**settings: Any) -> SpeculativeConfig:
+    return SpeculativeConfig(**settings)
 
 
 def message(**settings: Any) -> str:
@@ -30,25 +34,27 @@ def test_every_field_is_bounded_by_its_kind() -> None:
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_whole_numbers_end_where_they_should(name: str) -> None:
+    value: Any
     least, most = INTEGERS[name]
     for value in (least - 1, most + 1, -(10**5000), 10**5000):
         assert f"{name} must be at least {least} and not more than {most}" in message(**{name: value})
     for value in (True, 2.0, "2", None, [2]):
         assert f"{name} must be a whole number" in message(**{name: value})
     for value in (least, np.int64(most)):
-        assert getattr(SpeculativeConfig(**{name: value}), name) == value
+        assert getattr(made(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_shares_end_where_they_should(name: str) -> None:
+    value: Any
     for value in (-0.01, 1.01, float("nan"), float("inf"), 10**5000):
         assert f"{name} must be in" in message(**{name: value})
     for value in (False, "0.5", None, [0.5]):
         assert f"{name} must be a number" in message(**{name: value})
     for value in (1, 0.25, np.float32(0.25)):
-        assert getattr(SpeculativeConfig(**{name: value}), name) == value
+        assert getattr(made(**{name: value}), name) == value
     if name in SHARES:
-        assert getattr(SpeculativeConfig(**{name: 0}), name) == 0
+        assert getattr(made(**{name: 0}), name) == 0
     else:
         assert "(0, 1]" in message(**{name: 0})
 
@@ -72,9 +78,9 @@ def test_shapes_are_lists_of_whole_numbers(name: str) -> None:
     for item in (-1, MAX_PROPOSAL + 1, 10**5000):
         assert f"{name} must hold numbers from 0" in message(**{name: [item]})
     assert f"has {MAX_PROPOSAL + 1} items" in message(**{name: [0] * (MAX_PROPOSAL + 1)})
-    assert SpeculativeConfig(**{name: [1] * MAX_PROPOSAL if name == "branching" else [0] * MAX_PROPOSAL})
-    given = SpeculativeConfig(**{name: [1, 1] if name == "branching" else [0, 1]})
-    assert hash(given) == hash(SpeculativeConfig(**{name: (1, 1) if name == "branching" else (0, 1)}))
+    assert made(**{name: [1] * MAX_PROPOSAL if name == "branching" else [0] * MAX_PROPOSAL})
+    given = made(**{name: [1, 1] if name == "branching" else [0, 1]})
+    assert hash(given) == hash(made(**{name: (1, 1) if name == "branching" else (0, 1)}))
 
 
 def test_a_shape_is_not_built_before_its_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +136,7 @@ def test_what_contradicts_itself_or_is_not_lossless(settings: dict[str, Any], na
     ],
 )
 def test_what_stands_beside_it_is_taken(settings: dict[str, Any]) -> None:
-    assert SpeculativeConfig(**settings)
+    assert made(**settings)
 
 
 PROPOSALS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -159,15 +165,15 @@ PROPOSALS: dict[str, tuple[dict[str, Any], ...]] = {
 @pytest.mark.parametrize("verify", CHOICES["verify"])
 def test_only_verifiers_that_are_exact_for_a_proposal_are_taken(kind: str, verify: str) -> None:
     for settings in PROPOSALS[kind]:
-        assert SpeculativeConfig(**settings).proposal == kind
+        assert made(**settings).proposal == kind
         if verify in ("auto", *LOSSLESS[kind]):
-            SpeculativeConfig(verify=verify, **settings)
+            made(verify=verify, **settings)
         else:
             assert f"verify={verify!r} is not lossless for a {kind}" in message(verify=verify, **settings)
 
 
 def test_auto_draws_unless_it_is_matched() -> None:
     for settings in ({}, {"lookup_ngram": 1}, {"verify": "rejection"}):
-        assert SpeculativeConfig(**settings).proposal == "drawn tree"  # type: ignore[arg-type]
+        assert made(**settings).proposal == "drawn tree"
     assert SpeculativeConfig(verify="match").proposal == "chosen graph"
     assert "not lossless" in message(verify="block")
