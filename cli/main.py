@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ..models.errors import DraftwoodError
+from ..models.printable import printable
 from ..runtime.cost import release
 from . import bench, build, generate, inspect, profile, serve, train_head, triton
 from .termination import termination_unwinds
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with termination_unwinds():
             code: int = args.run(args)
     except DraftwoodError as error:
-        print(f"draftwood: error: {error}", file=sys.stderr)
+        print(f"draftwood: error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("draftwood: interrupted", file=sys.stderr)
