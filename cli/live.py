@@ -66,7 +66,7 @@ class LiveView:
 
 def costs_note(stale: Sequence[str]) -> str:
     """What to say when LLM.stale_costs is not empty."""
-    return f"costs were measured elsewhere ({'; '.join(stale)}): run draftwood profile"
+    return f"costs were measured elsewhere ({printable('; '.join(stale))}): run draftwood profile"
 
 
 def running(stats: SpecDecodeStats) -> str:
