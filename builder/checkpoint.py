@@ -5,6 +5,7 @@ Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file, from the single file or from the sharded index."""
-    if (folder / INDEX).is_file():
+    if os.path.lexists(folder / INDEX):
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{folder / INDEX}: no weight_map; download the file again")

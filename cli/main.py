@@ -24,9 +24,7 @@ BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt-rtx")  # of other m
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    parser = Parser(
-        prog="draftwood", description="Lossless speculative decoding over compiled engines"
-    )
+    parser = Parser(prog="draftwood", description="Lossless speculative decoding over compiled engines")
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="and those of the installed backends")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

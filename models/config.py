@@ -124,8 +124,8 @@ class LlamaConfig:
             tie_embeddings=switch(config, "tie_word_embeddings"),
             attention_bias=switch(config, "attention_bias"),
             mlp_bias=switch(config, "mlp_bias"),
-            bos_token_id=next(iter(token_ids(config, "bos_token_id", 1)), None),
-            eos_token_ids=token_ids(config, "eos_token_id", MOST_EOS),
+            bos_token_id=next((token for token in token_ids(config, "bos_token_id", 1) if token >= 0), None),
+            eos_token_ids=token_ids(config, "eos_token_id"),
         )
 
     @classmethod
@@ -230,16 +230,16 @@ def switch(config: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def token_ids(config: Mapping[str, Any], name: str, most: int) -> tuple[int, ...]:
-    """Absent, one id, or a list of at most `most` ids. A checkpoint without such a token may write -1."""
+def token_ids(config: Mapping[str, Any], name: str, most: int = MOST_EOS, file: str = "config.json") -> tuple[int, ...]:
+    """Absent, one id, or a list of at most `most` ids; -1, which some checkpoints write for no token, is kept."""
     value = config.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     whole = all(isinstance(each, int) and not isinstance(each, bool) for each in ids)
     if not whole or not all(-1 <= each < MOST["vocab_size"] for each in ids) or len(ids) > most:
         raise CheckpointError(
-            f"config.json: {name} must be a token id, or a list of at most {most} of them, found {brief(value)}"
+            f"{file}: {name} must be a token id, or a list of at most {most} of them, found {brief(value)}"
         )
-    return tuple(each for each in ids if each >= 0)
+    return tuple(ids)
 
 
 def brief(value: Any) -> str:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..models.errors import EngineError
 
-
 NO_NUMBERS = (
     "the model computed a logit that is NaN or infinite: its weights are damaged, or too large for their type; build "
     "it again, from another copy or with --precision fp32"
