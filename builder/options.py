@@ -1,4 +1,4 @@
-"""BuildOptions: what a build is asked for, checked before anything is read."""
+"""BuildOptions: what a build is asked for, checked before anything is read, or torch and onnx are imported."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..models.bindings import LOW_BIT, ROLES, TARGET
+from ..models.bindings import HALF, LOW_BIT, ROLES, TARGET
 from ..models.errors import ConfigError
 from ..plugins.native.compile import CompilerError, compiler
 from ..runtime.engines.compatibility import PACKAGES
 from .compile import PRECISIONS, CompileOptions
-from .quantize import HALF, refuse_dynamic
 
 # Precisions each backend can build, the default first.
 BACKENDS = {
@@ -143,4 +142,13 @@ class BuildOptions:
             self.workspace,
             self.timing_cache,
             self.max_batch,
+        )
+
+
+def refuse_dynamic(precision: str) -> None:
+    """Raises ConfigError for int8 with one scale for all rows of a pass, which other programs call dynamic."""
+    if precision in ("int8-dynamic", "dynamic-int8"):
+        raise ConfigError(
+            f"{precision} gives all rows of a pass one scale: a row's logits then depend on its siblings, and "
+            "speculative decoding no longer gives the target's own text. Choose int8, which rounds each row by itself"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -110,7 +111,7 @@ def end_of_text(folder: Path, checkpoint: Checkpoint, begin: Begin) -> tuple[int
     """Ids that end a text: generation_config.json's (chat models list several there) and config.json's. Ids that the
     model cannot say are left out, and `begin` hears of them."""
     file = folder / "generation_config.json"
-    listed = token_ids(read_json(file).get("eos_token_id")) if file.is_file() else ()
+    listed = token_ids(read_json(file), "eos_token_id", file=file.name) if os.path.lexists(file) else ()
     ids = sorted({*listed, *checkpoint.config.eos_token_ids})
     vocab_size = checkpoint.config.vocab_size
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:

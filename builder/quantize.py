@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from ..models import bindings
 from ..models.errors import ConfigError
 from ..runtime.engines import openvino
 from ..runtime.engines.compatibility import PACKAGES
@@ -30,7 +31,7 @@ from .graph import GraphWriter
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
 HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
-HALF = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -106,15 +107,6 @@ FORMATS = {
     ("openvino", "int4"): WeightFormat(4, openvino.BLOCKS["int4"]),
     **{(package, f"int{bits}"): WeightFormat(bits, transposed=True) for package in PACKAGES for bits in (8, 4)},
 }
-
-
-def refuse_dynamic(precision: str) -> None:
-    """Raises ConfigError for int8 with one scale for all rows of a pass, which other programs call dynamic."""
-    if precision in ("int8-dynamic", "dynamic-int8"):
-        raise ConfigError(
-            f"{precision} gives all rows of a pass one scale: a row's logits then depend on its siblings, and "
-            "speculative decoding no longer gives the target's own text. Choose int8, which rounds each row by itself"
-        )
 
 
 class QuantizedCheckpoint:

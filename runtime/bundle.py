@@ -85,7 +85,7 @@ class Manifest:
             age = "newer" if isinstance(version, int) and version > FORMAT else "unknown"
             raise BundleError(
                 f"bundle format {version!r} is {age}; this release reads format {FORMAT}: "
-                "update draftwood, or rebuild the bundle with build_engines.py"
+                "update draftwood, or rebuild the bundle with draftwood build"
             )
         unsigned = {name: value for name, value in content.items() if name != "checksum"}
         if content.get("checksum") != checksum(unsigned):
@@ -118,13 +118,13 @@ class EngineBundle:
     def open(cls, folder: Path) -> EngineBundle:
         """Check a bundle: format, checksum, and size and digest of every file. Raises BundleError naming the fix."""
         if not folder.is_dir():
-            raise BundleError(f"{folder} is not a folder: build a bundle there with build_engines.py --output {folder}")
+            raise BundleError(f"{folder} is not a folder: build a bundle there with draftwood build")
         try:
             content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise BundleError(
                 f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "
-                f"run build_engines.py --output {folder}"
+                f"run draftwood build --output {folder}"
             ) from error
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error

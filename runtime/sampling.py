@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..models.errors import RequestError, shown
 from .random import RandomStream
-from .softmax import NumpySoftmax, Softmax, Weights
+from .softmax import NumpySoftmax, Softmax, Weights, best
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
 REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
@@ -186,7 +186,7 @@ class Sampler:
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], stream: RandomStream) -> int:
         """The next token after `path`, from logits [V]."""
         if self.params.greedy:
-            return int(self._scores(logits, path).argmax())
+            return best(self._scores(logits, path))
         if self._truncates:
             ids, probs = self._truncated(self._scores(logits, path), path)
             return int(ids[stream.categorical(probs)])
@@ -235,13 +235,13 @@ class Sampler:
         when greedy. Only likely tokens are sorted, which nearly always suffices."""
         params = self.params
         if params.greedy:
-            return Candidates(np.array([scores.argmax()]), np.ones(1))
+            return Candidates(np.array([best(scores)]), np.ones(1))
         if params.min_p > 0:
             return self._likely(scores, params.min_p)
         if params.top_k > 0:
             ids = np.sort(largest(scores, params.top_k))
-            best = scores[ids].astype(np.float64)
-            return self._cut(ids, np.exp((best - best.max()) / params.temperature))
+            peak = scores[best(scores)]
+            return self._cut(ids, np.exp((scores[ids].astype(np.float64) - peak) / params.temperature))
         every, total = self._softmax.weights(scores, params.temperature, self._buffer(path))
         ids, weights = self._softmax.likely(scores, params.temperature, NEGLIGIBLE)
         if weights.sum() < params.top_p * total:

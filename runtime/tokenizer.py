@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, RequestError
+from ..models.plain_files import read_object
 from .token_length import longest_token
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -121,12 +122,9 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return read_object(file)
     except (OSError, ValueError) as error:
         raise BundleError(f"{file} is not readable JSON ({error}): rebuild the bundle") from error
-    if not isinstance(content, dict):
-        raise BundleError(f"{file} holds no JSON object: rebuild the bundle")
-    return content
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -80,12 +80,12 @@ def test_corrupt_config(folder: Path, content: bytes) -> None:
 
 def test_config_that_is_no_object(folder: Path) -> None:
     (folder / "config.json").write_text("[1, 2]")
-    refused(folder, r"config\.json holds no JSON object")
+    refused(folder, r"config\.json is not readable JSON: it holds no JSON object")
 
 
 def test_unknown_architecture(folder: Path) -> None:
     edit_json(folder / "config.json", lambda config: config.update(architectures=["GPT2LMHeadModel"]))
-    refused(folder, "architecture GPT2LMHeadModel is not supported; this project runs LlamaForCausalLM")
+    refused(folder, "architecture .GPT2LMHeadModel. is not supported; this project runs LlamaForCausalLM")
 
 
 def test_missing_weights(folder: Path) -> None:

@@ -20,7 +20,7 @@ from ...models import bindings
 from ...models.errors import EngineError
 from ...plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ...plugins.native.packing import PANEL
-from ..softmax import NumpySoftmax, Weights
+from ..softmax import NO_NUMBERS, NumpySoftmax, Weights
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 
 KERNELS = "kernels.so"  # of a bundle; both engines run on it
@@ -90,7 +90,10 @@ class NativeSoftmax(NumpySoftmax):
         """See Softmax.weights."""
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
-        return Weights(values, self._library.softmax(logits, temperature, values))
+        try:
+            return Weights(values, self._library.softmax(logits, temperature, values))
+        except KernelError as error:
+            raise EngineError(NO_NUMBERS) from error
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
@@ -98,7 +101,10 @@ class NativeSoftmax(NumpySoftmax):
         """See Softmax.likely."""
         if not self._reads(logits):
             return super().likely(logits, temperature, share)
-        return self._library.likely(logits, temperature, share)
+        try:
+            return self._library.likely(logits, temperature, share)
+        except KernelError as error:
+            raise EngineError(NO_NUMBERS) from error
 
     @staticmethod
     def _reads(logits: NDArray[np.floating[Any]]) -> bool:
