@@ -5,7 +5,7 @@ PAIR := models/demo
 BUNDLE := bundles/demo
 LARGE := bundles/demo-110m
 
-.PHONY: setup demo test lint types bench gpu-check size
+.PHONY: setup demo test full lint types bench gpu-check size
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
@@ -47,6 +47,9 @@ demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
 test: .venv/dev
+	$(PY) -m pytest -m 'not full'
+
+full: .venv/dev
 	$(PY) -m pytest
 
 lint: .venv/dev

@@ -62,7 +62,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, Speculation]:
     return prompt, params, draw(st.sampled_from([own, None, chain, graph]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(requests(), min_size=2, max_size=6), st.integers(1, 4))
 def test_every_text_is_the_one_it_is_alone(
     llm: LLM, mix: list[tuple[list[int], SamplingParams, Speculation]], max_running: int

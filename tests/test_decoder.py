@@ -76,7 +76,7 @@ def test_i3_a_perfect_draft_is_accepted_whole_and_earns_the_bonus_token(name: st
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 500), eos=st.integers(0, V - 1))
 def test_i15_the_end_of_text_cuts_an_accepted_path(name: str, seed: int, eos: int) -> None:
     """Greedy text is plain decoding's up to and with the first end of text, wherever a round's path crosses it."""

@@ -30,7 +30,7 @@ def check(worker: ProcessPoolExecutor, case: Case) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES[case.dtype])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases())
 def test_any_case_equals_the_oracle(worker: ProcessPoolExecutor, case: Case) -> None:
     check(worker, case)
