@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         window = last_tokens(tokenizer, prompt)
-        if window and window[-1] in tokenizer.byte_values:
+        if tokenizer.byte_values:
             self._set_context(window)
             for token in window[-UNFINISHED:]:
                 self._bytes.decode(tokenizer.byte_values.get(token, b" "))
