@@ -203,7 +203,7 @@ def test_stop_strings_inside_characters_and_chunks(
             kept, expected = count, seen[: min(seen.find(item) for item in stop if item in seen)]
             break
     writer = TextWriter(byte_level.tokenizer, before, SamplingParams(stop=tuple(stop)))
-    stats, written, given_out, pieces = SpecDecodeStats(), "", [], ""
+    stats, written, given_out, pieces = SpecDecodeStats(), "", list[int](), ""
     while tokens:
         size = sizes.pop()
         part, tokens = tokens[:size], tokens[size:]

@@ -36,7 +36,7 @@ def test_any_case_equals_the_oracle(worker: ProcessPoolExecutor, case: Case) -> 
     check(worker, case)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 def test_splits_change_nothing(worker: ProcessPoolExecutor, dtype: str, multiprocessors: int) -> None:
     case = replace(TREE, dtype=dtype, multiprocessors=multiprocessors)
@@ -44,7 +44,7 @@ def test_splits_change_nothing(worker: ProcessPoolExecutor, dtype: str, multipro
     check(worker, case)
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 128])
+@pytest.mark.parametrize("head_dim", [80, *(pytest.param(each, marks=pytest.mark.full) for each in (96, 128))])
 def test_head_sizes(worker: ProcessPoolExecutor, head_dim: int) -> None:
     check(worker, replace(TREE, head_dim=head_dim))
 
