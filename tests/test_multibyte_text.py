@@ -215,3 +215,27 @@ def test_stop_strings_inside_characters_and_chunks(
         if chunk.finish_reason is not None:
             break
     assert (written, pieces, given_out, stats.num_tokens) == (expected, expected, ids[end : end + kept], kept)
+
+
+def test_each_piece_knows_whether_the_draft_proposed_it(byte_level: Cut) -> None:
+    """Also one that was held back in an earlier chunk, and what is left of a character when nothing follows."""
+    writer, stats = TextWriter(byte_level.tokenizer, [], SamplingParams(stop=("cd!",))), SpecDecodeStats()
+    drafted = []
+    for text, num_drafted, reason in (("abc", 3, None), ("de", 1, None), ("fg", 0, None)):
+        drafted += writer.write(TokenChunk(byte_level.ids(text), num_drafted, [], reason), stats).pieces
+    half = TokenChunk(byte_level.ids("é")[:1], 1, [], "length")
+    drafted += writer.write(half, stats).pieces
+    assert drafted == [*((letter, True) for letter in "abcd"), *((letter, False) for letter in "efg\ufffd")]
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (4, "abab")])
+def test_a_stop_string_ends_a_text_behind_min_tokens(byte_level: Cut, min_tokens: int, expected: str) -> None:
+    params = SamplingParams(stop=("b",), min_tokens=min_tokens, max_tokens=4)
+    stats = SpecDecodeStats(num_tokens=4)
+    chunk = TextWriter(byte_level.tokenizer, [], params).write(
+        TokenChunk(byte_level.ids("abab"), 4, [], "length"), stats
+    )
+    stopped = min_tokens < 4
+    kept = len(expected) + stopped
+    assert (chunk.text, chunk.finish_reason) == (expected, "stop" if stopped else "length")
+    assert len(chunk.token_ids) == stats.num_tokens == kept
