@@ -5,7 +5,7 @@ PAIR := models/demo
 BUNDLE := bundles/demo
 LARGE := bundles/demo-110m
 
-.PHONY: setup demo test lint types bench gpu-check size
+.PHONY: setup demo quick test full lint types bench gpu-check size
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
@@ -46,8 +46,25 @@ demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0 --configs plain,chain:4,auto
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
+# What a change most often breaks: rounds, verifiers, sampling, text, scheduling, the API and the HTTP server.
+QUICK := floors config sampling sampling_params verifier gsd dyspec baseline specdecpp calibration controller cost \
+	decoder room scheduler prefix async_llm llm audit detokenizer multibyte_text tokenizer bundle checkpoint \
+	openai_client openai_failures openai_guard
+
+quick: .venv/dev
+	$(PY) -m pytest -m 'not full' $(QUICK:%=tests/test_%.py)
+
 test: .venv/dev
+	$(PY) -m pytest -m 'not full'
+
+# Everything that takes longer: whole matrices, changes to the core that tests must notice, an hour of everything at once.
+MUTANTS ?= 300
+SOAK_SECONDS ?= 3600
+
+full: .venv/dev
 	$(PY) -m pytest
+	$(PY) tests/mutation.py --mutants $(MUTANTS) --output benchmarks/results/mutation.json
+	$(PY) tests/soak.py --seconds $(SOAK_SECONDS) --output benchmarks/results/soak.json
 
 lint: .venv/dev
 	$(PY) -m ruff check .

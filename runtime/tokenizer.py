@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, RequestError
 from ..models.plain_files import read_object
-from .token_length import longest_token
+from .token_length import BYTES, longest_token, parts
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -42,6 +42,7 @@ class Tokenizer:
         self.adds_bos = bool(empty)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
+        self.byte_values = byte_values(backend)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -105,6 +106,14 @@ class Tokenizer:
             return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables)
         except Exception as error:  # a foreign program: any of Python's own errors may come out of it
             raise RequestError(f"the chat template cannot write this conversation: {error}") from error
+
+
+def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
+    """The byte that a token stands for by itself, where the decoder knows such tokens (SentencePiece's)."""
+    if not any(part["type"] == "ByteFallback" for part in parts(backend.decoder)):
+        return {}
+    ids = [backend.token_to_id(token) for token in BYTES]
+    return {index: bytes([byte]) for byte, index in enumerate(ids) if index is not None}
 
 
 def read_backend(file: Path) -> TokenizerJson:

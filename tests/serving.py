@@ -61,7 +61,7 @@ def served(bundle: Path, *options: str, program: Sequence[str] = ("-m", "draftwo
             process.kill()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

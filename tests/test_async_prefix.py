@@ -93,7 +93,7 @@ async def served_to(served: AsyncLLM, arrival: Arrival) -> list[StreamChunk]:
     return chunks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(arrivals, min_size=2, max_size=8), st.integers(1, 4), st.sampled_from([0, 1, 100, 1000]))
 def test_a_common_beginning_changes_nobodys_text(
     llm: LLM, pooled: LLM, mix: list[Arrival], max_running: int, slots: int

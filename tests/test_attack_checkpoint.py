@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from checkpoints import trained_head, write_checkpoint, write_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.builder.checkpoint import INDEX, WEIGHTS, Checkpoint
@@ -123,7 +123,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(changes=st.dictionaries(st.sampled_from([*RIGHT, "rope_parameters"]), json_values, max_size=4))
 def test_no_configuration_ends_in_a_traceback(changes: dict[str, Any]) -> None:
     accepted({**RIGHT, **changes})

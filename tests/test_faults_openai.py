@@ -158,7 +158,7 @@ def test_a_template_that_fails_is_the_clients_error(server: Served, llm: LLM) ->
 @pytest.mark.parametrize("nonsense", NO_REQUESTS)
 def test_what_is_no_http_is_a_400_and_the_end_of_the_connection(server: Served, nonsense: bytes) -> None:
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=5) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
         client.sendall(nonsense)
         assert client.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 413")
     with connected(server) as client:
@@ -180,9 +180,9 @@ def test_a_killed_server_is_an_error_for_its_clients_at_once(bundle: Path) -> No
 def test_only_this_machine_is_listened_to_unless_it_is_told_otherwise(server: Served, bundle: Path) -> None:
     other = "127.0.0.2"  # this machine, too, but not the address that is listened to
     with pytest.raises(OSError):
-        socket.create_connection((other, urlsplit(server.url).port), timeout=5)
+        socket.create_connection((other, urlsplit(server.url).port), timeout=30)
     with served(bundle, "--no-speculation", "--host", "0.0.0.0") as opened:
         if sys.platform == "linux":
-            socket.create_connection((other, urlsplit(opened.url).port), timeout=5).close()
+            socket.create_connection((other, urlsplit(opened.url).port), timeout=30).close()
         assert opened.process.stderr is not None
         assert "0.0.0.0 may be reached by others, and no --api-key is set" in opened.process.stderr.readline()

@@ -191,5 +191,5 @@ def test_the_end_of_the_server_does_not_wait_for_one_that_reads_nothing(
 
     monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.5)
     against(endless, llm, visit, unread_seconds=60).close()
-    assert 0.5 <= time.monotonic() - stopped[0] < 5
+    assert 0.5 <= time.monotonic() - stopped[0] < 30
     assert capfd.readouterr().err == ""

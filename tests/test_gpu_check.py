@@ -57,6 +57,7 @@ def test_torchs_attention_that_the_kernel_is_timed_against_computes_the_same() -
     np.testing.assert_allclose(found, gpu_check_kernel.expected(given, given.scale), atol=1e-5)
 
 
+@pytest.mark.full
 def test_engine_parts_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = gpu_check_engine.parity("cpu", ("fp32",)).figures["parity"]
     assert errors.keys() == {"fp32, first", "fp32, repeated"} and 0 < max(errors.values()) < 1e-5

@@ -35,7 +35,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 MODELS = ("gqa", "mha", "mqa", "demo target")  # of the bits; what every shape computes is compared with torch
 # Odd head sizes leave a matrix whose inputs are no multiple of a block: those are refused (tests/test_quantize.py).
 KINDS = [(model, kind) for model in SHAPES for kind in PRECISIONS if not (kind in LOW_BIT and "head_dim" in model)]
-few = settings(max_examples=6, deadline=None)
+few = settings(max_examples=6)
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)
 
 

@@ -19,7 +19,7 @@ from draftwood.plugins.native.reference import linear, rounded
 
 # Processors without 16-byte products: the same C, other instructions. AVX-VNNI has them in 256 bits.
 PROCESSORS = ((), ("-march=x86-64-v3",), ("-march=x86-64-v3", "-mavxvnni"), ("-march=x86-64",))
-few = settings(max_examples=8, deadline=None)
+few = settings(max_examples=8)
 
 
 @pytest.fixture(scope="module", params=PROCESSORS, ids=lambda flags: " ".join(flags) or "native")

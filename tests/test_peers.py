@@ -222,6 +222,7 @@ def test_bad_input_ends_with_2_and_a_reason(
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -> None:
     """The two programs that run in the project's own environment, on real models."""
     prompt = Tokenizer.load(tiny / "target").encode("abcdefgh")

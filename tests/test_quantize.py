@@ -55,7 +55,7 @@ def matrices(draw: st.DrawFn) -> NDArray[np.float32]:
     return matrix
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(matrix=matrices(), form=formats)
 def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
     matrix: NDArray[np.float32], form: WeightFormat
@@ -71,7 +71,7 @@ def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
     assert (errors[np.broadcast_to(step == 0, blocks.shape)] == 0).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(matrix=matrices(), bits=st.sampled_from([8, 4]), exponent=st.sampled_from([-40, -20, -9, 0]))
 def test_scales_of_two_bytes_are_fp16_numbers_and_cost_little(
     matrix: NDArray[np.float32], bits: int, exponent: int

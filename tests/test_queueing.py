@@ -84,7 +84,7 @@ def test_passes_grow_beyond_the_longest_measured_context() -> None:
     assert PassPrices(passes(1.0)).seconds(1, 10**6) == 1.0, "one context says nothing about growth"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 150), st.integers(1, 20)), min_size=1, max_size=30),
     st.sampled_from([None, 0.0, 0.7]),

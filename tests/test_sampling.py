@@ -60,7 +60,7 @@ def plainly_truncated(scores: NDArray[np.float32], top_k: int, top_p: float, min
     return np.asarray(weights / weights.sum())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000),
     spread=st.sampled_from((0.01, 1.0, 30.0)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from enumeration import decoded, pair, total_variation
 from fakes import FakeCache, FakeEngine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from native_parts import kernels
 from numpy.typing import NDArray
@@ -44,7 +44,6 @@ def logits_of(seed: int, vocab_size: int) -> NDArray[np.float32]:
     return logits
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 999), vocab_size=st.sampled_from(EDGES), temperature=temperatures)
 def test_weights_are_numpys(native: NativeSoftmax, seed: int, vocab_size: int, temperature: float) -> None:
     """In fp32: relative to a weight's own size as long as its exponent is small, and none for what is banned."""
@@ -59,7 +58,6 @@ def test_weights_are_numpys(native: NativeSoftmax, seed: int, vocab_size: int, t
     assert found_total == pytest.approx(total, rel=1e-6)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 999),
     vocab_size=st.sampled_from((*EDGES, FEW, FEW + 1, 3 * FEW)),
