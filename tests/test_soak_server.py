@@ -89,7 +89,7 @@ class Visitor:
     def _raw(self, kind: str, body: bytes) -> None:
         """What an HTTP client cannot do."""
         address = urlsplit(self._server.url)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         with socket.create_connection((address.hostname, address.port), timeout=20) as client:
             if kind == "nonsense":
                 client.sendall(b"\x00\xff\r\n\r\n")
