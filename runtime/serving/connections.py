@@ -88,7 +88,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        if self.asked:
+        """Close it once its answer is complete; at once if none has begun and the request has no place."""
+        if self.asked and (self.busy or self.cycle.response_started):
             self.cycle.keep_alive = False
         else:
             self.transport.close()
@@ -131,8 +132,8 @@ class Door:
                 except OSError as error:  # asyncio's own servers log and retry without a pause
                     if error.errno in OUT_OF_RESOURCES:
                         log.warning("cannot accept connections: %s", error.strerror)
-                        self._close_some(self.connections)
-                        await asyncio.sleep(RETRY_ACCEPT_SECONDS)
+                        closed = self._close_some(self.connections)
+                        await asyncio.sleep(0 if closed else RETRY_ACCEPT_SECONDS)
                     continue
                 await self._enter(accepted)
 
