@@ -20,6 +20,7 @@ import pytest
 from serving import RUNNING, WAITING, Served, served, wait_for
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
+from draftwood.runtime.serving import http_server
 
 LINUX = sys.platform == "linux"
 ROOM, RESERVE = 24, 16
@@ -327,6 +328,40 @@ def test_a_kept_connection_waits_for_no_acknowledgement(server: Served) -> None:
             assert answer_of(client).status == 200
             seconds.append(time.perf_counter() - begun)
     assert min(seconds[1:]) < 0.03
+
+
+def test_connections_inherit_that_nothing_is_held_back() -> None:
+    with http_server.listen(HERE, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_behind_a_proxy_clients_are_told_apart_by_what_it_says(tiny_bundle: Path, pause: Path, tmp_path: Path) -> None:
+    """With the name and the key that clients use there; what a client says to the proxy itself counts for nothing."""
+    keys = tmp_path / "keys"
+    keys.write_text("all secret\n")
+    options = ("--trusted-proxies", "127.0.0.0/8", "--allowed-hosts", "llm.example", "--api-keys-file", str(keys))
+    load = ("--max-running", "1", "--max-waiting", "8")
+
+    def forwarded(by: str, body: dict[str, object], key: str = "secret", host: str = "llm.example") -> bytes:
+        told = f"X-Forwarded-For: 198.51.100.9, {by}, 127.0.0.1\r\nAuthorization: Bearer {key}\r\n".encode()
+        return posted(body).replace(b"localhost\r\n", host.encode() + b"\r\n" + told)
+
+    with (
+        served(tiny_bundle, *SLOW, *load, *options, program=("-c", PAUSABLE, str(pause))) as running,
+        ExitStack() as stack,
+    ):
+        assert asked(running, forwarded("192.0.2.1", SHORT, key="wrong")).status == 401
+        assert asked(running, forwarded("192.0.2.1", SHORT, host="evil.example")).status == 421
+        with paused(pause):
+            many = stack.enter_context(opened(running, forwarded("192.0.2.1", {**SHORT, "n": 6})))
+            wait_for(lambda: running.metric(WAITING) == 5, seconds=30)
+            assert asked(running, forwarded("192.0.2.1", SHORT)).status == 429
+            other = stack.enter_context(opened(running, forwarded("192.0.2.2", SHORT)))
+            wait_for(lambda: running.metric(WAITING) == 6, seconds=30)
+        assert (answer_of(many).status, answer_of(other).status) == (200, 200)
+        quiet_end(running)
 
 
 def test_sigterm_amid_every_flood_ends_the_server(tiny_bundle: Path) -> None:
