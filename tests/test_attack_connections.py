@@ -146,7 +146,7 @@ def flood(server: Served, kind: str, number: int) -> Iterator[list[socket.socket
         "no end of chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50,
         "waits for 100": HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n",
         "answered, then idle": MODELS,
-        "unread answers": get("/openapi.json") * 60,
+        "unread answers": get("/openapi.json") * 30,
     }[kind]
     with ExitStack() as stack:
         yield [stack.enter_context(opened(server, said)) for _ in range(number)]
