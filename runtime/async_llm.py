@@ -126,13 +126,14 @@ class AsyncLLM:
         request_id: str | None = None,
         deadline_s: float | None = None,
         client: str | None = None,
+        user: str | None = None,
     ) -> RequestStream:
         """Queue a request and iterate over its chunks, one per round. Call it where an event loop runs.
 
         speculative: how this request speculates; None decodes plainly. deadline_s: seconds from now until the request
-        ends with a DeadlineError, waiting included. client: whose request it is: clients wait for places in turn. At
-        once, before anything is queued: raises RequestError or ConfigError for bad input, QueueFullError when no place
-        is left, ShutdownError while draining or closed.
+        ends with a DeadlineError, waiting included. client, user: whose request it is, and for whom that client sent
+        it, see Scheduler.submit. At once, before anything is queued: raises RequestError or ConfigError for bad input,
+        QueueFullError when no place is left, ShutdownError while draining or closed.
         """
         arrived = monotonic()
         if deadline_s is not None and not deadline_s > 0:
@@ -152,7 +153,7 @@ class AsyncLLM:
                 raise ShutdownError("this server is stopping and takes no further requests: send them to another one")
             if any(other.id == request.id for other in self._scheduler):
                 raise RequestError(f"a request {request.id!r} is in progress: choose another request_id")
-            self._scheduler.submit(request, client)
+            self._scheduler.submit(request, client, user)
             self._changed.notify_all()
         return RequestStream(request)
 

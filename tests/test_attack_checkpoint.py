@@ -291,7 +291,7 @@ TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("kind", TAMPERED)
 def test_tampered_weights_are_refused(kind: str, folder: Path) -> None:
     tampered(folder, TAMPERED[kind])
-    with pytest.raises(CheckpointError, match="not a readable safetensors file|has shape|is I32|is missing"):
+    with pytest.raises(CheckpointError, match=r"not a readable safetensors file|has shape|is I32|is missing"):
         Checkpoint(folder)
 
 

@@ -199,6 +199,10 @@ def test_a_request_timeout_is_504(tiny_bundle: Path) -> None:
         (["--host", "no.such.host.invalid"], "choose another --host or --port"),
         (["--port", "0", "--max-running", "0"], "max_running"),
         (["--port", "0", "--kv-cache-bytes", "1000"], "--max-length"),
+        (["--port", "0", "--max-connections", "0"], "--max-connections must be at least 1"),
+        (["--port", "0", "--api-key", ""], "the API key of --api-key is empty"),
+        (["--port", "0", "--api-key", "two words"], "visible ASCII"),
+        (["--port", "0", "--api-keys-file", "/nowhere"], "cannot read the API keys of /nowhere"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(
@@ -209,6 +213,22 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
         assert main(["serve", str(tiny_bundle), *(option.replace("BUSY", port) for option in options)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("draftwood: error: ") and named in error and error.count("\n") == 1
+
+
+def test_an_empty_key_is_not_taken_for_none(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a secret that was not filled in: the server would be open to everybody."""
+    monkeypatch.setenv("DRAFTWOOD_API_KEY", "")
+    assert main(["serve", str(tiny_bundle), "--port", "0"]) == 2
+    assert "the API key of the variable DRAFTWOOD_API_KEY is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("proxy", ["*", "proxy.example", "10.0.0.0/99", ""])
+def test_a_trusted_proxy_is_an_address(tiny_bundle: Path, proxy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(tiny_bundle), "--trusted-proxies", proxy])
+    assert ended.value.code == 2 and f"10.0.0.0/8, not {proxy!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf", "soon"])

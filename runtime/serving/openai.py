@@ -9,17 +9,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ...models.bindings import TARGET
 from ...models.errors import DraftwoodError, RequestError, shown
 from ..async_llm import AsyncLLM, RequestStream
 from ..llm import Prompt
+from ..scheduler import most_of_one
 from ..speculation.config import SpeculativeConfig
 from .json_text import pieces
 from .openai_answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts, as_json
@@ -69,7 +71,9 @@ def create_app(
     }
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
-    guard = RequestGuard(app, limits)
+    guard: ASGIApp = RequestGuard(app, limits)
+    if limits.trusted_proxies:  # uvicorn's types of the same protocol are its own
+        guard = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, guard), list(limits.trusted_proxies)))
     if not allowed_origins:
         return guard
     return CORSMiddleware(
@@ -163,10 +167,11 @@ class OpenAIApi:
         """How to speculate, after everything was checked that costs nothing to check. Raises RequestError, also for
         more choices than there could ever be room for, or ConfigError."""
         body.check()
-        total, room = num_prompts * body.n, self._async_llm.max_requests
+        running, total = self._async_llm.max_running, num_prompts * body.n
+        room = running + most_of_one(self._async_llm.max_requests - running)
         if total > room:
             raise RequestError(
-                f"{total} choices are more than the {room} this server runs and queues: "
+                f"{total} choices are more than the {room} this server runs and queues for one client: "
                 "send fewer prompts or a smaller n"
             )
         return self._llm.resolved(body.speculation())
@@ -185,8 +190,7 @@ class OpenAIApi:
         default_max_tokens: int,
     ) -> Response:
         """Generate `n` choices per prompt and send them the way the client asked for."""
-        client = body.client or (request.client.host if request.client else None)
-        streams = await self._submit(body, client, prompts, config, default_max_tokens)
+        streams = await self._submit(body, request.state.client, prompts, config, default_max_tokens)
         proposal = 0 if config is None else config.max_tokens
         echoed = [echo for echo in echoes for _ in range(body.n)]
         answer = Answer(shape, self._texts, str(self._card["id"]), prompts, echoed, proposal)
@@ -204,7 +208,7 @@ class OpenAIApi:
     async def _submit(
         self,
         body: GenerationBody,
-        client: str | None,
+        client: str,
         prompts: Sequence[list[int]],
         config: SpeculativeConfig | None,
         default_max_tokens: int,
@@ -217,7 +221,12 @@ class OpenAIApi:
                 for choice in range(body.n):
                     seeded = replace(params, seed=None if params.seed is None else params.seed + choice)
                     stream = self._async_llm.generate(
-                        prompt, seeded, speculative=config, deadline_s=self._request_seconds, client=client
+                        prompt,
+                        seeded,
+                        speculative=config,
+                        deadline_s=self._request_seconds,
+                        client=client,
+                        user=body.client,
                     )
                     streams.append(stream)
         except DraftwoodError:

@@ -17,11 +17,12 @@ from ..async_llm import DeadlineError, QueueFullError, ShutdownError
 FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic puts the branches of a union among the fields
 MAX_NAME = 100  # characters of a field's name that are quoted
 PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
+MAX_SHOWN = 200  # characters of what was asked for
 RETRY_SECONDS = 1  # a place is free again after the shortest of the running requests
 
 
 class Refusal(NamedTuple):
-    """An error as an answer. retry_after: seconds, for clients that may come again."""
+    """An error as an answer. retry_after: seconds, for clients that may come again. closing: the connection, too."""
 
     status: int
     message: str
@@ -29,6 +30,7 @@ class Refusal(NamedTuple):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None
+    closing: bool = False
 
     @property
     def body(self) -> bytes:
@@ -43,6 +45,8 @@ class Refusal(NamedTuple):
             headers["www-authenticate"] = "Bearer"
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
+        if self.closing:
+            headers["connection"] = "close"
         return headers
 
 
@@ -86,7 +90,8 @@ def add_errors(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             refusal = invalid(error)
         elif isinstance(error, HTTPException):
-            refusal = Refusal(error.status_code, f"{error.detail}: {request.method} {request.url.path}; {PLACES}")
+            asked = f"{request.method} {request.url.path}"[:MAX_SHOWN]
+            refusal = Refusal(error.status_code, f"{error.detail}: {asked}; {PLACES}")
         else:
             refusal = refusal_of(error)
         return Response(refusal.body, refusal.status, refusal.headers)

@@ -30,6 +30,7 @@ from .triton_request import parse_request
 from .triton_response import ResponseWriter
 
 POLL_SECONDS = 0.05  # how often to look whether the client of a request without chunks has gone, and at the load
+NAMELESS = ""  # the client of every request that names none
 WARM_UP = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
@@ -129,7 +130,7 @@ class Call:
             parsed.params,
             speculative=parsed.speculative,
             deadline_s=deadline,
-            client=parsed.client or (str(sequence) if sequence else None),
+            client=parsed.client or (str(sequence) if sequence else NAMELESS),
         )
         self._metrics.record_start(stream.num_prompt_tokens)
         writer = ResponseWriter(parsed, stream.num_prompt_tokens)
