@@ -144,8 +144,8 @@ def scaled(costs: CostModel, factor: float) -> CostModel:
     def passes(each: PassCosts) -> PassCosts:
         return replace(each, seconds=tuple(tuple(cost * factor for cost in row) for row in each.seconds))
 
-    hosts = (HostCosts(*(cost * factor for cost in astuple(host))) for host in (costs.greedy, costs.sampled))
-    return CostModel(passes(costs.target), passes(costs.draft), *hosts, {})
+    greedy, sampled = (HostCosts(*(cost * factor for cost in astuple(host))) for host in (costs.greedy, costs.sampled))
+    return CostModel(passes(costs.target), passes(costs.draft), greedy, sampled, {})
 
 
 @pytest.mark.parametrize("factor", [0.004, 30.0])

@@ -107,7 +107,8 @@ def logits_behind(engine: NativeEngine, length: int, value: float) -> NDArray[np
     cache._resize(length + 64, 0)
     cache.length = length
     cache.values[:] = value
-    return engine.forward(causal_batch(engine.spec, [5], length), cache).logits[0].copy()
+    logits: NDArray[np.float32] = engine.forward(causal_batch(engine.spec, [5], length), cache).logits[0]
+    return logits.copy()
 
 
 @pytest.mark.parametrize("march", ["-march=native", "-march=x86-64"])

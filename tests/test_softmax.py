@@ -89,7 +89,9 @@ def test_equal_logits_weigh_the_same(native: NativeSoftmax, vocab_size: int, lev
 @pytest.mark.parametrize("softmax", ["kernels", "kernels, float64", "numpy"])
 def test_penalties_at_any_temperature(softmax: str, native: NativeSoftmax) -> None:
     """Penalties leave float64, whose weights go into a buffer of the kernels' type."""
-    logits = logits_of(5, 50).astype(np.float32 if softmax == "kernels" else np.float64)
+    logits: NDArray[np.floating[Any]] = logits_of(5, 50)
+    if softmax != "kernels":
+        logits = logits.astype(np.float64)
     used: NumpySoftmax = NUMPY if softmax == "numpy" else native
     for temperature in (TINIEST, 1e-46, 1e-38, 0.5, 3.3e37, LARGEST):
         weights, total = used.weights(logits, temperature, np.empty(50, used.dtype))
