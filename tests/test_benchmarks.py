@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from papers import BUDGETS, RANKS, Bench, configurations, summary
 
+from benchmarks.papers.methods import BUDGETS, RANKS, Bench, configurations, summary
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.fit import refuse_too_large
 
@@ -28,3 +29,14 @@ def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
         assert [count.tokens for count in counts] == [6, 6]
         row = summary(counts)
         assert 1 <= row["tokens_per_target_pass"] <= 6 and row["verification_rate"] <= 1
+
+
+def test_the_index_lists_every_script_and_every_result() -> None:
+    folder = Path(__file__).resolve().parent.parent / "benchmarks"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    linked = {folder / link for link in re.findall(r"\((results/[^)]+)\)", index)}
+    assert linked == set((folder / "results").iterdir())
+    assert all(re.fullmatch(r"[\w.-]+_20\d\d-\d\d-\d\d", file.stem) for file in linked)
+    scripts = {file.relative_to(folder).as_posix() for file in folder.rglob("*.py") if "def main(" in file.read_text()}
+    named = set(re.findall(r"^\| `([\w/]+\.py)`", index, re.MULTILINE))
+    assert scripts - {"peers/programs/convert_gguf.py"} <= named and all((folder / name).is_file() for name in named)

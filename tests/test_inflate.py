@@ -7,15 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import inflate
 import numpy as np
 import pytest
 import torch
 from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, write_checkpoint, write_tokenizer
-from inflate import Inflation, Shape, residual_copies
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
+from benchmarks.tools import inflate
+from benchmarks.tools.inflate import Inflation, Shape, residual_copies
 from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.llama import Llama

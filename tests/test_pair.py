@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pair
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from pair import FIRST_WORD, SIZES, Agreement, tokenizer_of, write_pair
 from transformers import LlamaForCausalLM
 
+from benchmarks.tools import pair
+from benchmarks.tools.pair import FIRST_WORD, SIZES, Agreement, tokenizer_of, write_pair
 from draftwood.builder.tokenizer import same_vocabulary
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.runtime.tokenizer import Tokenizer

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pair import SIZES, write_pair
-from peers import draftwood, process, run
-from peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, without
-from peers.protocol import PLAIN, Generation, Options, split_method
 
+from benchmarks.peers import process, run
+from benchmarks.peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, without
+from benchmarks.peers.programs import draftwood
+from benchmarks.peers.protocol import PLAIN, Generation, Options, split_method
+from benchmarks.tools.pair import SIZES, write_pair
 from draftwood.models.errors import RequestError
 from draftwood.runtime.tokenizer import Tokenizer
 
@@ -22,7 +23,7 @@ FAKE = (
     f"LONG = {LONG}"
     + """
 import os
-from peers.protocol import Generation, serve
+from benchmarks.peers.protocol import Generation, serve
 
 class Fake:
     version = "fake 1.0"
@@ -134,13 +135,13 @@ def test_a_peer_without_its_environment_names_the_script(options: Options) -> No
         if name != "draftwood":
             with pytest.raises(PeerError, match=rf"sh .*setup/{name}\.sh"):
                 command_for(Entry(name, "fp32"), options)
-            assert (process.BENCHMARKS / "peers" / "setup" / f"{name}.sh").is_file()
+            assert (process.SETUP / f"{name}.sh").is_file()
     assert command_for(Entry("draftwood/openvino", "fp32"), options)[0] == sys.executable
 
 
 def test_every_program_is_there_and_unknown_ones_are_refused() -> None:
     for program in PROGRAMS.values():
-        assert (process.BENCHMARKS / "peers" / f"{program.module}.py").is_file()
+        assert (process.SETUP.parent / "programs" / f"{program.module}.py").is_file()
     assert entries(["huggingface", "draftwood/openvino"], ["fp32", "int4"]) == [
         Entry("huggingface", "fp32"),
         Entry("draftwood/openvino", "fp32"),
@@ -167,12 +168,14 @@ def test_a_whole_comparison(
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n', encoding="utf-8")
     arguments = ["--pair", tiny, "--prompts", prompts, "--peers", "draftwood,llama.cpp", "--precisions", "fp32,int4"]
     arguments += ["--draft-tokens", "3,5,6", "--candidates", 1, "--max-tokens", 4, "--repeats", 2]
-    arguments += ["--work", tmp_path, "--output", tmp_path / "peers_tiny.json"]
+    arguments += ["--work", tmp_path, "--output", tmp_path / "results"]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
     run.main()
     short, long = (len(Tokenizer.load(tiny / "target").encode(text)) for text in ("one", "a longer one"))
     assert short <= LONG < long
-    figures = json.loads((tmp_path / "peers_tiny.json").read_text())
+    (file,) = (tmp_path / "results").glob("peers_tiny_20*.json")
+    figures = json.loads(file.read_text())
+    assert file.stem == f"peers_tiny_{figures['date']}"
     rows = {(row["peer"], row["method"]): row for row in figures["rows"]}
     assert set(rows) == {(peer, method) for peer in ("draftwood", "llama.cpp") for method in (PLAIN, "draft:5")}
     assert {row["same_as_plain"] for row in rows.values() if row["method"] == PLAIN} == {1}
@@ -184,7 +187,7 @@ def test_a_whole_comparison(
     assert figures["failed"]["draftwood int4"].startswith("MemoryError: too small a machine; see ")
     assert figures["failed"]["llama.cpp fp32 draft:3"].startswith("ValueError: no such draft; see ")
     assert "Left out: draftwood int4" in capsys.readouterr().out
-    assert (tmp_path / "peers_tiny.svg").read_text().startswith("<?xml")
+    assert file.with_suffix(".svg").read_text().startswith("<?xml")
 
 
 def test_without_a_single_peer_there_is_no_result(
@@ -192,18 +195,18 @@ def test_without_a_single_peer_there_is_no_result(
 ) -> None:
     monkeypatch.setattr(run, "command_for", fake_command)
     arguments = ["--pair", tiny, "--peers", "llama.cpp", "--precisions", "int4"]
-    output = ["--work", tmp_path, "--output", tmp_path / "x.json"]
+    output = ["--work", tmp_path, "--output", tmp_path / "x"]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, [*arguments, *output])])
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 2 and "no peer could run" in capsys.readouterr().err
-    assert not (tmp_path / "x.json").exists()
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "has no checkpoint named target: benchmarks/pair.py"),
+        ([], "has no checkpoint named target: python -m benchmarks.tools.pair"),
         (["--peers", "vllm"], "'vllm' is not a peer"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
     ],
@@ -215,7 +218,7 @@ def test_bad_input_ends_with_2_and_a_reason(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = ["run.py", "--pair", str(tmp_path), "--output", str(tmp_path / "x.json"), *arguments]
+    given = ["run.py", "--pair", str(tmp_path), "--output", str(tmp_path / "x"), *arguments]
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as ended:
         run.main()
@@ -227,7 +230,7 @@ def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -
     prompt = Tokenizer.load(tiny / "target").encode("abcdefgh")
     texts, passes = {}, {}
     for module in ("draftwood", "huggingface"):
-        command = [sys.executable, "-m", f"peers.{module}"]
+        command = [sys.executable, "-m", f"benchmarks.peers.programs.{module}"]
         options = Options(tiny, "fp32", tmp_path, 1, (3,))
         peer = PeerProcess([*command, *options.to_arguments()], tmp_path / "log.txt")
         try:

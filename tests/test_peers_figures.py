@@ -8,7 +8,8 @@ from statistics import median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peers.figures import (
+
+from benchmarks.peers.figures import (
     Key,
     Row,
     Run,
@@ -21,8 +22,8 @@ from peers.figures import (
     to_json,
     tokens_per_pass,
 )
-from peers.protocol import PLAIN, Generation
-from peers.report import markdown
+from benchmarks.peers.protocol import PLAIN, Generation
+from benchmarks.peers.report import markdown
 
 
 def generation(seconds: float, tokens: tuple[int, ...] = (1, 2), **counters: float) -> Generation:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import enumeration
@@ -11,6 +9,7 @@ import pytest
 from costs import table
 from enumeration import decoded, pair, total_variation
 
+from benchmarks.planning.simulated import MACHINES, speeds
 from draftwood.runtime.cost import HostCosts
 from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Passes
@@ -20,9 +19,6 @@ from draftwood.runtime.speculation.acceptance import AcceptanceEstimate, Choice,
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.controller import REMEMBERED, Controller, Experience
 from draftwood.runtime.speculation.token_tree import unroll
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from planning import MACHINES, speeds
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something

@@ -16,10 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lowbit import BACKENDS, assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
 from numpy.typing import NDArray
-from precision import compare, read, spec_of
 from torch.nn.functional import cross_entropy
 from trees import Tree
 
+from benchmarks.precision.quality import compare, read, spec_of
 from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
 from draftwood.builder.export import export

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import queueing
 from costs import passes, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queueing import Bounds, Load, knee, replicas_for, sustainable
-from queueing_simulation import (
+
+from benchmarks.load import queueing
+from benchmarks.load.queueing import Bounds, Load, knee, replicas_for, sustainable
+from benchmarks.load.simulation import (
     Figures,
     PassPrices,
     Planner,
@@ -27,7 +28,6 @@ from queueing_simulation import (
     poisson,
     simulate,
 )
-
 from draftwood.runtime.cost import HostCosts, PassCosts
 
 
@@ -155,8 +155,9 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert printed["modes"].keys() == printed["target"]["replicas"].keys() == {"plain", "speculative"}
     one, two = (printed["modes"]["plain"][replicas]["saturated_requests_per_second"] for replicas in "12")
     assert two == pytest.approx(2 * one, abs=0.002)
-    assert json.loads((folder / "out" / "queueing.json").read_text())["table"]["machine"] == {"cores": 2}
-    assert "</svg>" in (folder / "out" / "queueing.svg").read_text()
+    (file,) = (folder / "out").glob("load_queueing_20*.json")
+    assert json.loads(file.read_text())["table"]["machine"] == {"cores": 2}
+    assert "</svg>" in file.with_suffix(".svg").read_text()
     queueing.main([str(folder), *small])
     assert "saturated" in capsys.readouterr().out
 

@@ -16,16 +16,16 @@ from bundling import ROOT
 from fake_aiperf import FIRST_MS, PER_TOKEN_MS, Sent
 from hypothesis import given
 from hypothesis import strategies as st
-from peers.process import PeerError
-from peers.protocol import PLAIN, Options
 from rich.console import Console
-from serving_load import run, servers
-from serving_load.aiperf import AIPerf, Answer, Load, find_aiperf, read_load, write_inputs
-from serving_load.figures import Key, Row, Run, p99, summarise, times_as_much, to_json
-from serving_load.plot import draw
-from serving_load.report import COLUMNS, markdown, ratios
-from serving_load.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, running
 
+from benchmarks.load.serving import run, servers
+from benchmarks.load.serving.aiperf import AIPerf, Answer, Load, find_aiperf, read_load, write_inputs
+from benchmarks.load.serving.figures import Key, Row, Run, p99, summarise, times_as_much, to_json
+from benchmarks.load.serving.plot import draw
+from benchmarks.load.serving.report import COLUMNS, markdown, ratios
+from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, running
+from benchmarks.peers.process import PeerError
+from benchmarks.peers.protocol import PLAIN, Options
 from draftwood.models.errors import RequestError
 from draftwood.runtime import LLM, SamplingParams
 
@@ -104,7 +104,7 @@ def test_a_failed_request_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
     program.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(PeerError, match="aiperf ended with 3; see"):
         aiperf.profile("http://127.0.0.1:1", 1, 1, tmp_path / "out")
-    monkeypatch.setattr("serving_load.aiperf.SECONDS_TO_RUN", 0.1)
+    monkeypatch.setattr("benchmarks.load.serving.aiperf.SECONDS_TO_RUN", 0.1)
     program.write_text("#!/bin/sh\nsleep 60\n")
     with pytest.raises(PeerError, match=r"aiperf did not end within 0\.1 s; see"):
         aiperf.profile("http://127.0.0.1:1", 1, 1, tmp_path / "out")
@@ -113,7 +113,7 @@ def test_a_failed_request_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_missing_names_its_script(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"AIPerf is not set up: sh .*setup/aiperf\.sh"):
         find_aiperf(tmp_path)
-    assert (ROOT / "benchmarks" / "serving_load" / "setup" / "aiperf.sh").is_file()
+    assert (ROOT / "benchmarks" / "load" / "serving" / "setup" / "aiperf.sh").is_file()
     with pytest.raises(PeerError, match=r"sh .*setup/llama\.cpp\.sh"):
         prepare_llama_cpp(Options(tmp_path, "fp32", tmp_path / "llama.cpp", 1, (3,)))
     with pytest.raises(RequestError, match=r"llama\.cpp has no fp16 weights: leave --pair out"):
@@ -171,7 +171,7 @@ def arguments(tiny_bundle: Path, tmp_path: Path) -> list[str]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n', encoding="utf-8")
     given = ["--bundle", tiny_bundle, "--prompts", prompts, "--concurrency", "1,2", "--requests", 1, "--repeats", 2]
-    given += ["--max-tokens", 8, "--threads", 1, "--work", tmp_path, "--output", tmp_path / "load.json"]
+    given += ["--max-tokens", 8, "--threads", 1, "--work", tmp_path, "--output", tmp_path / "results"]
     return ["run.py", *map(str, given)]
 
 
@@ -184,7 +184,8 @@ def test_a_whole_load_over_real_servers(
     monkeypatch.setattr(run, "llama_cpp_servers", lambda options, at_a_time, context: [FAKE])
     monkeypatch.setattr(sys, "argv", [*arguments, "--pair", str(tmp_path)])
     run.main()
-    figures = json.loads((tmp_path / "load.json").read_text())
+    (file,) = (tmp_path / "results").glob("load_serving_20*.json")
+    figures = json.loads(file.read_text())
     rows = {(row["peer"], row["method"], row["concurrency"]): row for row in figures["rows"]}
     assert {key[:2] for key in rows} == {(OURS, PLAIN), (OURS, "speculative"), (LLAMA_CPP, PLAIN)}
     for (peer, method, _), row in rows.items():
@@ -192,7 +193,7 @@ def test_a_whole_load_over_real_servers(
         assert (row["acceptance_length"] is not None) == (method == "speculative")
     assert figures["versions"] == {LLAMA_CPP: "llama.cpp 1.0", "aiperf": "fake 1.0"}
     assert figures["date"] and figures["processor"] and figures["cores"] >= 1
-    assert (tmp_path / "load.svg").read_text().startswith("<?xml")
+    assert file.with_suffix(".svg").read_text().startswith("<?xml")
     shown = capsys.readouterr().out
     assert "2 at a time" in shown and "by own plain" in shown
 
@@ -207,7 +208,8 @@ def test_a_wrong_answer_of_ours_ends_with_1_behind_the_figures(
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="answers differ from what the bundle writes plainly: plain at 1, plain at 2"):
         run.main()
-    assert json.loads((tmp_path / "load.json").read_text())["rows"][0]["same_text"] == 0
+    (file,) = (tmp_path / "results").glob("load_serving_20*.json")
+    assert json.loads(file.read_text())["rows"][0]["same_text"] == 0
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_bad_input_ends_with_2_and_a_reason(
 def test_the_real_aiperf_shows_what_speculation_did(tiny_bundle: Path, tmp_path: Path) -> None:
     """Its table "Spec Decode" of a server that speculates, and none of one that does not."""
     if not (AIPERF / "aiperf" / "venv").exists():
-        pytest.skip("AIPerf is not set up: benchmarks/serving_load/setup/aiperf.sh")
+        pytest.skip("AIPerf is not set up: benchmarks/load/serving/setup/aiperf.sh")
     with LLM(tiny_bundle) as llm:
         prompts = [llm.encode(text) for text in ("one", "a longer one")]
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

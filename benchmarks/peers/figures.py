@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
-from peers.protocol import PLAIN, Generation, split_method
+from benchmarks.peers.protocol import PLAIN, Generation, split_method
 
 OURS = "draftwood"
 

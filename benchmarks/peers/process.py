@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peers.protocol import Generation, Options
 from draftwood.models.errors import RequestError
-from peers.protocol import Generation, Options
 
-BENCHMARKS = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = ROOT / "benchmarks" / "peers" / "setup"
 
 
 class Program(NamedTuple):
@@ -82,9 +83,8 @@ def command_for(entry: Entry, options: Options) -> list[str]:
     if entry.peer == "draftwood":
         python = Path(sys.executable)
     elif not python.is_file():
-        setup = BENCHMARKS / "peers" / "setup" / f"{entry.peer}.sh"
-        raise PeerError(f"{entry.peer} is not set up: sh {setup} {options.work.parent}")
-    return [str(python), "-m", f"peers.{PROGRAMS[entry.peer].module}", *options.to_arguments()]
+        raise PeerError(f"{entry.peer} is not set up: sh {SETUP / entry.peer}.sh {options.work.parent}")
+    return [str(python), "-m", f"benchmarks.peers.programs.{PROGRAMS[entry.peer].module}", *options.to_arguments()]
 
 
 class PeerProcess:
@@ -95,7 +95,7 @@ class PeerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                command, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
             )
         self._log = log
         try:

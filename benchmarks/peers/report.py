@@ -1,6 +1,6 @@
 """The comparison's figures for a person: on the screen, and as Markdown for docs/benchmarks.md.
 
-PYTHONPATH=benchmarks python -m peers.report benchmarks/results/peers_202m.json
+python -m benchmarks.peers.report benchmarks/results/peers_202m_2026-11-22.json
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from peers.figures import Row
-from peers.listing import Line, as_markdown, on_screen
+from benchmarks.peers.figures import Row
+from benchmarks.peers.listing import Line, as_markdown, on_screen
 
 COLUMNS = ("tokens/s", "quartiles", "× own plain", "× best other", "tokens per pass", "as own plain", "as first")
 

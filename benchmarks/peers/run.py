@@ -1,6 +1,6 @@
 """Peers next to each other on the same weights: same prompts and lengths, in turn, in one run on one machine.
 
-    PYTHONPATH=benchmarks python -m peers.run --pair build/peers/202m --output benchmarks/results/peers_202m.json
+    python -m benchmarks.peers.run --pair build/peers/202m --output benchmarks/results
 
 --pair is a folder with `target`, `draft` (Hugging Face folders, or links to such) and `prompts.jsonl`. Every peer needs
 its environment, made once by `sh benchmarks/peers/setup/NAME.sh`; a peer that cannot run is named and left out. Greedy
@@ -17,19 +17,19 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from machine import write
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.peers.figures import Key, Run, fastest, speeds, summarise, to_json
+from benchmarks.peers.plot import draw
+from benchmarks.peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, used_by_all, without
+from benchmarks.peers.protocol import PLAIN, Options
+from benchmarks.peers.report import table
+from benchmarks.tools.record import add_output, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import integers
 from draftwood.models.errors import DraftwoodError, RequestError
 from draftwood.runtime.tokenizer import Tokenizer
-from peers.figures import Key, Run, fastest, speeds, summarise, to_json
-from peers.plot import draw
-from peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, used_by_all, without
-from peers.protocol import PLAIN, Options
-from peers.report import table
 
 PRECISIONS = ("fp32", "int8", "int4")
 WORK = Path("build/peers")
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs that count (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of every peer (default %(default)s)")
     parser.add_argument("--work", type=Path, default=WORK, help="where the environments are (default %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, metavar="JSON", help="figures; a plot is put beside them")
+    add_output(parser, "peers_<pair>")
     args = parser.parse_args()
     for name in ("limit", "candidates", "max_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
@@ -175,8 +175,8 @@ def main() -> None:
     figures: dict[str, Any] = {"pair": args.pair.name, "prompts": len(prompts)} | settings | loads
     tried = [{**key._asdict(), "tokens_per_second": round(speed, 1)} for key, speed in comparison.tried.items()]
     found = {"versions": comparison.versions, "failed": comparison.failed, "tried": tried, "rows": to_json(rows)}
-    write(args.output.parent, args.output.stem, figures | found)
-    draw(rows, args.output.with_suffix(".svg"))
+    name = args.name.replace("<pair>", args.pair.name)
+    draw(rows, write_results(args.output, name, figures | found).with_suffix(".svg"))
 
 
 def names(text: str) -> list[str]:
@@ -193,7 +193,9 @@ def read(pair: Path, file: Path, limit: int) -> list[list[int]]:
     """The prompts as token ids. Raises RequestError that names the fix."""
     for role in ("target", "draft"):
         if not (pair / role / "config.json").is_file():
-            raise RequestError(f"{pair} has no checkpoint named {role}: benchmarks/pair.py writes such a folder")
+            raise RequestError(
+                f"{pair} has no checkpoint named {role}: python -m benchmarks.tools.pair writes such a folder"
+            )
     tokenizer = Tokenizer.load(pair / "target")
     return [tokenizer.encode(text) for text in read_prompts(file)[:limit]]
 
