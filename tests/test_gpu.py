@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_the_torch_engine_computes_what_the_cpu_computes() -> None:
-    gpu_engine.parity("cuda", ("fp32", "fp16", "bf16"))
+    gpu_engine.check_parity("cuda", ("fp32", "fp16", "bf16"))
 
 
 def test_speculation_changes_no_token() -> None:
-    gpu_engine.same_text("cuda", 64, 2)
+    gpu_engine.check_same_text("cuda", 64, 2)
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from benchmarks.gpu.report import (
     NotPossible,
     Outcome,
     Part,
-    outcomes,
-    row,
+    format_row,
+    run_parts,
     write_outcomes,
 )
 from benchmarks.tools import inflate
@@ -49,7 +49,7 @@ def visible_only(*operands: torch.Tensor | float) -> torch.Tensor:
 
 
 def test_numerics_name_the_worst_error_and_refuse_a_wrong_kernel() -> None:
-    found = gpu_kernel.numerics(visible_only, SMALL, "cpu")
+    found = gpu_kernel.check_numerics(visible_only, SMALL, "cpu")
     assert found.summary.startswith("2 shapes; largest relative error fp32 ")
     assert 0 < max(found.figures["relative_error"].values()) < 1e-3
 
@@ -57,32 +57,32 @@ def test_numerics_name_the_worst_error_and_refuse_a_wrong_kernel() -> None:
         return 1.1 * visible_only(*operands)
 
     with pytest.raises(AssertionError, match=r"fp32 N=1 H=4:2 T=3 S=5 C=40 D=16 differs by 1\.0e-01"):
-        gpu_kernel.numerics(wrong, SMALL, "cpu")
+        gpu_kernel.check_numerics(wrong, SMALL, "cpu")
     with pytest.raises(AssertionError, match="differs by nan"):
-        gpu_kernel.numerics(dense_tree_attention, SMALL, "cpu")  # which multiplies unseen NaN by zero
+        gpu_kernel.check_numerics(dense_tree_attention, SMALL, "cpu")  # which multiplies unseen NaN by zero
 
 
 def test_torchs_attention_that_the_kernel_is_timed_against_computes_the_same() -> None:
-    given = gpu_kernel.operands(Shape(1, 4, 2, 5, 5, 40, 16, "fp32"), [20], 0, "cpu")
-    found = gpu_kernel.baseline(given, 25)().numpy()
-    np.testing.assert_allclose(found, gpu_kernel.expected(given, given.scale), atol=1e-5)
+    given = gpu_kernel.draw_inputs(Shape(1, 4, 2, 5, 5, 40, 16, "fp32"), [20], 0, "cpu")
+    found = gpu_kernel.make_torch_baseline(given, 25)().numpy()
+    np.testing.assert_allclose(found, gpu_kernel.compute_oracle(given, given.scale), atol=1e-5)
 
 
 def test_engine_parts_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = gpu_engine.parity("cpu", ("fp32",)).figures["parity"]
+    errors = gpu_engine.check_parity("cpu", ("fp32",)).figures["parity"]
     assert errors.keys() == {"fp32, first", "fp32, repeated"} and 0 < max(errors.values()) < 1e-5
-    monkeypatch.setitem(gpu_engine.TOLERANCES, "bf16", 1e-6)
+    monkeypatch.setitem(gpu_engine.LOGIT_TOLERANCES, "bf16", 1e-6)
     with pytest.raises(AssertionError, match="bf16, first: logits differ by"):
-        gpu_engine.parity("cpu", ("bf16",))
-    accepted = gpu_engine.same_text("cpu", 8, 1).figures["acceptance"]
+        gpu_engine.check_parity("cpu", ("bf16",))
+    accepted = gpu_engine.check_same_text("cpu", 8, 1).figures["acceptance"]
     assert accepted.keys() == gpu_engine.CONFIGS.keys() and min(accepted.values()) > 1
 
 
 def test_speculation_of_an_inflated_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """The part that takes a 7B shape on a GPU, on a shape that a CPU can wait for."""
-    monkeypatch.setitem(inflate.SHAPES, "tiny", inflate.Shape(384, 704, 4, 384, 128))
+    monkeypatch.setitem(inflate.SHAPES, "tiny", inflate.InflatedShape(384, 704, 4, 384, 128))
     lines: list[str] = []
-    found = gpu_engine.speculation(("tiny", "tiny"), "cpu", "fp32", 6, 1, threads=2, progress=lines.append)
+    found = gpu_engine.measure_speculation(("tiny", "tiny"), "cpu", "fp32", 6, 1, threads=2, progress=lines.append)
     speed = found.figures["speed"]
     assert speed.keys() == {"plain", *gpu_engine.CONFIGS}
     assert all(figures["tokens_per_second"] > 0 for figures in speed.values())
@@ -93,7 +93,7 @@ def test_speculation_of_an_inflated_pair(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_weights_are_made_ahead_in_threads() -> None:
     names = [f"w{index}" for index in range(20)]
-    weights = gpu_engine.Prefetched(lambda name: np.full(3, float(name[1:])), names, threads=4)
+    weights = gpu_engine.PrefetchedWeights(lambda name: np.full(3, float(name[1:])), names, threads=4)
     assert [weights(name)[0] for name in names] == list(range(20))
     weights.close()
 
@@ -115,7 +115,7 @@ def test_every_part_reports_whatever_happens() -> None:
         Part("wrong", 1, wrong),
         Part("too long", 100, lambda: Findings("never", {})),
     ]
-    results = list(outcomes(parts, budget=50))
+    results = list(run_parts(parts, budget=50))
     assert [result.status for result in results] == [OK, NOT_POSSIBLE, NOT_POSSIBLE, FAILED, NOT_POSSIBLE]
     summaries = [result.summary for result in results]
     assert summaries[1:] == [
@@ -132,7 +132,7 @@ def test_figures_are_written_under_the_devices_name(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     assert file.name == f"gpu_check_nvidia-h200-sxm_{content['date']}.json" and content["python"]
     assert (content["device"], content["parts"]) == ("NVIDIA H200 (SXM)", [])
-    line = row(Outcome("kernel time", OK, 1.25, "fast", {}))
+    line = format_row(Outcome("kernel time", OK, 1.25, "fast", {}))
     assert line.split() == ["kernel", "time", "ok", "1.2", "s", "fast"]
 
 
@@ -141,8 +141,8 @@ def test_figures_outlive_a_part_that_ends_the_check(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     parts = [Part("works", 1, lambda: Findings("fine", {"a": 1})), Part("interrupted", 1, interrupted)]
-    monkeypatch.setattr(check, "cuda_device", lambda: "Fake GPU")
-    monkeypatch.setattr(check, "gpu_parts", lambda shapes: parts)
+    monkeypatch.setattr(check, "find_device", lambda: "Fake GPU")
+    monkeypatch.setattr(check, "list_gpu_parts", lambda shapes: parts)
     monkeypatch.setattr(sys, "argv", ["check.py", "--output", str(tmp_path)])
     with pytest.raises(KeyboardInterrupt):
         check.main()
@@ -156,9 +156,9 @@ def test_packages_that_are_missing_make_tensorrt_impossible(monkeypatch: pytest.
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(NotPossible, match=r"is not installed|no NVIDIA driver|no usable GPU"):
-        check.tensorrt("tensorrt-rtx")
+        check.check_tensorrt("tensorrt-rtx")
     with pytest.raises(RuntimeError, match="KeyError: 'unknown'"):
-        check.tensorrt("unknown")
+        check.check_tensorrt("unknown")
 
 
 def test_a_machine_without_a_gpu_checks_what_it_can_and_writes_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from costs import table
 from enumeration import decoded, pair, total_variation
 
-from benchmarks.planning.simulated import MACHINES, speeds
+from benchmarks.planning.simulated import MACHINES, simulate_speeds
 from draftwood.runtime.cost import HostCosts
 from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Passes
@@ -28,7 +28,7 @@ KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes 
 @pytest.mark.parametrize("name", MACHINES)
 def test_plans_are_hardly_slower_than_the_best_fixed_choice(name: str, greedy: bool) -> None:
     for acceptance in (0.3, 0.6, 0.8, 0.95):
-        found = speeds(MACHINES[name], greedy, acceptance, tokens=80, count=8)
+        found = simulate_speeds(MACHINES[name], greedy, acceptance, tokens=80, count=8)
         own = found.pop("by cost")
         del found["first request"]
         assert own > 0.97
@@ -38,7 +38,7 @@ def test_plans_are_hardly_slower_than_the_best_fixed_choice(name: str, greedy: b
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_full_machine_is_hardly_slowed_down(name: str) -> None:
     for acceptance in (0.3, 0.8):
-        assert speeds(MACHINES[name], True, acceptance, tokens=64, count=8, sharing=16)["by cost"] > 0.97
+        assert simulate_speeds(MACHINES[name], True, acceptance, tokens=64, count=8, sharing=16)["by cost"] > 0.97
 
 
 def test_the_kind_follows_the_acceptance() -> None:

@@ -1,4 +1,4 @@
-"""Passes per second of a LLaMA that does not fit the caches, against the floor: its bytes over the memory bandwidth.
+"""Time of a pass of a LLaMA that is larger than the processor's caches, against the floor: bytes over bandwidth.
 
 python -m benchmarks.costs.bandwidth --output benchmarks/results
 """
@@ -33,10 +33,10 @@ def main() -> None:
     add_output(parser, "costs_bandwidth")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        engine = random_engine(Path(folder))
+        engine = make_random_engine(Path(folder))
         bandwidth, passes = measure(engine)
     config = engine.spec.model
-    # The embedding is read a row at a time; every other weight is read once per pass.
+    # A pass reads a few rows of the embedding, and every other weight once.
     streamed = 4 * (config.num_parameters - config.vocab_size * config.hidden_size)
     floor = streamed / bandwidth
     table = Table("rows per pass", "ms", "passes/s", "of the floor", "cost of a pass\nof one row")
@@ -54,8 +54,8 @@ def main() -> None:
     write_results(args.output, args.name, figures)
 
 
-def random_engine(folder: Path) -> OnnxRuntimeEngine:
-    """About 90M random parameters: what they are does not matter to the memory."""
+def make_random_engine(folder: Path) -> OnnxRuntimeEngine:
+    """An engine of about 90M random parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 8192}
@@ -70,7 +70,7 @@ def random_engine(folder: Path) -> OnnxRuntimeEngine:
 
 
 def measure(engine: OnnxRuntimeEngine) -> tuple[float, dict[int, float]]:
-    """Bytes per second that all cores read, and seconds per pass by width: medians taken in turn."""
+    """Bytes per second that all cores read, and the median seconds of a pass by width. Widths are measured in turn."""
     rng = np.random.default_rng(0)
     cache = engine.new_cache()
     prefill(engine, cache, rng.integers(0, 8192, CONTEXT).tolist())

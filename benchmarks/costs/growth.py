@@ -1,13 +1,13 @@
-"""How costs grow: a pass with its rows, its context and the model's size, over the floor; memory; the first token.
+"""How costs grow with rows, context and model size: time of a pass over the floor, time to the first token, memory.
 
     python -m benchmarks.costs.growth bundles/demo bundles/demo-110m --output benchmarks/results
 
-The floor of a pass is the larger of what its bytes take at the bandwidth (weights once, and the committed keys
-and values) and what its products take at the machine's arithmetic, both measured beside it. A prompt's is that of one
-pass that reads all of it, without the vocabulary.
+The floor of a pass is the larger of two times: its bytes (every weight once, and the committed keys and values) over
+the memory bandwidth, and its multiplications over the arithmetic speed. Both speeds are measured beside the pass. The
+floor of a prompt is that of one pass over all its tokens, of which only the last goes through the vocabulary.
 
-Costs do not depend on what a model was trained for: a checkpoint of the demo pair whose config.json says
-"max_position_embeddings": 2304 gives a bundle for prompts of 2048 tokens, whose text is worth nothing.
+Costs do not depend on training. For prompts of 2048 tokens, set "max_position_embeddings": 2304 in the config.json of
+the demo pair before the build; the text of that bundle is meaningless.
 """
 
 from __future__ import annotations
@@ -42,30 +42,33 @@ from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 CONTEXTS = (64, 512, 960, 2048)
-PROMPTS = (32, 512, 960, 2048)
+PROMPT_LENGTHS = (32, 512, 960, 2048)
 REPEATS = 5
-COLUMNS = 3  # of the picture
-ROWS, SQUARE = 512, 4096  # of the product that measures the arithmetic
+PANELS_PER_LINE = 3  # of the figure
+PRODUCT_ROWS, PRODUCT_SIZE = 512, 4096  # shape of the product that measures the arithmetic speed
 T = TypeVar("T")
 ITEM_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
 
 
 class Speeds(NamedTuple):
-    """What a floor is made of: bytes, and fp32 operations, per second."""
+    """Bytes, and fp32 operations, per second."""
 
     memory: float
     arithmetic: float
 
 
-class Machine:
-    """This machine, whose clocks and memory give more in one minute than in another: measured beside every row of
-    passes."""
+class SpeedMeter:
+    """Measures the speeds of this machine. They vary, so each figure needs its own measurement."""
 
     def __init__(self) -> None:
-        """A sum over an array far larger than any cache, by all cores; and one large product by ONNX Runtime, whose
-        kernels are the fastest here."""
+        """Prepare a sum over an array far larger than any cache, and one large product by ONNX Runtime, whose kernels
+        are the fastest here. Both use all cores."""
         self._array = torch.ones(1 << 28)
-        shapes = {"rows": (ROWS, SQUARE), "weights": (SQUARE, SQUARE), "product": (ROWS, SQUARE)}
+        shapes = {
+            "rows": (PRODUCT_ROWS, PRODUCT_SIZE),
+            "weights": (PRODUCT_SIZE, PRODUCT_SIZE),
+            "product": (PRODUCT_ROWS, PRODUCT_SIZE),
+        }
         values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()}
         node = helper.make_node("MatMul", ["rows", "weights"], ["product"])
         weights = numpy_helper.from_array(np.ones(shapes["weights"], np.float32), "weights")
@@ -74,21 +77,22 @@ class Machine:
         self._session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         self._rows = np.ones(shapes["rows"], np.float32)
 
-    def speeds(self) -> Speeds:
-        """As they are now."""
-        memory = 4 * self._array.numel() / best_of(self._array.sum)
-        product = best_of(lambda: self._session.run(None, {"rows": self._rows}))
-        return Speeds(memory, 2 * ROWS * SQUARE**2 / product)
+    def measure(self) -> Speeds:
+        """The speeds at this moment."""
+        memory = 4 * self._array.numel() / time_fastest(self._array.sum)
+        product = time_fastest(lambda: self._session.run(None, {"rows": self._rows}))
+        return Speeds(memory, 2 * PRODUCT_ROWS * PRODUCT_SIZE**2 / product)
 
-    def during(self, work: Callable[[], T]) -> tuple[T, Speeds]:
-        """What `work` returns, and the speeds just before or after it, whichever are higher: a floor is lowest then."""
-        before = self.speeds()
+    def measure_during(self, work: Callable[[], T]) -> tuple[T, Speeds]:
+        """Returns the result of `work`, and the higher of the speeds before and after it, which give the lowest
+        floor."""
+        before = self.measure()
         result = work()
-        return result, Speeds(*map(max, before, self.speeds()))
+        return result, Speeds(*map(max, before, self.measure()))
 
 
-def best_of(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs: a floor."""
+def time_fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of REPEATS runs."""
     seconds = []
     for _ in range(REPEATS):
         start = perf_counter()
@@ -97,19 +101,19 @@ def best_of(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def item_bytes(spec: EngineSpec) -> float:
-    """Bytes of a weight, its share of a block's scale included."""
+def bytes_of_weight(spec: EngineSpec) -> float:
+    """Bytes of a weight, including its share of a block's scale."""
     form = FORMATS.get((spec.backend, spec.precision))
     return ITEM_BYTES[spec.precision] if form is None else form.bytes_of_weight
 
 
-def floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, scored: int | None = None) -> float:
-    """The least seconds of a pass, of whose rows `scored` go through the vocabulary; None: all."""
+def compute_floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, scored: int | None = None) -> float:
+    """The least seconds of a pass. scored: number of rows that go through the vocabulary; None: all."""
     model = spec.model
     head = model.vocab_size * model.hidden_size
-    layers = model.num_parameters - head * (1 if model.tie_embeddings else 2)  # an embedding is looked up
+    layers = model.num_parameters - head * (1 if model.tie_embeddings else 2)  # a pass looks embeddings up
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
-    moved = item_bytes(spec) * (layers + head) + 4 * cache
+    moved = bytes_of_weight(spec) * (layers + head) + 4 * cache
     seen = context + (rows + 1) / 2  # by a row of a chain
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * seen
     # An instruction multiplies four times as many small integers as floats.
@@ -118,13 +122,13 @@ def floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, scored: int
     return max(moved / speeds.memory, rows * products / speeds.arithmetic)
 
 
-def resident_megabytes() -> float:
-    """What this process holds in memory now."""
+def measure_memory() -> float:
+    """Megabytes of memory that this process holds."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
-def first_token(engines: Sequence[Engine], config: SpeculativeConfig | None, longest: int, prompt: int) -> float:
+def time_first_token(engines: Sequence[Engine], config: SpeculativeConfig | None, longest: int, prompt: int) -> float:
     """Median seconds until a request has its first token."""
     vocab_size = engines[0].spec.model.vocab_size
     decoder = SpeculativeDecoder(engines[0], engines[1], config, longest, ())
@@ -139,17 +143,17 @@ def first_token(engines: Sequence[Engine], config: SpeculativeConfig | None, lon
     return median(seconds[1:])
 
 
-def measure(folder: Path, machine: Machine) -> dict[str, Any]:
-    """Everything about one bundle."""
-    before = resident_megabytes()
+def measure(folder: Path, meter: SpeedMeter) -> dict[str, Any]:
+    """All figures of one bundle, JSON-ready."""
+    before = measure_memory()
     bundle = EngineBundle.open(folder)
     engines = {TARGET: bundle.open_engine(TARGET), DRAFT: bundle.open_draft()}
     spec, longest = engines[TARGET].spec, bundle.manifest.max_length
     pair = Pair(engines, longest, {})
     passes = {}
     for context in (each for each in CONTEXTS if each <= longest):
-        taken, speeds = machine.during(partial(behind, pair, context, spec.widths, REPEATS, lambda: None))
-        lowest = [floor(spec, width, context, speeds) for width in spec.widths]
+        taken, speeds = meter.measure_during(partial(behind, pair, context, spec.widths, REPEATS, lambda: None))
+        lowest = [compute_floor(spec, width, context, speeds) for width in spec.widths]
         passes[str(context)] = {
             "speeds": {name: round(speed) for name, speed in speeds._asdict().items()},
             "milliseconds": [round(1e3 * seconds, 3) for seconds in taken[TARGET].seconds],
@@ -157,14 +161,14 @@ def measure(folder: Path, machine: Machine) -> dict[str, Any]:
         }
     both = [engines[TARGET], engines[DRAFT]]
     first = {}
-    for prompt in (each for each in PROMPTS if each < longest):
-        plain, speeds = machine.during(partial(first_token, both, None, longest, prompt))
+    for prompt in (each for each in PROMPT_LENGTHS if each < longest):
+        plain, speeds = meter.measure_during(partial(time_first_token, both, None, longest, prompt))
         first[str(prompt)] = {
-            "floor": round(1e3 * floor(spec, prompt, 0, speeds, scored=1), 1),
+            "floor": round(1e3 * compute_floor(spec, prompt, 0, speeds, scored=1), 1),
             "plain": round(1e3 * plain, 1),
-            "speculative": round(1e3 * first_token(both, SpeculativeConfig(), longest, prompt), 1),
+            "speculative": round(1e3 * time_first_token(both, SpeculativeConfig(), longest, prompt), 1),
         }
-    after = resident_megabytes()
+    after = measure_memory()
     held = sum(bundle.manifest.engine_bytes(role) for role in engines) / 1e6
     caches = sum(8 * m.num_layers * m.num_kv_heads * m.head_dim for m in (each.spec.model for each in both))
     figures = {
@@ -181,8 +185,8 @@ def measure(folder: Path, machine: Machine) -> dict[str, Any]:
     return figures
 
 
-def table(figures: Mapping[str, Any]) -> Table:
-    """Milliseconds and what they are of the floor, for the shortest and the longest context."""
+def make_pass_table(figures: Mapping[str, Any]) -> Table:
+    """Milliseconds of a pass, and their ratio to the floor, by rows and context."""
     contexts = list(figures["passes"])
     columns = [f"behind {context}" for context in contexts for _ in range(2)]
     result = Table("rows", *columns, title=figures["target"], title_justify="left")
@@ -195,8 +199,8 @@ def table(figures: Mapping[str, Any]) -> Table:
     return result
 
 
-def first_tokens(figures: Mapping[str, Any]) -> Table:
-    """Milliseconds to the first token, without and with a draft that reads along."""
+def make_first_token_table(figures: Mapping[str, Any]) -> Table:
+    """Milliseconds to the first token: plain, and with a draft that reads the prompt, too."""
     result = Table("prompt", "plain", "of the floor", "speculative", title=figures["target"], title_justify="left")
     for prompt, taken in figures["milliseconds_to_first_token"].items():
         ratio = f"{taken['plain'] / taken['floor']:.2f} x"
@@ -206,9 +210,9 @@ def first_tokens(figures: Mapping[str, Any]) -> Table:
 
 def plot(bundles: Mapping[str, Any], file: Path) -> None:
     """One panel per bundle: milliseconds against rows, the floor dashed, one colour per context."""
-    lines = -(-len(bundles) // COLUMNS)
-    canvas = new_figure(4.2 * min(COLUMNS, len(bundles)), 3.4 * lines)
-    panels = [canvas.add_subplot(lines, min(COLUMNS, len(bundles)), index + 1) for index in range(len(bundles))]
+    lines = -(-len(bundles) // PANELS_PER_LINE)
+    canvas = new_figure(4.2 * min(PANELS_PER_LINE, len(bundles)), 3.4 * lines)
+    panels = [canvas.add_subplot(lines, min(PANELS_PER_LINE, len(bundles)), index + 1) for index in range(len(bundles))]
     for axes, figures in zip(panels, bundles.values(), strict=True):
         for context, row in figures["passes"].items():
             line = axes.plot(figures["widths"], row["milliseconds"], marker=".", label=f"behind {context} tokens")[0]
@@ -218,7 +222,7 @@ def plot(bundles: Mapping[str, Any], file: Path) -> None:
         axes.set_xlabel("rows of a pass")
         axes.set_title(figures["target"])
         axes.legend()
-    for axes in panels[::COLUMNS]:
+    for axes in panels[::PANELS_PER_LINE]:
         axes.set_ylabel("milliseconds; dashed: the floor")
     save_svg(canvas, file)
 
@@ -228,12 +232,12 @@ def main() -> None:
     parser.add_argument("bundles", type=Path, nargs="+")
     add_output(parser, "costs_growth")
     args = parser.parse_args()
-    machine = Machine()
-    bundles = {folder.name: measure(folder, machine) for folder in args.bundles}
+    meter = SpeedMeter()
+    bundles = {folder.name: measure(folder, meter) for folder in args.bundles}
     console = Console()
     for figures in bundles.values():
-        console.print(table(figures))
-        console.print(first_tokens(figures))
+        console.print(make_pass_table(figures))
+        console.print(make_first_token_table(figures))
     plot(bundles, write_results(args.output, args.name, {"bundles": bundles}).with_suffix(".svg"))
 
 

@@ -1,9 +1,9 @@
-"""Time a round spends outside both engines: growing, unrolling, verifying, committing.
+"""Time of a round outside both engines: growing, unrolling, verifying, committing.
 
     python -m benchmarks.costs.host_time bundles/demo bundles/demo-native --output benchmarks/results
 
-Sampling costs time by vocabulary. LLaMAs have 32 000 tokens and more, the demo pair 2 048: `Widened` makes its logits
-as long as theirs, with a tail of tokens that are hardly ever chosen.
+The time of sampling grows with the vocabulary. LLaMAs have 32,000 tokens and more, the demo pair has 2,048:
+`WidenedEngine` extends its logits to that length by tokens of low probability.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 0.6, top_p 0.95": {"temperature": 0.6, "top_p": 0.95},
 }
 VOCABULARIES = (0, 32_000)  # 0: the pair's own
-TAIL = 8.0  # nats by which the repeated tokens are less probable: together less than half a percent
+TAIL = 8.0  # nats; the added tokens are less probable by so much, together less than half a percent
 REPEATS = 7
 
 
-class Widened:
-    """An engine with a vocabulary of so many tokens: its own, repeated at lower probability."""
+class WidenedEngine:
+    """An engine with a larger vocabulary: its own tokens, repeated at a lower probability."""
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine = engine
@@ -71,11 +71,11 @@ class Widened:
         return output._replace(logits=logits)
 
 
-def host_times(bundle: EngineBundle, vocab_size: int) -> Iterator[tuple[str, str, float]]:
-    """Configuration, setting and milliseconds per round, again and again."""
+def time_rounds(bundle: EngineBundle, vocab_size: int) -> Iterator[tuple[str, str, float]]:
+    """Configuration, setting and milliseconds per round, REPEATS times for each."""
     engines: list[Engine] = [bundle.open_engine(TARGET), bundle.open_draft()]
     if vocab_size:
-        engines = [Widened(engine, vocab_size) for engine in engines]
+        engines = [WidenedEngine(engine, vocab_size) for engine in engines]
     target, draft = engines
     prompt = Tokenizer.load(bundle.folder).encode(PROMPT)
     longest = bundle.manifest.max_length
@@ -94,7 +94,7 @@ def host_times(bundle: EngineBundle, vocab_size: int) -> Iterator[tuple[str, str
 def measure(bundle: EngineBundle, vocab_size: int) -> dict[str, dict[str, float]]:
     """Median milliseconds per round, by configuration and setting."""
     found: dict[str, dict[str, list[float]]] = {name: {setting: [] for setting in SETTINGS} for name in CONFIGS}
-    for name, setting, milliseconds in host_times(bundle, vocab_size):
+    for name, setting, milliseconds in time_rounds(bundle, vocab_size):
         found[name][setting].append(milliseconds)
     return {name: {setting: round(median(values), 4) for setting, values in row.items()} for name, row in found.items()}
 

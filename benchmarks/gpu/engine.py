@@ -1,5 +1,4 @@
-"""The torch engine of a GPU check: the same numbers as on the CPU, the same text with and without speculation, and what
-speculation brings to a model of real size."""
+"""The torch engine on a GPU: logits against the CPU, texts with and without speculation, speed at a real model size."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 MAX_LENGTH = 768  # tokens of prompt and output; the demo pair was trained for 1024
 CAPACITY = MAX_LENGTH + 4 * WIDTHS[-1]
 # Largest difference to the fp32 CPU engine, relative to the largest logit.
-TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
+LOGIT_TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 CONFIGS = {
     "chain of 4": SpeculativeConfig("chain", budget="fixed", max_draft_len=4),
     "tree of 7": SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=7, max_draft_len=5),
@@ -41,70 +40,72 @@ CONFIGS = {
 }
 
 
-class Pair(NamedTuple):
+class EnginePair(NamedTuple):
     target: Engine
     draft: Engine
 
 
-class Decoded(NamedTuple):
+class DecodedText(NamedTuple):
     token_ids: list[int]
     stats: SpecDecodeStats
 
 
 class TextDecoder:
-    """Decodes one text after the other over the same caches, so that captured graphs are used again."""
+    """Decodes texts one after the other over the same caches, so that captured graphs are replayed."""
 
     def __init__(self, target: Engine, draft: Engine | None, config: SpeculativeConfig | None) -> None:
         self._vocab_size = target.spec.model.vocab_size
         self._decoder = SpeculativeDecoder(target, draft, config, MAX_LENGTH, ())
 
-    def decode(self, prompt: Sequence[int], params: SamplingParams) -> Decoded:
+    def decode(self, prompt: Sequence[int], params: SamplingParams) -> DecodedText:
         stats = SpecDecodeStats()
         sampler = Sampler(params, prompt, (), self._vocab_size)
         chunks = self._decoder.generate(prompt, sampler, seeded_streams(params.seed), stats)
-        return Decoded([token for chunk in chunks for token in chunk.token_ids], stats)
+        return DecodedText([token for chunk in chunks for token in chunk.token_ids], stats)
 
 
-def spec_of(config: LlamaConfig, role: str) -> EngineSpec:
+def make_spec(config: LlamaConfig, role: str) -> EngineSpec:
     return EngineSpec(role, "torch", "", config, WIDTHS, CAPACITY, "fp32", output_names(role, form=COMPACT))
 
 
-def demo_engine(role: str, device: str, precision: str = "fp32") -> TorchEngine:
-    """The demo pair's target or draft, over caches of fixed size on either device."""
+def open_demo_engine(role: str, device: str, precision: str = "fp32") -> TorchEngine:
+    """The demo pair's target or draft with caches of fixed size."""
     checkpoint = Checkpoint(DEMO / role)
     attend = dense_tree_attention if device == "cpu" else None
-    return TorchEngine(checkpoint.tensor, spec_of(checkpoint.config, role), device, precision=precision, attend=attend)
+    return TorchEngine(
+        checkpoint.tensor, make_spec(checkpoint.config, role), device, precision=precision, attend=attend
+    )
 
 
-def prompts(count: int) -> list[list[int]]:
+def read_demo_prompts(count: int) -> list[list[int]]:
     """Token ids of the demo pair's prompts."""
     lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
     tokenizer = Tokenizer.load(DEMO / TARGET)
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
 
 
-def parity(device: str, precisions: Sequence[str]) -> Findings:
-    """Logits of a prompt and of a tree behind it, against the CPU."""
+def check_parity(device: str, precisions: Sequence[str]) -> Findings:
+    """Compare the logits of a prompt and of a tree after it with those of the CPU."""
     figures: dict[str, float] = {}
     checkpoint = Checkpoint(DEMO / TARGET)
-    reference = TorchEngine(checkpoint.tensor, spec_of(checkpoint.config, TARGET))
-    wanted = tree_logits(reference, reference.new_cache())
+    reference = TorchEngine(checkpoint.tensor, make_spec(checkpoint.config, TARGET))
+    wanted = compute_tree_logits(reference, reference.new_cache())
     for precision in precisions:
-        engine = demo_engine(TARGET, device, precision)
+        engine = open_demo_engine(TARGET, device, precision)
         cache = engine.new_cache()
         for name in ("first", "repeated"):  # a shape's first pass runs as it is, later ones replay a captured graph
-            found = tree_logits(engine, cache)
+            found = compute_tree_logits(engine, cache)
             error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
             figures[f"{precision}, {name}"] = error
-            limit = TOLERANCES[precision]
+            limit = LOGIT_TOLERANCES[precision]
             require(error < limit, f"{precision}, {name}: logits differ by {error:.1e} of the largest, not {limit:.0e}")
     text = ", ".join(f"{name} {error:.1e}" for name, error in figures.items())
     return Findings(f"largest difference, relative to the largest logit: {text}", {"parity": figures})
 
 
-def tree_logits(engine: Engine, cache: Any) -> NDArray[np.float32]:
-    """Logits [10, V] over an emptied cache: of a tree of eight rows in two passes, and of two rows behind the path that
-    is kept."""
+def compute_tree_logits(engine: Engine, cache: Any) -> NDArray[np.float32]:
+    """Logits [10, V]: of a tree of eight rows in two passes after a prompt, and of two rows after the committed path.
+    The cache is emptied first."""
     rng = np.random.default_rng(0)
     text = rng.integers(3, engine.spec.model.vocab_size, 150)
     parents = (-1, 0, 0, 1, 2, 2, 4, 6)
@@ -125,33 +126,35 @@ def tree_logits(engine: Engine, cache: Any) -> NDArray[np.float32]:
     return np.concatenate((*logits, engine.forward(behind, cache).logits[:2]))
 
 
-def same_text(device: str, max_tokens: int, count: int) -> Findings:
-    """At temperature 0 speculation must not change a token. In fp32, where passes of different widths round so nearly
-    alike that ties are improbable."""
-    pair = Pair(demo_engine(TARGET, device), demo_engine(DRAFT, device))
+def check_same_text(device: str, max_tokens: int, count: int) -> Findings:
+    """Check that speculation changes no token at temperature 0. The check runs in fp32, where passes of different
+    widths round so similarly that ties are improbable."""
+    pair = EnginePair(open_demo_engine(TARGET, device), open_demo_engine(DRAFT, device))
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     plain_decoder = TextDecoder(pair.target, None, None)
     decoders = {name: TextDecoder(*pair, config) for name, config in CONFIGS.items()}
     figures: dict[str, list[float]] = {}
-    for prompt in prompts(count):
+    for prompt in read_demo_prompts(count):
         plain = plain_decoder.decode(prompt, params).token_ids
         for name, decoder in decoders.items():
             found = decoder.decode(prompt, params)
-            require(found.token_ids == plain, f"{name} and plain decoding part at token {parting(found[0], plain)}")
+            require(
+                found.token_ids == plain, f"{name} and plain decoding part at token {find_difference(found[0], plain)}"
+            )
             figures.setdefault(name, []).append(found.stats.mean_acceptance_length)
     lengths = {name: round(float(np.mean(values)), 3) for name, values in figures.items()}
     text = ", ".join(f"{name} {value:.2f}" for name, value in lengths.items())
     return Findings(f"{count} texts of {max_tokens} tokens; tokens per target pass: {text}", {"acceptance": lengths})
 
 
-def parting(first: Sequence[int], second: Sequence[int]) -> int:
+def find_difference(first: Sequence[int], second: Sequence[int]) -> int:
     """Index of the first token in which two texts differ."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
-class Prefetched:
-    """Weights made in threads ahead of their use, which takes them in the order of `names`."""
+class PrefetchedWeights:
+    """Weights that threads make ahead of their use. The user must ask for them in the order of `names`."""
 
     def __init__(self, weights: Weights, names: Sequence[str], threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads)
@@ -164,19 +167,19 @@ class Prefetched:
         self._pool.shutdown(cancel_futures=True)
 
 
-def inflated_engine(role: str, shape: str, device: str, precision: str, threads: int) -> TorchEngine:
-    """The demo model in a real LLaMA's shape (`inflate.py`), straight to the device: no file is written."""
+def make_inflated_engine(role: str, shape: str, device: str, precision: str, threads: int) -> TorchEngine:
+    """The demo model in a real LLaMA's shape (tools/inflate.py), made on the device without a file."""
     from benchmarks.tools.inflate import SHAPES, Inflation
 
     inflation = Inflation(Checkpoint(DEMO / role), SHAPES[shape], "fp16" if precision == "fp16" else "bf16")
-    weights = Prefetched(inflation.tensor, list(inflation.shapes), threads)
+    weights = PrefetchedWeights(inflation.tensor, list(inflation.shapes), threads)
     try:
-        return TorchEngine(weights, spec_of(inflation.config, role), device, precision=precision)
+        return TorchEngine(weights, make_spec(inflation.config, role), device, precision=precision)
     finally:
         weights.close()
 
 
-def speculation(
+def measure_speculation(
     shapes: tuple[str, str],
     device: str,
     precision: str,
@@ -185,25 +188,25 @@ def speculation(
     threads: int,
     progress: Callable[[str], object] = print,
 ) -> Findings:
-    """Tokens per second, plainly and with speculation, of a target and a draft of real shapes."""
+    """Measure tokens per second with and without speculation, of a target and a draft of real shapes."""
     target_shape, draft_shape = shapes
     progress(f"  making {target_shape} and {draft_shape} parameters of the demo pair")
-    pair = Pair(
-        inflated_engine(TARGET, target_shape, device, precision, threads),
-        inflated_engine(DRAFT, draft_shape, device, precision, threads),
+    pair = EnginePair(
+        make_inflated_engine(TARGET, target_shape, device, precision, threads),
+        make_inflated_engine(DRAFT, draft_shape, device, precision, threads),
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    texts = prompts(count)
+    texts = read_demo_prompts(count)
     figures: dict[str, Any] = {}
     decoders = {"plain": TextDecoder(pair.target, None, None)}
     decoders |= {name: TextDecoder(*pair, config) for name, config in CONFIGS.items()}
     plain_texts: list[list[int]] = []
     for name, decoder in decoders.items():
-        for text in texts:  # captures the graphs that the timed run replays
+        for text in texts:  # captures the graphs that the measured run replays
             decoder.decode(text, params)
         results = [decoder.decode(text, params) for text in texts]
         plain_texts = plain_texts or [result.token_ids for result in results]
-        figures[name] = measured(results, plain_texts)
+        figures[name] = summarise(results, plain_texts)
         progress(f"  {name}: {figures[name]['tokens_per_second']} tokens/s")
     plain = figures["plain"]["tokens_per_second"]
     best = max(CONFIGS, key=lambda name: float(figures[name]["tokens_per_second"]))
@@ -212,11 +215,11 @@ def speculation(
     return Findings(summary, {"target": target_shape, "draft": draft_shape, "precision": precision, "speed": figures})
 
 
-def measured(results: Sequence[Decoded], plain: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Figures of one way of decoding. same_tokens: share of a text before it parts from plain decoding's."""
+def summarise(results: Sequence[DecodedText], plain: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Figures of one configuration. same_tokens: share of a text before its first difference from plain decoding."""
     stats = [result.stats for result in results]
     passes = sum(each.target_passes for each in stats)
-    shared = [parting(result.token_ids, text) / len(text) for result, text in zip(results, plain, strict=True)]
+    shared = [find_difference(result.token_ids, text) / len(text) for result, text in zip(results, plain, strict=True)]
     return {
         "tokens_per_second": round(median(each.tokens_per_second for each in stats), 1),
         "tokens_per_pass": round(sum(each.num_tokens for each in stats) / passes, 3),

@@ -1,4 +1,4 @@
-"""What a check of a GPU machine consists of, and what it reports."""
+"""The parts of a GPU check, how they run, and what they report."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ OK, FAILED, NOT_POSSIBLE = "ok", "failed", "not possible"
 
 
 class NotPossible(Exception):
-    """This machine lacks what a part needs; the message says what."""
+    """This machine lacks something that a part needs; the message names it."""
 
 
 class Findings(NamedTuple):
-    """summary: one line. figures: JSON-ready."""
+    """Result of a part. summary: one line. figures: JSON-ready."""
 
     summary: str
     figures: dict[str, Any]
 
 
 class Part(NamedTuple):
-    """One part of the check. seconds: what it takes at most on the machine it was planned for."""
+    """One part of the check. seconds: the most that it takes on a machine with a data-centre GPU."""
 
     name: str
     seconds: int
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a part. trace: of a failure."""
+    """Status and findings of a part that was run or left out. trace: traceback of a failure."""
 
     part: str
     status: str
@@ -44,9 +44,9 @@ class Outcome(NamedTuple):
     trace: str = ""
 
 
-def outcomes(parts: Sequence[Part], budget: float) -> Iterator[Outcome]:
-    """Run parts in order, each whatever came of the others; one that might not end within `budget` seconds of the start
-    is left out."""
+def run_parts(parts: Sequence[Part], budget: float) -> Iterator[Outcome]:
+    """Run the parts in order. A failure does not stop the others. A part that might not end within `budget` seconds of
+    the start is left out."""
     begun = monotonic()
     for part in parts:
         start = monotonic()
@@ -57,25 +57,26 @@ def outcomes(parts: Sequence[Part], budget: float) -> Iterator[Outcome]:
             found = part.run()
             yield Outcome(part.name, OK, monotonic() - start, found.summary, found.figures)
         except (NotPossible, ModuleNotFoundError) as reason:
-            yield Outcome(part.name, NOT_POSSIBLE, monotonic() - start, one_line(reason), {})
-        except Exception as error:  # whatever it is, the other parts still have something to say
+            yield Outcome(part.name, NOT_POSSIBLE, monotonic() - start, shorten(reason), {})
+        except Exception as error:  # whatever failed, the other parts run
             trace = traceback.format_exc()
             yield Outcome(
-                part.name, FAILED, monotonic() - start, f"{type(error).__name__}: {one_line(error)}", {}, trace
+                part.name, FAILED, monotonic() - start, f"{type(error).__name__}: {shorten(error)}", {}, trace
             )
 
 
-def one_line(error: BaseException) -> str:
+def shorten(error: BaseException) -> str:
+    """An error's message on one line of at most 300 characters."""
     return " ".join(str(error).split())[:300]
 
 
-def row(outcome: Outcome) -> str:
+def format_row(outcome: Outcome) -> str:
     """An outcome as a line of the table."""
     return f"{outcome.part:<20} {outcome.status:<13} {outcome.seconds:6.1f} s  {outcome.summary}"
 
 
 def require(holds: bool, message: str) -> None:
-    """Raises AssertionError: a part that finds a wrong number has failed."""
+    """Raises AssertionError with the message unless the condition holds; the part has failed then."""
     if not holds:
         raise AssertionError(message)
 

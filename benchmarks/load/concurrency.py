@@ -1,10 +1,10 @@
-"""Throughput and latency against the number of requests at a time, plain and speculative, through AsyncLLM: what
-`serving_load` measures over HTTP, without HTTP.
+"""Throughput and latency of AsyncLLM, without HTTP, against the number of concurrent requests: plain and speculative.
 
     python -m benchmarks.load.concurrency bundles/demo-110m \\
         --prompts models/demo/prompts.jsonl --output benchmarks/results
 
-Each of so many clients sends its next request when it has its last answer. Plain and speculative runs take turns.
+A client sends its next request when it has the answer to the last one. Plain and speculative runs alternate.
+`serving/run.py` measures the same over HTTP.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load.serving.figures import p99
 from benchmarks.tools.record import add_output, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams
@@ -30,55 +30,56 @@ REQUESTS = 3  # of each client
 MODES = ("plain", "speculative")
 
 
-class Answer(NamedTuple):
-    """One request. Seconds until the first token, and of the whole; tokens of its text."""
+class RequestTimes(NamedTuple):
+    """One request. first, whole: seconds until the first token and until the end. tokens: of its text."""
 
     first: float
     whole: float
     tokens: int
 
 
-async def ask(served: AsyncLLM, prompt: list[int], mode: str, tokens: int) -> Answer:
+async def ask(served: AsyncLLM, prompt: list[int], mode: str, tokens: int) -> RequestTimes:
     start = perf_counter()
     first, count = 0.0, 0
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     async for chunk in served.generate(prompt, params, speculative=None if mode == "plain" else "own"):
         first = first or perf_counter() - start
         count += len(chunk.token_ids)
-    return Answer(first, perf_counter() - start, count)
+    return RequestTimes(first, perf_counter() - start, count)
 
 
-async def load(
+async def run_clients(
     served: AsyncLLM, prompts: Sequence[list[int]], mode: str, clients: int, tokens: int
 ) -> dict[str, float]:
-    """Figures of one run."""
+    """Figures of one run, in seconds and tokens per second."""
 
-    async def client(number: int) -> list[Answer]:
+    async def client(number: int) -> list[RequestTimes]:
         turns = range(number, number + REQUESTS)
         return [await ask(served, prompts[turn % len(prompts)], mode, tokens) for turn in turns]
 
     start = perf_counter()
     answers = [answer for each in await asyncio.gather(*map(client, range(clients))) for answer in each]
     seconds = perf_counter() - start
-    firsts = [answer.first for answer in answers]
+    first_p50, first_p99 = np.percentile([answer.first for answer in answers], (50, 99))
     later = [(answer.whole - answer.first) / max(1, answer.tokens - 1) for answer in answers]
+    later_p50, later_p99 = np.percentile(later, (50, 99))
     return {
         "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
-        "first_token_p50": median(firsts),
-        "first_token_p99": p99(firsts),
-        "per_token_p50": median(later),
-        "per_token_p99": p99(later),
+        "first_token_p50": float(first_p50),
+        "first_token_p99": float(first_p99),
+        "per_token_p50": float(later_p50),
+        "per_token_p99": float(later_p99),
     }
 
 
 async def measure(llm: LLM, prompts: Sequence[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
-    """Medians by concurrency and mode."""
+    """Medians over the runs, by number of clients and mode."""
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
     with AsyncLLM(llm, max_running=max(CONCURRENCY), prefix_cache_slots=0) as served:
         for repeat in range(repeats + 1):
             for clients in CONCURRENCY:
                 for mode in MODES:
-                    figures = await load(served, prompts, mode, clients, tokens)
+                    figures = await run_clients(served, prompts, mode, clients, tokens)
                     if repeat:  # the first one binds buffers
                         runs.setdefault((clients, mode), []).append(figures)
     return {
@@ -90,7 +91,7 @@ async def measure(llm: LLM, prompts: Sequence[list[int]], tokens: int, repeats: 
     }
 
 
-def table(figures: dict[str, Any]) -> Table:
+def make_table(figures: dict[str, Any]) -> Table:
     result = Table(
         "requests at a time", "tokens/s plain", "speculative", "ratio", "first token p50, p99", "per token p50, p99"
     )
@@ -117,7 +118,7 @@ def main() -> None:
     with LLM(args.bundle) as llm:
         prompts = [llm.encode(text) for text in read_prompts(args.prompts)]
         figures = asyncio.run(measure(llm, prompts, args.max_tokens, args.repeats))
-    Console().print(table(figures))
+    Console().print(make_table(figures))
     settings = {"bundle": args.bundle.name, "max_tokens": args.max_tokens}
     write_results(args.output, args.name, settings | {"requests": figures})
 

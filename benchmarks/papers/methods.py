@@ -1,10 +1,11 @@
-"""The papers' methods against each other on one pair: acceptance, draft work, and the speed-up a cost model gives.
+"""The methods of the papers, compared on one pair: acceptance, draft work, and a modelled speed-up.
 
     python -m benchmarks.papers.methods bundles/demo --prompts models/demo/prompts.jsonl --output benchmarks/results
 
-Counts do not depend on how busy the machine is. Modelled speed-up: tokens / (target passes + c * draft passes), where c
-is the cost of a draft pass in target passes: 0.2 in SpecDec++'s pair, 0.02 for 68M drafting for 7B, 0.005 for 7B
-drafting for an offloaded 70B (papers' own figures). A pass is counted as one whatever its width, as the papers do.
+All figures are counts of tokens and passes, which do not depend on the load of the machine. The modelled speed-up is
+tokens / (target passes + c * draft passes), where c is the cost of a draft pass in target passes. The papers give
+c = 0.2 for the pair of SpecDec++, 0.02 for a draft of 68M and a target of 7B, and 0.005 for a draft of 7B and an
+offloaded target of 70B. A pass counts as one whatever its width, as in the papers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from scipy.stats import bootstrap
 
 from benchmarks.papers.plot import draw
 from benchmarks.tools.record import add_output, write_results
@@ -41,12 +43,12 @@ BUDGETS = {8: 5, 16: 6, 32: 8, 63: 10}  # tokens of a tree, and its depth
 BRANCHING = {8: (2, 1, 1, 1), 16: (2, 2, 1, 1), 32: (4, 2, 1, 1), 63: (4, 4, 1, 1)}
 RATIOS = (0.2, 0.02, 0.005)
 WIDTH = 8
-RANKS = 8  # children whose acceptance Sequoia's shape is computed from
+RANKS = 8  # children of a node; Sequoia's tree is computed from the acceptance of each
 RESAMPLES = 1000
 
 
 class Counts(NamedTuple):
-    """What one configuration did for one prompt."""
+    """Tokens and passes of one configuration on one prompt."""
 
     tokens: int
     target_passes: int
@@ -56,18 +58,18 @@ class Counts(NamedTuple):
     accepted: int
 
 
-class Ranks(SpeculativeDecoder):
-    """Notes which child of the root is accepted."""
+class RankRecorder(SpeculativeDecoder):
+    """A decoder that records which child of the root was accepted in each round; RANKS: none of them."""
 
-    seen: list[int]
+    ranks: list[int]
 
     def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        self.seen.append(acceptance.rows[0] - 1 if acceptance.rows else RANKS)
+        self.ranks.append(acceptance.rows[0] - 1 if acceptance.rows else RANKS)
         super()._commit(tree, acceptance)
 
 
-class Bench:
-    """One pair of engines and the prompts they answer."""
+class PairBenchmark:
+    """Runs configurations on one pair of engines, over the same prompts."""
 
     def __init__(self, bundle: EngineBundle, prompts: Sequence[list[int]], max_tokens: int) -> None:
         self.bundle, self.prompts, self.max_tokens = bundle, prompts, max_tokens
@@ -98,18 +100,18 @@ class Bench:
         ]
 
     def acceptance_by_rank(self, temperature: float) -> list[float]:
-        """The share of rounds in which each child of the root is the accepted one, by draw order."""
+        """Share of rounds in which the first, second, ... drawn child of the root was accepted."""
         config = SpeculativeConfig("static", topology=(0,) * RANKS, max_total_draft_tokens=RANKS, verify="rejection")
-        decoder = Ranks(*self.engines, config, self.bundle.manifest.max_length, ())
-        decoder.seen = []
+        decoder = RankRecorder(*self.engines, config, self.bundle.manifest.max_length, ())
+        decoder.ranks = []
         for _ in self.decode(decoder, temperature):
             pass
-        counts = np.bincount(decoder.seen, minlength=RANKS + 1)[:RANKS]
-        return [float(share) for share in counts / len(decoder.seen)]
+        counts = np.bincount(decoder.ranks, minlength=RANKS + 1)[:RANKS]
+        return [float(share) for share in counts / len(decoder.ranks)]
 
 
-def configurations(budget: int, acceptance: Sequence[float], head: bool) -> dict[str, SpeculativeConfig]:
-    """Every method at one budget of verified tokens."""
+def make_configurations(budget: int, acceptance: Sequence[float], head: bool) -> dict[str, SpeculativeConfig]:
+    """Every method with one budget of draft tokens. head: the draft has an acceptance head."""
     depth = BUDGETS[budget]
     tree = SpeculativeConfig(
         "topk", max_total_draft_tokens=budget, max_draft_len=depth, frontier_width=min(WIDTH, budget)
@@ -146,13 +148,20 @@ def configurations(budget: int, acceptance: Sequence[float], head: bool) -> dict
     return found
 
 
-def summary(counts: Sequence[Counts]) -> dict[str, Any]:
-    """Totals as rates, with a 95 % bootstrap interval over prompts for tokens per target pass."""
+def summarise(counts: Sequence[Counts]) -> dict[str, Any]:
+    """Rates over all prompts, with a 95 % bootstrap interval over prompts for the tokens per target pass."""
     table = np.array(counts, np.float64)
     tokens, target, draft, drafted, proposed, accepted = table.sum(0)
-    picks = np.random.default_rng(0).integers(len(table), size=(RESAMPLES, len(table)))
-    resampled = table[picks].sum(1)
-    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], (2.5, 97.5))
+    low = high = tokens / target
+    if len(table) > 1:  # one prompt says nothing about others
+        low, high = bootstrap(
+            (table[:, 0], table[:, 1]),
+            lambda tokens, passes, axis: tokens.sum(axis) / passes.sum(axis),
+            paired=True,
+            n_resamples=RESAMPLES,
+            method="percentile",
+            rng=0,
+        ).confidence_interval
     return {
         "tokens_per_target_pass": round(tokens / target, 3),
         "interval_95": [round(float(low), 3), round(float(high), 3)],
@@ -176,7 +185,7 @@ def main() -> None:
     bundle = EngineBundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.folder)
     prompts = [tokenizer.encode(text)[-200:] for text in read_prompts(args.prompts)[: args.limit]]
-    bench = Bench(bundle, prompts, args.max_tokens)
+    bench = PairBenchmark(bundle, prompts, args.max_tokens)
     head = "acceptance" in bundle.manifest.engines[DRAFT].outputs
     console = Console()
     results: dict[str, Any] = {}
@@ -184,18 +193,18 @@ def main() -> None:
         acceptance = bench.acceptance_by_rank(temperature)
         for budget in args.budgets:
             rows = {}
-            configs = configurations(budget, acceptance, head)
+            configs = make_configurations(budget, acceptance, head)
             label = f"temperature {temperature}, {budget} tokens"
             for name, config in track(configs.items(), label, console=console, transient=True):
-                rows[name] = summary(bench.run(config, temperature))
+                rows[name] = summarise(bench.run(config, temperature))
             results[label] = rows
-            console.print(table(label, rows))
+            console.print(make_table(label, rows))
     figures = {"prompts": args.prompts.name, "number_of_prompts": len(prompts), "max_tokens": args.max_tokens}
     file = write_results(args.output, args.name, figures | {"results": results})
     draw(results, file.with_suffix(".svg"))
 
 
-def table(title: str, rows: dict[str, Any]) -> Table:
+def make_table(title: str, rows: dict[str, Any]) -> Table:
     columns = ["", "tokens per pass", "95 %", "draft passes", "draft tokens", "discarded", "verified"]
     result = Table(*columns, *(f"speed, c = {c}" for c in RATIOS), title=title, title_justify="left")
     for name, row in rows.items():

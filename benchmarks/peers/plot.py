@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers.figures import Row
+from benchmarks.peers.figures import MethodRow
 from benchmarks.peers.protocol import PLAIN
 from benchmarks.tools.svg import new_figure, save_svg
 
 BAR = 0.24  # inches
 
 
-def draw(rows: Sequence[Row], picture: Path) -> None:
-    """Write an SVG. Draftwood is green, others are blue, plain decoding is pale; a star marks a text that differs from
-    the peer's own plain decoding."""
+def draw(rows: Sequence[MethodRow], picture: Path) -> None:
+    """Write an SVG. Draftwood is green, other peers are blue, plain decoding is pale. A star marks a method whose text
+    differs from the same peer's plain decoding."""
     groups = {
         precision: sorted((row for row in rows if row.precision == precision), key=lambda row: row.tokens_per_second)
         for precision in dict.fromkeys(row.precision for row in rows)

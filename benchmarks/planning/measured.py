@@ -1,11 +1,11 @@
-"""Speed against acceptance: the cost model's plans, and every fixed length, over plain decoding.
+"""Speed over plain decoding against acceptance: proposals planned by cost, and chains of every fixed length.
 
     python -m benchmarks.planning.measured bundles/demo-110m \\
         --prompts models/demo/prompts.jsonl --output benchmarks/results
 
-The engines are real and cost what they cost. Only what the draft *says* is steered: the text that plain decoding gives
-is known beforehand, and behind a row of it the draft names the right next token first with the chosen probability, and
-second in half of the other cases. So every acceptance from 0.3 to 0.95 can be had on one pair, at temperature 0.
+The engines and their costs are real; only the output of the draft is steered. The text of plain decoding is known
+beforehand. After each of its tokens, the steered draft ranks the right next token first with the chosen probability,
+and second in half of the other cases. One pair thereby shows every acceptance from 0.3 to 0.95, at temperature 0.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from draftwood.runtime.tokenizer import Tokenizer
 
 ACCEPTANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)
-PLAIN_EVERY = 3  # configurations: plain decoding is measured anew, since the machine's speed wanders
-SECOND = 0.5  # how often a wrong first guess has the right one behind it
+PLAIN_EVERY = 3  # configurations between two measurements of plain decoding: the machine's speed varies
+SECOND_SHARE = 0.5  # of the cases in which the first guess is wrong: the second guess is right
 
 
 class SteeredDraft:
-    """The draft's passes, and a chosen share of right answers. `text` is what plain decoding gives, prompt included."""
+    """An engine with the passes of the draft, and a chosen share of right answers.
+
+    text: prompt and output of plain decoding. ranks: at each position, the rank of the right next token.
+    """
 
     def __init__(self, engine: Engine, acceptance: float) -> None:
         self.engine, self.acceptance = engine, acceptance
@@ -62,10 +65,10 @@ class SteeredDraft:
         self.engine.close()
 
     def steer(self, text: Sequence[int], seed: int) -> None:
-        """The next request's text; where the draft is right is the same for every configuration."""
+        """Set the text of the next request. The draft is right at the same positions for every configuration."""
         rng = np.random.default_rng(seed)
         self.text = np.asarray(text, np.int64)
-        first, second = rng.random(len(text)) < self.acceptance, rng.random(len(text)) < SECOND
+        first, second = rng.random(len(text)) < self.acceptance, rng.random(len(text)) < SECOND_SHARE
         self.ranks = np.where(first, 0, np.where(second, 1, 2))
 
     def forward(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
@@ -75,21 +78,21 @@ class SteeredDraft:
         rows = batch.output_rows
         output.top_logprobs[:] = np.log((1 - self.acceptance) / output.top_ids.shape[1])
         output.top_logprobs[:, 0] = np.log(self.acceptance)
-        output.top_logprobs[:, 1] = np.log((1 - self.acceptance) * SECOND)
+        output.top_logprobs[:, 1] = np.log((1 - self.acceptance) * SECOND_SHARE)
         for index, (position, token) in enumerate(zip(batch.position_ids[rows], batch.token_ids[rows], strict=True)):
             if position + 1 < len(self.text) and self.text[position] == token:
-                place(output.top_ids[index], int(self.text[position + 1]), int(self.ranks[position]))
+                place_at_rank(output.top_ids[index], int(self.text[position + 1]), int(self.ranks[position]))
         return output
 
 
-def place(ids: NDArray[np.int64], right: int, rank: int) -> None:
-    """Put the right token at its rank; the others keep their order."""
+def place_at_rank(ids: NDArray[np.int64], right: int, rank: int) -> None:
+    """Move the right token to its rank; the other tokens keep their order."""
     others = [token for token in ids.tolist() if token != right][: len(ids) - 1]
     ids[:] = [*others[:rank], right, *others[rank:]]
 
 
 def decode(decoder: SpeculativeDecoder, prompt: list[int], tokens: int, vocab_size: int) -> tuple[list[int], float]:
-    """The text and its seconds per token."""
+    """Returns the output tokens and the seconds per token."""
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     sampler, stats = Sampler(params, prompt, (), vocab_size), SpecDecodeStats()
     for _ in decoder.generate(prompt, sampler, seeded_streams(0), stats):
@@ -97,22 +100,27 @@ def decode(decoder: SpeculativeDecoder, prompt: list[int], tokens: int, vocab_si
     return sampler.output, stats.decode_seconds / stats.num_tokens
 
 
-def configurations() -> dict[str, SpeculativeConfig]:
-    """Every fixed length, and what chooses by cost: a chain's length, and everything."""
+def make_configurations() -> dict[str, SpeculativeConfig]:
+    """Chains of every fixed length, chains whose length is planned by cost, and the default, which plans all by
+    cost."""
     chain = SpeculativeConfig("chain", max_draft_len=max(LENGTHS))
     fixed = {f"K = {length}": replace(chain, max_draft_len=length, budget="fixed") for length in LENGTHS}
     return fixed | {"chain by cost": chain, "auto": SpeculativeConfig()}
 
 
 def measure(bundle: EngineBundle, costs: CostModel, prompts: Sequence[list[int]], args: argparse.Namespace) -> Any:
-    """Speed over plain decoding by acceptance and configuration: the time of all texts over that of plain runs shortly
-    before. Where a draft is right differs from text to text, so a median would compare different texts."""
+    """Speed over plain decoding by acceptance and configuration.
+
+    The speed is a mean over all texts, each against a plain run shortly before. A median would compare different texts,
+    since the draft is right at other positions in each.
+    """
     tokens: int = args.max_tokens
     target, draft = bundle.open_engine(TARGET), SteeredDraft(bundle.open_draft(), 0.5)
     longest, vocab_size = bundle.manifest.max_length, target.spec.model.vocab_size
     plain = SpeculativeDecoder(target, None, None, longest, ())
     decoders = {
-        name: SpeculativeDecoder(target, draft, config, longest, (), costs) for name, config in configurations().items()
+        name: SpeculativeDecoder(target, draft, config, longest, (), costs)
+        for name, config in make_configurations().items()
     }
     texts = [decode(plain, prompt, tokens + 1, vocab_size)[0] for prompt in prompts]
     speeds: dict[str, dict[str, list[float]]] = {}
@@ -132,9 +140,9 @@ def measure(bundle: EngineBundle, costs: CostModel, prompts: Sequence[list[int]]
     return {level: {name: round(1 / fmean(times), 3) for name, times in rows.items()} for level, rows in speeds.items()}
 
 
-def table(speeds: Mapping[str, Mapping[str, float]]) -> Table:
-    """One line per acceptance, the best fixed length of each next to what the cost model reached."""
-    result = Table("acceptance", *configurations(), "auto / best fixed", title="speed over plain decoding")
+def make_table(speeds: Mapping[str, Mapping[str, float]]) -> Table:
+    """One line per acceptance. The last column divides the default's speed by that of the best fixed length."""
+    result = Table("acceptance", *make_configurations(), "auto / best fixed", title="speed over plain decoding")
     for level, row in speeds.items():
         best = max(1.0, *(speed for name, speed in row.items() if name.startswith("K")))
         result.add_row(level, *(f"{speed:.2f}" for speed in row.values()), f"{row['auto'] / best:.2f}")
@@ -146,7 +154,7 @@ def plot(speeds: Mapping[str, Mapping[str, float]], file: Path) -> None:
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     levels = [float(level) for level in speeds]
-    for name in configurations():
+    for name in make_configurations():
         by_cost = not name.startswith("K")
         speed = [row[name] for row in speeds.values()]
         axes.plot(levels, speed, label=name, linewidth=2.5 if by_cost else 1, alpha=1 if by_cost else 0.6)
@@ -157,7 +165,7 @@ def plot(speeds: Mapping[str, Mapping[str, float]], file: Path) -> None:
     save_svg(figure, file)
 
 
-def numbers(text: str) -> tuple[float, ...]:
+def parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
@@ -167,8 +175,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--repeats", type=int, default=1, help="of every text, each with other right answers")
-    parser.add_argument("--acceptances", type=numbers, default=ACCEPTANCES, help="separated by commas")
+    parser.add_argument("--repeats", type=int, default=1, help="of every text, with other right positions")
+    parser.add_argument("--acceptances", type=parse_numbers, default=ACCEPTANCES, help="separated by commas")
     add_output(parser, "planning_measured")
     args = parser.parse_args()
     bundle = EngineBundle.open(args.bundle)
@@ -177,7 +185,7 @@ def main() -> None:
     models = [bundle.manifest.engines[role].model for role in (TARGET, DRAFT)]
     costs = read_costs(bundle.folder) or assumed(*models)
     speeds = measure(bundle, costs, prompts, args)
-    Console().print(table(speeds))
+    Console().print(make_table(speeds))
     measured = {"bundle": args.bundle.name, "texts": len(prompts) * args.repeats, "tokens": args.max_tokens}
     file = write_results(args.output, args.name, measured | {"speed_over_plain": speeds})
     plot(speeds, file.with_suffix(".svg"))

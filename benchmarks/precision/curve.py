@@ -1,12 +1,12 @@
-"""Milliseconds per pass against rows, for every backend and weight format a build offers.
+"""Milliseconds per pass against rows, for every backend and weight format.
 
     python -m benchmarks.tools.inflate --checkpoint models/demo/target --shape 110m --output inflated
     python -m benchmarks.precision.curve --checkpoint inflated --output benchmarks/results
 
-A sweep times every engine at one width, one after the other. Other programs may run: sweeps are ordered by how much of
-the processor those had, the quietest quarter counts, and what they had in it is recorded with the figures. Where they
-leave no quiet quarter, measure with --threads 1 and read the processor time: what this program worked, whatever the
-others did meanwhile. (With more threads it includes waiting for each other.) The picture shows what is asked for.
+A sweep times every engine once at one width. Other programs may run meanwhile. Only the quarter of the sweeps in which
+they used least of the processor counts; the results contain how much that was. If the machine is never quiet, measure
+with --threads 1 and --show processor: processor time does not include other programs. (With several threads it includes
+the time in which they wait for each other.)
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.precision.engines import open_engines
+from benchmarks.tools.processor import read_busy_seconds
 from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.models.bindings import TARGET
@@ -33,18 +34,18 @@ ROWS = (1, 2, 4, 8, 12, 16, 32)
 CONTEXT, CAPACITY = 128, 1024
 COLOURS = {"fp32": "tab:blue", "fp16": "tab:purple", "bf16": "tab:red", "int8": "tab:orange", "int4": "tab:green"}
 LINES = {"onnxruntime": ":", "openvino": "--", "native": "-"}
-QUIETEST = 4  # one sweep in so many counts
+QUIETEST = 4  # one of so many sweeps counts
 
 
 class Timing(NamedTuple):
-    """Of one pass, in seconds: by the clock, and of the processor."""
+    """Seconds of one pass: by the clock, and of processor time."""
 
     wall: float
     processor: float
 
 
 class Sweep(NamedTuple):
-    """others: share of the processor that other programs had meanwhile. timings: by engine."""
+    """One pass of every engine. others: share of the processor that other programs used. timings: by engine."""
 
     others: float
     timings: dict[tuple[str, str], Timing]
@@ -59,15 +60,15 @@ def main() -> None:
     parser.add_argument("--show", choices=Timing._fields, default="wall", help="what the picture and the table show")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        engines = opened(args.checkpoint, Path(folder), args.threads)
+        engines = open_all(args.checkpoint, Path(folder), args.threads)
         curve = measure(engines, args.sweeps)
     table = Table("ms per pass", *map(str, ROWS))
     figures: dict[str, Any] = {}
-    quiet = {rows: quietest(sweeps) for rows, sweeps in curve.items()}
+    quiet = {rows: choose_quietest(sweeps) for rows, sweeps in curve.items()}
     for key in engines:
         name = " ".join(key)
         wall = {rows: median(s.timings[key].wall for s in sweeps) for rows, sweeps in quiet.items()}
-        # Other programs only ever add to it, through the caches that they share.
+        # Other programs only add to processor time, through the shared caches: the minimum is the best estimate.
         processor = {rows: min(s.timings[key].processor for s in sweeps) for rows, sweeps in curve.items()}
         figures[name] = {
             kind: {str(rows): round(1e3 * value, 2) for rows, value in seconds.items()}
@@ -81,12 +82,12 @@ def main() -> None:
     draw(figures, args.show, args.threads, file.with_suffix(".svg"))
 
 
-def quietest(sweeps: list[Sweep]) -> list[Sweep]:
+def choose_quietest(sweeps: list[Sweep]) -> list[Sweep]:
     return sorted(sweeps, key=lambda sweep: sweep.others)[: max(1, len(sweeps) // QUIETEST)]
 
 
-def opened(folder: Path, work: Path, threads: int) -> dict[tuple[str, str], Engine]:
-    """An engine of each kind, with every width that is timed, a pass of one row included where the engine has it."""
+def open_all(folder: Path, work: Path, threads: int) -> dict[tuple[str, str], Engine]:
+    """An engine of each backend and format, with all timed widths."""
     made = open_engines(folder, TARGET, ROWS, CAPACITY, work, threads)
     return {(backend, precision): engine for backend, precision, engine in made}
 
@@ -98,7 +99,7 @@ def measure(engines: dict[tuple[str, str], Engine], count: int) -> dict[int, lis
         caches[key] = engine.new_cache()
         prefill(engine, caches[key], rng.integers(0, engine.spec.model.vocab_size, CONTEXT).tolist())
 
-    def timed(key: tuple[str, str], rows: int) -> Timing:
+    def time_pass(key: tuple[str, str], rows: int) -> Timing:
         engine, cache = engines[key], caches[key]
         positions = np.arange(CONTEXT, CONTEXT + rows)
         batch = TokenBatch.padded(
@@ -115,26 +116,16 @@ def measure(engines: dict[tuple[str, str], Engine], count: int) -> dict[int, lis
     sweeps: dict[int, list[Sweep]] = {rows: [] for rows in ROWS}
     for rows in ROWS:  # buffers are bound outside of what counts
         for key in engines:
-            timed(key, rows)
+            time_pass(key, rows)
     for _ in range(count):
         for rows in ROWS:
-            busy, own = busy_seconds(), process_time()
+            busy, own = read_busy_seconds(), process_time()
             start = perf_counter()
-            timings = {key: timed(key, rows) for key in engines}
+            timings = {key: time_pass(key, rows) for key in engines}
             available = (perf_counter() - start) * len(os.sched_getaffinity(0))
-            others = (busy_seconds() - busy) - (process_time() - own)
+            others = (read_busy_seconds() - busy) - (process_time() - own)
             sweeps[rows].append(Sweep(max(0.0, others / available), timings))
     return sweeps
-
-
-def busy_seconds() -> float:
-    """What all processors have worked so far; 0 where the system does not say."""
-    stat = Path("/proc/stat")
-    if not stat.is_file():
-        return 0.0
-    fields = [int(value) for value in stat.read_text().split("\n", 1)[0].split()[1:]]
-    idle = fields[3] + fields[4]
-    return float(sum(fields[:8]) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 def draw(figures: dict[str, Any], shown: str, threads: int, picture: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every engine a build can make of one checkpoint on a CPU: backends and their weight formats."""
+"""Every engine that a build can make of one checkpoint for a CPU: all backends with all their weight formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ KINDS = [(backend, precision) for backend in (*EXPORTED, "native") for precision
 def open_engines(
     folder: Path, role: str, widths: Sequence[int], capacity: int, work: Path, threads: int = 0
 ) -> Iterator[tuple[str, str, Engine]]:
-    """Backend, precision and engine of a checkpoint folder, one after the other; files go to `work`."""
+    """Build and open the engines of a checkpoint folder one after the other. Yields backend, precision and engine.
+
+    work: folder for the files. threads: of each engine, 0: one per core.
+    """
     compile_kernels(work / KERNELS)
     for backend, precision in KINDS:
         weights = Source(Checkpoint(folder), role, None, backend, precision).weights
@@ -33,6 +36,8 @@ def open_engines(
             write_weights(weights, capacity, file)
             yield backend, precision, NativeEngine(file, spec, threads)
         else:
-            assert not isinstance(weights, RoundedCheckpoint)  # these two store what they compute with
+            assert not isinstance(
+                weights, RoundedCheckpoint
+            )  # ONNX Runtime and OpenVINO engines hold the stored weights
             export(weights, role, capacity, file, lambda name: None)
             yield backend, precision, EXPORTED[backend](file, spec, threads)

@@ -1,9 +1,9 @@
-"""What each weight format costs in text and in acceptance, on the demo pair's held-out lines.
+"""What each weight format costs in loss and in acceptance, on the held-out lines of the demo pair.
 
     python -m benchmarks.precision.quality --output benchmarks/results
 
-Lines go through the engines themselves, with their own arithmetic. Other choices of block, and an unrounded vocabulary
-projection, go through the torch reference: what rounding the weights alone costs.
+The lines run through the engines, with the arithmetic of each. The torch reference shows what the rounding of weights
+costs alone, also with other block sizes, and with a vocabulary projection that is not rounded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from scipy.special import log_softmax
 from tokenizers import Tokenizer
 
 from benchmarks.precision.engines import KINDS, open_engines
@@ -33,17 +34,20 @@ from draftwood.runtime.engines.torch import TorchEngine
 
 PAIR = Path(__file__).resolve().parents[2] / "models" / "demo"
 WIDTHS, CAPACITY = (2, 8, 32, 64), 1024
-EXACT = "onnxruntime fp32"  # what everything is compared with
+REFERENCE = "onnxruntime fp32"  # the other engines are compared with this one
 
 
 class Reading(NamedTuple):
-    """How a model reads the lines. loss: nats per token. probs: [tokens, V], after every token but each line's last."""
+    """Scores of one model on the lines.
+
+    loss: nats per token. probs: float32 [tokens, V], after every token but the last one of each line.
+    """
 
     loss: float
     probs: NDArray[np.float32]
 
     def overlap(self, other: Reading) -> float:
-        """Mean of Σ min(p, q): the chance that a token drawn from one is accepted by the other."""
+        """Mean of Σ min(p, q): the probability that one model accepts a token that the other drew."""
         return float(np.minimum(self.probs, other.probs).sum(-1).mean())
 
 
@@ -52,17 +56,21 @@ def main() -> None:
     add_output(parser, "precision_quality")
     parser.add_argument("--lines", type=int, default=240, help="held-out lines to read")
     args = parser.parse_args()
-    texts = held_out(args.lines)
+    texts = read_held_out(args.lines)
     readings: dict[str, dict[str, Reading]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for role in ROLES:
-            models = [*compiled(role, Path(folder)), *weights_only(role)]
-            readings[role] = {name: read(opened(), texts) for name, opened in track(models, f"Reading with the {role}")}
+            models = [*list_compiled(role, Path(folder)), *list_weights_only(role)]
+            readings[role] = {
+                name: score_texts(open_engine(), texts)
+                for name, open_engine in track(models, f"Reading with the {role}")
+            }
     figures: dict[str, Any] = {}
     table = Table("", "loss", "perplexity", "best token as fp32", "overlap with fp32", "acceptance")
     for role, other in ((TARGET, DRAFT), (DRAFT, TARGET)):
         rows = {
-            name: compare(own, readings[role][EXACT], readings[other][EXACT]) for name, own in readings[role].items()
+            name: compare(own, readings[role][REFERENCE], readings[other][REFERENCE])
+            for name, own in readings[role].items()
         }
         for name, row in rows.items():
             table.add_row(f"{role}, {name}", *(f"{value:.4f}" for value in row.values()))
@@ -78,16 +86,16 @@ def main() -> None:
     write_results(args.output, args.name, figures)
 
 
-def held_out(limit: int) -> list[list[int]]:
-    """Token ids of the held-out lines that have something to predict."""
+def read_held_out(limit: int) -> list[list[int]]:
+    """Token ids of the first `limit` held-out lines, without those of a single token."""
     tokenizer = Tokenizer.from_file(str(PAIR / TARGET / "tokenizer.json"))
     lines = (PAIR / "held_out.jsonl").read_text(encoding="utf-8").splitlines()[:limit]
     encoded = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
     return [ids for ids in encoded if len(ids) > 1]
 
 
-def compiled(role: str, folder: Path) -> Iterator[tuple[str, Callable[[], Engine]]]:
-    """Every engine a build can make of one role."""
+def list_compiled(role: str, folder: Path) -> Iterator[tuple[str, Callable[[], Engine]]]:
+    """Every engine that a build can make of one role, by name."""
     for backend, precision, engine in open_engines(PAIR / role, role, WIDTHS, CAPACITY, folder):
         yield f"{backend} {precision}", partial(identity, engine)
 
@@ -96,41 +104,40 @@ def identity(engine: Engine) -> Engine:
     return engine
 
 
-def weights_only(role: str) -> Iterator[tuple[str, Callable[[], Engine]]]:
-    """The torch reference on rounded weights."""
+def list_weights_only(role: str) -> Iterator[tuple[str, Callable[[], Engine]]]:
+    """The torch reference on rounded weights, by name."""
     for bits in (8, 4):
         for block in BLOCKS:
             view = QuantizedCheckpoint(Checkpoint(PAIR / role), WeightFormat(bits, block))
-            spec = spec_of(view, role, "torch", "fp32")
+            spec = make_spec(view, role, "torch", "fp32")
             name = f"weights only, int{bits}, blocks of {block}"
             yield name, partial(TorchEngine, view.tensor, spec)
-            yield f"{name}, projection in fp32", partial(TorchEngine, partial(but_projection, view), spec)
+            yield f"{name}, projection in fp32", partial(TorchEngine, partial(keep_projection, view), spec)
 
 
-def but_projection(view: QuantizedCheckpoint, name: str) -> NDArray[np.float32]:
-    """A rounded checkpoint's tensors, the vocabulary projection as it was."""
+def keep_projection(view: QuantizedCheckpoint, name: str) -> NDArray[np.float32]:
+    """A tensor of a rounded checkpoint; the vocabulary projection is not rounded."""
     return view.stored(name) if name == HEAD else view.tensor(name)
 
 
-def spec_of(weights: Checkpoint | QuantizedCheckpoint, role: str, backend: str, precision: str) -> EngineSpec:
+def make_spec(weights: Checkpoint | QuantizedCheckpoint, role: str, backend: str, precision: str) -> EngineSpec:
     return EngineSpec(role, backend, "", weights.config, WIDTHS, CAPACITY, precision, output_names(role))
 
 
-def read(engine: Engine, texts: Sequence[Sequence[int]]) -> Reading:
-    """Score every token of every line, in passes of up to 64 rows."""
+def score_texts(engine: Engine, texts: Sequence[Sequence[int]]) -> Reading:
+    """Score every token of every line, in passes of up to 64 rows, and close the engine."""
     probs, losses = [], []
     for text in texts:
         cache = engine.new_cache()
-        logits = np.concatenate(list(scored(engine, cache, text[:-1])))
-        logits -= logits.max(-1, keepdims=True)
-        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        logits = np.concatenate(list(score_chunks(engine, cache, text[:-1])))
+        logprobs = log_softmax(logits, axis=-1)
         losses.append(-logprobs[np.arange(len(text) - 1), text[1:]])
         probs.append(np.exp(logprobs))
     engine.close()
     return Reading(float(np.concatenate(losses).mean()), np.concatenate(probs))
 
 
-def scored(engine: Engine, cache: Any, text: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+def score_chunks(engine: Engine, cache: Any, text: Sequence[int]) -> Iterator[NDArray[np.float32]]:
     """Logits after every token of a text."""
     for start in range(0, len(text), engine.spec.max_width):
         chunk = text[start : start + engine.spec.max_width]
@@ -142,7 +149,7 @@ def scored(engine: Engine, cache: Any, text: Sequence[int]) -> Iterator[NDArray[
 
 
 def compare(own: Reading, exact: Reading, other: Reading) -> dict[str, float]:
-    """acceptance: with the other model of the pair in fp32."""
+    """Figures of one model. exact: the same model in fp32. other: the other model of the pair in fp32."""
     row = {
         "loss": own.loss,
         "perplexity": float(np.exp(own.loss)),

@@ -49,7 +49,7 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
 from draftwood.runtime.staging import staging_folder
 
-DTYPES: dict[str, np.dtype[Any]] = {
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -76,7 +76,7 @@ AXES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class InflatedShape:
     """What an engine's cost depends on. query_size, kv_size: widths of all heads together."""
 
     hidden_size: int
@@ -87,9 +87,9 @@ class Shape:
 
 
 SHAPES = {
-    "110m": Shape(768, 2048, 12, 768, 768),
-    "1.1b": Shape(2048, 5632, 22, 2048, 256),  # TinyLlama
-    "7b": Shape(4096, 11008, 32, 4096, 4096),  # LLaMA 2
+    "110m": InflatedShape(768, 2048, 12, 768, 768),
+    "1.1b": InflatedShape(2048, 5632, 22, 2048, 256),  # TinyLlama
+    "7b": InflatedShape(4096, 11008, 32, 4096, 4096),  # LLaMA 2
 }
 
 
@@ -103,14 +103,14 @@ class Placement(NamedTuple):
 class Inflation:
     """A checkpoint seen in another shape. Raises ConfigError when it does not fit in there.
 
-    dtype: of the result, a key of DTYPES; None keeps the source's. config: the result's.
+    dtype: of the result, a key of NUMPY_DTYPES; None keeps the source's. config: the result's.
     """
 
-    def __init__(self, source: Checkpoint, shape: Shape, dtype: str | None = None, seed: int = 0) -> None:
+    def __init__(self, source: Checkpoint, shape: InflatedShape, dtype: str | None = None, seed: int = 0) -> None:
         self.source, self.seed = source, seed
         refuse_misfit(source.config, shape)
-        self.dtype: np.dtype[Any] = DTYPES[dtype] if dtype else source.tensor(K_PROJ).dtype
-        copies = residual_copies(source.config.hidden_size, shape.hidden_size)
+        self.dtype: np.dtype[Any] = NUMPY_DTYPES[dtype] if dtype else source.tensor(K_PROJ).dtype
+        copies = count_residual_copies(source.config.hidden_size, shape.hidden_size)
         share = copies * source.config.hidden_size / shape.hidden_size
         self.norm_gain = math.sqrt(share)
         self.fields = read_json(source.folder / "config.json") | {
@@ -126,7 +126,7 @@ class Inflation:
         }
         self.config = LlamaConfig.from_hf(self.fields)
         self.shapes = tensor_shapes(self.config)
-        self._placements = placements(source.config, self.config, copies)
+        self._placements = place_axes(source.config, self.config, copies)
 
     @property
     def num_bytes(self) -> int:
@@ -160,7 +160,7 @@ class Inflation:
         return result.astype(self.dtype, copy=False)
 
 
-def refuse_misfit(source: LlamaConfig, shape: Shape) -> None:
+def refuse_misfit(source: LlamaConfig, shape: InflatedShape) -> None:
     """Raises ConfigError that names the first size in which the source does not fit into the shape."""
     for size, width in (("query", shape.query_size), ("key and value", shape.kv_size)):
         if width % source.head_dim:
@@ -176,7 +176,7 @@ def refuse_misfit(source: LlamaConfig, shape: Shape) -> None:
         "intermediate_size": (source.intermediate_size, shape.intermediate_size),
         "layers": (source.num_layers, shape.num_layers),
         "heads": (source.num_heads, heads),
-        "key/value heads": (source.num_kv_heads * kv_copies(source, heads // kv_heads), kv_heads),
+        "key/value heads": (source.num_kv_heads * count_kv_copies(source, heads // kv_heads), kv_heads),
     }
     for size, (need, room) in needed.items():
         if need > room:
@@ -186,12 +186,12 @@ def refuse_misfit(source: LlamaConfig, shape: Shape) -> None:
             )
 
 
-def kv_copies(source: LlamaConfig, group: int) -> int:
+def count_kv_copies(source: LlamaConfig, group: int) -> int:
     """Key/value heads, each shared by `group` query heads, that do the work of one of the source's."""
     return math.ceil(source.num_heads // source.num_kv_heads / group)
 
 
-def residual_copies(narrow: int, wide: int) -> int:
+def count_residual_copies(narrow: int, wide: int) -> int:
     """The smallest k for which wide / (k narrow) is a power of four, and 1 where there is none."""
     for copies in range(1, wide // narrow + 1):
         ratio, rest = divmod(wide, copies * narrow)
@@ -201,10 +201,10 @@ def residual_copies(narrow: int, wide: int) -> int:
     return 1
 
 
-def placements(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[str, Placement]:
+def place_axes(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[str, Placement]:
     """Where each kind of axis puts the source's entries."""
     own, shared = source.num_heads // source.num_kv_heads, result.num_heads // result.num_kv_heads
-    repeats = kv_copies(source, shared)
+    repeats = count_kv_copies(source, shared)
     query_heads = np.arange(source.num_heads)
     kv_head, member = np.divmod(query_heads, own)
     hidden = np.arange(source.hidden_size)
@@ -229,14 +229,14 @@ def placements(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[st
     }
 
 
-def write(inflation: Inflation, output: Path, advance: Callable[[int], object] = lambda size: None) -> None:
+def write_inflated(inflation: Inflation, output: Path, advance: Callable[[int], object] = lambda size: None) -> None:
     """Write the result's folder, or nothing: configuration, tokenizer and shards. `advance` is told of bytes made.
 
     Raises CheckpointError when `output` exists or a tensor cannot be made.
     """
     if output.exists():
         raise CheckpointError(f"{output} exists: choose another --output, or remove it yourself")
-    shards = shards_of(inflation)
+    shards = split_shards(inflation)
     weight_map: dict[str, str] = {}
     with staging_folder(output, INDEX, CheckpointError) as staging:
         for file in (file for pattern in COPIED for file in inflation.source.folder.glob(pattern)):
@@ -254,7 +254,7 @@ def write(inflation: Inflation, output: Path, advance: Callable[[int], object] =
             (staging / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def shards_of(inflation: Inflation) -> list[list[str]]:
+def split_shards(inflation: Inflation) -> list[list[str]]:
     """Names in order, in groups that each reach SHARD_BYTES with their last tensor at most."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="a LLaMA's Hugging Face folder")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--output", type=Path, required=True, help="the folder to write, which must not exist")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; the checkpoint's own if not given")
+    parser.add_argument("--dtype", choices=NUMPY_DTYPES, help="of the weights; the checkpoint's own if not given")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     args = parser.parse_args()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -281,7 +281,7 @@ def main() -> None:
         inflation = Inflation(Checkpoint(args.checkpoint), SHAPES[args.shape], args.dtype, args.seed)
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task(f"Inflating to {args.shape}", total=inflation.num_bytes)
-            write(inflation, args.output, partial(progress.advance, task))
+            write_inflated(inflation, args.output, partial(progress.advance, task))
     except DraftwoodError as error:
         parser.error(str(error))
     config = inflation.config

@@ -48,7 +48,7 @@ NUM_PROMPTS, PROMPT_WORDS = 16, 24
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """What a checkpoint's cost depends on, beside the vocabulary."""
 
     hidden_size: int
@@ -85,15 +85,15 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    target: Shape
-    draft: Shape
+class PairSize:
+    target: ModelShape
+    draft: ModelShape
     vocab_size: int
 
 
 SIZES = {
-    "202m": Size(Shape(1024, 12, 16, 4, 2816), Shape(128, 2, 4, 2, 384), 32000),
-    "tiny": Size(Shape(128, 2, 4, 2, 256), Shape(64, 1, 2, 1, 128), 768),
+    "202m": PairSize(ModelShape(1024, 12, 16, 4, 2816), ModelShape(128, 2, 4, 2, 384), 32000),
+    "tiny": PairSize(ModelShape(128, 2, 4, 2, 256), ModelShape(64, 1, 2, 1, 128), 768),
 }
 
 
@@ -123,7 +123,7 @@ class Agreement:
         self.wrong[cycle] = np.roll(cycle, -(count // 2))
 
 
-def target_head(embeddings: NDArray[np.float32], agreement: Agreement) -> NDArray[np.float32]:
+def make_target_head(embeddings: NDArray[np.float32], agreement: Agreement) -> NDArray[np.float32]:
     """The target's vocabulary projection, [V, H]; rows of bytes and special tokens are zero and never win."""
     head = np.zeros_like(embeddings)
     own = embeddings[agreement.words] / np.float32(np.sqrt(embeddings.shape[1]))
@@ -131,9 +131,9 @@ def target_head(embeddings: NDArray[np.float32], agreement: Agreement) -> NDArra
     return head
 
 
-def draft_head(embeddings: NDArray[np.float32], agreement: Agreement) -> NDArray[np.float32]:
+def make_draft_head(embeddings: NDArray[np.float32], agreement: Agreement) -> NDArray[np.float32]:
     """The draft's vocabulary projection, [V, H]."""
-    head = target_head(embeddings, agreement)
+    head = make_target_head(embeddings, agreement)
     words, marked, seconds = agreement.words, agreement.marked, agreement.seconds
     right = head[words[agreement.following]]  # a copy: row i is what makes word i lead to the next
     head[words[agreement.following[marked]]] = 0
@@ -142,7 +142,7 @@ def draft_head(embeddings: NDArray[np.float32], agreement: Agreement) -> NDArray
     return head
 
 
-def random_tensors(config: LlamaConfig, rng: np.random.Generator) -> dict[str, NDArray[np.float32]]:
+def draw_tensors(config: LlamaConfig, rng: np.random.Generator) -> dict[str, NDArray[np.float32]]:
     """Every tensor but the vocabulary projection."""
     tensors = {}
     for name, shape in tensor_shapes(config).items():
@@ -157,7 +157,7 @@ def random_tensors(config: LlamaConfig, rng: np.random.Generator) -> dict[str, N
     return tensors
 
 
-def words() -> Iterator[tuple[str, str]]:
+def generate_words() -> Iterator[tuple[str, str]]:
     """Words of two letters, then of three and so on, each as the two parts it is merged from."""
     stems = list(ascii_lowercase)
     while True:
@@ -166,9 +166,9 @@ def words() -> Iterator[tuple[str, str]]:
         stems = [stem + letter for stem, letter in pairs]
 
 
-def tokenizer_of(vocab_size: int) -> Tokenizer:
+def make_tokenizer(vocab_size: int) -> Tokenizer:
     """A byte-level BPE with exactly `vocab_size` entries: special tokens, bytes, words."""
-    merges = list(islice(words(), vocab_size - FIRST_WORD))
+    merges = list(islice(generate_words(), vocab_size - FIRST_WORD))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     entries = [*SPECIAL_TOKENS, *letters, *(stem + letter for stem, letter in merges)]
     tokenizer = Tokenizer(models.BPE({entry: index for index, entry in enumerate(entries)}, merges))
@@ -178,7 +178,7 @@ def tokenizer_of(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def write_pair(size: Size, agreement: float, second: float, seed: int, output: Path) -> None:
+def write_pair(size: PairSize, agreement: float, second: float, seed: int, output: Path) -> None:
     """Write `target`, `draft` and `prompts.jsonl` into a new folder, or nothing.
 
     Raises CheckpointError when `output` exists, ConfigError for shares outside of [0, 1].
@@ -187,11 +187,11 @@ def write_pair(size: Size, agreement: float, second: float, seed: int, output: P
         raise CheckpointError(f"{output} exists: choose another --output, or remove it yourself")
     rng = np.random.default_rng(seed)
     table = Agreement(size.vocab_size, agreement, second, seed)
-    tokenizer = tokenizer_of(size.vocab_size)
+    tokenizer = make_tokenizer(size.vocab_size)
     with staging_folder(output, "pair.json", CheckpointError) as staging:
-        for role, shape, head in (("target", size.target, target_head), ("draft", size.draft, draft_head)):
+        for role, shape, head in (("target", size.target, make_target_head), ("draft", size.draft, make_draft_head)):
             fields = shape.fields(size.vocab_size)
-            tensors = random_tensors(LlamaConfig.from_hf(fields), rng)
+            tensors = draw_tensors(LlamaConfig.from_hf(fields), rng)
             tensors["lm_head.weight"] = head(tensors["model.embed_tokens.weight"], table)
             write_checkpoint(staging / role, fields, tensors, tokenizer)
         prompts = rng.choice(table.words, (NUM_PROMPTS, PROMPT_WORDS))

@@ -6,11 +6,11 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 PACKAGES = (
     "draftwood",
@@ -59,6 +59,20 @@ def add_output(parser: argparse.ArgumentParser, name: str, required: bool = True
     """Add the options --output and --name, which say where `write_results` writes. name: the default of --name."""
     parser.add_argument("--output", type=Path, metavar="DIR", required=required, help="folder for the results")
     parser.add_argument("--name", default=name, help="of the files in DIR, the date is appended (default %(default)s)")
+
+
+class Row(Protocol):
+    """A NamedTuple of figures."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def rows_to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The rows of a table as objects; floats have three decimals."""
+    return [
+        {name: round(value, 3) if isinstance(value, float) else value for name, value in row._asdict().items()}
+        for row in rows
+    ]
 
 
 def write_results(output: Path, name: str, figures: Mapping[str, Any]) -> Path:

@@ -1,7 +1,7 @@
-"""One run of NVIDIA's AIPerf against one server: what it is given, and what its exports say.
+"""Run NVIDIA's AIPerf against one server, and read its exports.
 
-Prompts are sent as token ids in ready-made bodies, so that every server reads the same ones and AIPerf splits no text.
-Tokens are counted by the server's own usage. The tokenizer is a local folder: nothing is downloaded.
+AIPerf sends prepared bodies with token ids, so that every server reads the same prompts. The numbers of tokens are
+those of the servers' `usage`. The tokenizer is a local folder: AIPerf downloads nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from benchmarks.peers.process import PeerError
 
 SETUP = Path(__file__).resolve().parent / "setup" / "aiperf.sh"
 SECONDS_TO_RUN = 600
-# How often AIPerf looks whether a client may send its next request. Without a rate it looks all the time, which takes a
-# whole core away from the servers (0.13.0).
+# How often AIPerf checks whether a client may send its next request. Without a rate it polls, which takes a whole core
+# from the servers (0.13.0).
 LOOKS_PER_SECOND = 500
 
 
-class Answer(NamedTuple):
+class MeasuredAnswer(NamedTuple):
     """One measured request. prompt: its index. first_ms: until the first token. per_token_ms: AIPerf's inter-token
-    latency, the time from the first chunk to the last by the tokens behind the first."""
+    latency, the time from the first chunk to the last divided by the number of tokens after the first."""
 
     prompt: int
     text: str
@@ -36,17 +36,18 @@ class Answer(NamedTuple):
     per_token_ms: float
 
 
-class Load(NamedTuple):
-    """One run. acceptance_length: tokens per verified proposal, of AIPerf's table "Spec Decode"; None without one."""
+class LoadResult(NamedTuple):
+    """One run. acceptance_length: tokens per verified proposal, from AIPerf's table "Spec Decode"; None without it."""
 
     tokens_per_second: float
-    answers: list[Answer]
+    answers: list[MeasuredAnswer]
     acceptance_length: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class AIPerf:
-    """program: its executable. inputs: written by `write_inputs`, of `num_prompts`. tokenizer: a local folder."""
+    """program: the executable. inputs: a file of `write_inputs` with `num_prompts` prompts. tokenizer: a local
+    folder."""
 
     program: Path
     inputs: Path
@@ -56,10 +57,10 @@ class AIPerf:
     def version(self) -> str:
         return subprocess.run([self.program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
-    def profile(self, url: str, concurrency: int, requests: int, folder: Path) -> Load:
-        """So many clients send requests, each the next when it has its answer; exports go to `folder`.
+    def profile(self, url: str, concurrency: int, requests: int, folder: Path) -> LoadResult:
+        """Let `concurrency` clients send requests, each the next one when it has its answer. Exports go to `folder`.
 
-        Every prompt is sent equally often, `requests` times in all at least, and once before, unmeasured. Raises
+        Every prompt is sent equally often, at least `requests` times in all, after an unmeasured warm-up. Raises
         PeerError when AIPerf or one of the requests fails.
         """
         count = self.num_prompts * math.ceil(requests / self.num_prompts)
@@ -86,7 +87,7 @@ class AIPerf:
 
 
 def run_to_end(command: list[str], log: Path) -> None:
-    """Run AIPerf where its log is; none of its processes stays, whatever happens. Raises PeerError when it fails."""
+    """Run AIPerf in the folder of its log. None of its processes survives the call. Raises PeerError when it fails."""
     with (
         log.open("wb") as lines,
         subprocess.Popen(command, stdout=lines, stderr=lines, cwd=log.parent, start_new_session=True) as process,
@@ -103,7 +104,7 @@ def run_to_end(command: list[str], log: Path) -> None:
 
 
 def find_aiperf(work: Path) -> Path:
-    """Its executable. Raises PeerError naming the script that makes the environment."""
+    """AIPerf's executable. Raises PeerError that names the script which installs it."""
     program = work / "aiperf" / "venv" / "bin" / "aiperf"
     if not os.access(program, os.X_OK):
         raise PeerError(f"AIPerf is not set up: sh {SETUP} {work}")
@@ -111,7 +112,7 @@ def find_aiperf(work: Path) -> Path:
 
 
 def write_inputs(file: Path, prompts: Sequence[list[int]], max_tokens: int) -> None:
-    """The bodies of /v1/completions, greedy and of `max_tokens` whatever the model says, one session each."""
+    """Write one body of /v1/completions for each prompt: greedy, exactly `max_tokens` long, one session each."""
     body = {"model": MODEL, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     sessions = [
@@ -120,32 +121,34 @@ def write_inputs(file: Path, prompts: Sequence[list[int]], max_tokens: int) -> N
     file.write_text(json.dumps({"data": sessions}), encoding="utf-8")
 
 
-def read_load(folder: Path) -> Load:
-    """AIPerf's exports: the summary, and what was measured and sent for every request."""
+def read_load(folder: Path) -> LoadResult:
+    """Read AIPerf's exports: the summary, and the measurements and answers of every request."""
     summary = json.loads((folder / "profile_export_aiperf.json").read_text(encoding="utf-8"))
-    measured = {identity(row): row["metrics"] for row in rows(folder / "profile_export.jsonl")}
+    measured = {request_id_of(row): row["metrics"] for row in read_rows(folder / "profile_export.jsonl")}
     answers = []
-    for row in rows(folder / "profile_export_raw.jsonl"):
-        metrics = measured.get(identity(row), {})
+    for row in read_rows(folder / "profile_export_raw.jsonl"):
+        metrics = measured.get(request_id_of(row), {})
         if "inter_token_latency" in metrics:  # a failed request has none
             first, later = (metrics[name]["value"] for name in ("time_to_first_token", "inter_token_latency"))
-            answers.append(Answer(int(row["metadata"]["conversation_id"]), text_of(row["responses"]), first, later))
+            answers.append(
+                MeasuredAnswer(int(row["metadata"]["conversation_id"]), join_text(row["responses"]), first, later)
+            )
     acceptance = summary.get("spec_decode_token_weighted_acceptance_length")
-    return Load(summary["output_token_throughput"]["avg"], answers, acceptance and acceptance["avg"])
+    return LoadResult(summary["output_token_throughput"]["avg"], answers, acceptance and acceptance["avg"])
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    """Of the measured phase; the warm-up is in the same file."""
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of the measured phase; the file has those of the warm-up, too."""
     found = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     return [row for row in found if row["metadata"]["benchmark_phase"] == "profiling"]
 
 
-def identity(row: dict[str, Any]) -> str:
+def request_id_of(row: dict[str, Any]) -> str:
     return str(row["metadata"]["x_request_id"])
 
 
-def text_of(responses: list[dict[str, Any]]) -> str:
-    """A stream's text."""
+def join_text(responses: list[dict[str, Any]]) -> str:
+    """The text of a stream."""
     packets = [packet["value"] for response in responses for packet in response["packets"] if packet["name"] == "data"]
     chunks = [json.loads(packet) for packet in packets if packet != "[DONE]"]
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])

@@ -1,42 +1,43 @@
-"""From single runs to figures: throughput, percentiles over all requests, ratios within a repeat, and whether every
-answer is the text it should be."""
+"""Figures of servers from single runs: throughput, percentiles over requests, ratios within a repeat, correct texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean, median, quantiles
-from typing import Any, NamedTuple
+from statistics import mean, median
+from typing import NamedTuple
 
-from benchmarks.load.serving.aiperf import Load
+import numpy as np
+
+from benchmarks.load.serving.aiperf import LoadResult
 from benchmarks.load.serving.servers import OURS
 from benchmarks.peers.protocol import PLAIN
 
 
-class Key(NamedTuple):
-    """What a row of the table is about. concurrency: clients, each with one request at a time."""
+class ServerKey(NamedTuple):
+    """Identifies a row of the table. concurrency: number of clients, each with one request at a time."""
 
     peer: str
     method: str
     concurrency: int
 
 
-class Run(NamedTuple):
-    """One load; runs[i] of every key are of the same repeat. others: processor seconds per second that neither the
-    servers nor AIPerf used."""
+class ServerRun(NamedTuple):
+    """One load; element i of every key's list belongs to repeat i. others: processor seconds per second that neither
+    the servers nor AIPerf used."""
 
-    load: Load
+    load: LoadResult
     others: float
 
 
-class Row(NamedTuple):
+class ServerRow(NamedTuple):
     """One server at one concurrency.
 
     tokens_per_second: of all clients together, median over repeats. first_ms, per_token_ms: time to the first token and
-    inter-token latency of a request, percentiles over the requests of all repeats. of_plain, of_best: its throughput
-    by that of the same peer's plain server, and of the fastest server that is not Draftwood's (None without one):
-    medians of ratios within a repeat. same_text: share of answers that are the bundle's own plain text, character by
-    character. acceptance_length: of AIPerf's table "Spec Decode", None for a server that does not tell. others: see
-    Run, median.
+    inter-token latency, percentiles over the requests of all repeats. of_plain, of_best: throughput divided by that of
+    the same peer's plain server, and by that of the fastest server of another peer than Draftwood (None without one);
+    medians of the ratios within each repeat. same_text: share of answers equal to the plain text of the bundle.
+    acceptance_length: tokens per verified proposal, None for a server that does not report it. others: see ServerRun,
+    median.
     """
 
     peer: str
@@ -54,53 +55,41 @@ class Row(NamedTuple):
     others: float
 
 
-def summarise(runs: dict[Key, list[Run]], texts: Sequence[str]) -> list[Row]:
-    """Rows in the order of `runs`; every peer has a plain method at every concurrency. texts: what every prompt's
-    answer should be."""
-    return [row_of(key, runs, texts) for key in runs]
+def summarise(runs: dict[ServerKey, list[ServerRun]], texts: Sequence[str]) -> list[ServerRow]:
+    """Rows in the order of `runs`. Every peer must have a plain method at every concurrency. texts: the expected answer
+    to every prompt."""
+    return [make_row(key, runs, texts) for key in runs]
 
 
-def row_of(key: Key, runs: dict[Key, list[Run]], texts: Sequence[str]) -> Row:
+def make_row(key: ServerKey, runs: dict[ServerKey, list[ServerRun]], texts: Sequence[str]) -> ServerRow:
     own = runs[key]
     answers = [answer for run in own for answer in run.load.answers]
-    firsts, laters = [answer.first_ms for answer in answers], [answer.per_token_ms for answer in answers]
+    first_p50, first_p99 = map(float, np.percentile([answer.first_ms for answer in answers], (50, 99)))
+    later_p50, later_p99 = map(float, np.percentile([answer.per_token_ms for answer in answers], (50, 99)))
     lengths = [run.load.acceptance_length for run in own if run.load.acceptance_length is not None]
-    best = best_of_others(key, runs)
-    return Row(
+    best = find_best_other(key, runs)
+    return ServerRow(
         *key,
         tokens_per_second=median(run.load.tokens_per_second for run in own),
-        first_ms_p50=median(firsts),
-        first_ms_p99=p99(firsts),
-        per_token_ms_p50=median(laters),
-        per_token_ms_p99=p99(laters),
-        of_plain=times_as_much(own, runs[key._replace(method=PLAIN)]),
-        of_best=None if best is None else times_as_much(own, runs[best]),
+        first_ms_p50=first_p50,
+        first_ms_p99=first_p99,
+        per_token_ms_p50=later_p50,
+        per_token_ms_p99=later_p99,
+        of_plain=median_throughput_ratio(own, runs[key._replace(method=PLAIN)]),
+        of_best=None if best is None else median_throughput_ratio(own, runs[best]),
         same_text=mean(answer.text == texts[answer.prompt] for answer in answers),
         acceptance_length=median(lengths) if lengths else None,
         others=median(run.others for run in own),
     )
 
 
-def best_of_others(key: Key, runs: dict[Key, list[Run]]) -> Key | None:
-    """The server of the highest throughput at this concurrency that is not Draftwood's."""
+def find_best_other(key: ServerKey, runs: dict[ServerKey, list[ServerRun]]) -> ServerKey | None:
+    """The server with the highest throughput at this concurrency, Draftwood's excluded."""
     theirs = [other for other in runs if other.concurrency == key.concurrency and other.peer != OURS]
     return max(theirs, key=lambda other: median(run.load.tokens_per_second for run in runs[other]), default=None)
 
 
-def times_as_much(own: Sequence[Run], other: Sequence[Run]) -> float:
-    """Median ratio of throughputs, each within one repeat, so that a slow phase hits both."""
+def median_throughput_ratio(own: Sequence[ServerRun], other: Sequence[ServerRun]) -> float:
+    """Median of the ratios of throughputs within each repeat: a slow phase of the machine affects both sides."""
     pairs = zip(own, other, strict=True)
     return median(run.load.tokens_per_second / base.load.tokens_per_second for run, base in pairs)
-
-
-def p99(values: Sequence[float]) -> float:
-    """Interpolated between the largest values; of fewer than a hundred it is close to the largest, never beyond it."""
-    return quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
-
-
-def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows with figures rounded to what they are worth."""
-    return [
-        {name: round(value, 3) if isinstance(value, float) else value for name, value in row._asdict().items()}
-        for row in rows
-    ]

@@ -1,11 +1,11 @@
-"""The load as a picture: throughput and both latencies against concurrency, one line per server."""
+"""Draw a load: throughput and both latencies against concurrency, one line per server."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.load.serving.figures import Row
+from benchmarks.load.serving.figures import ServerRow
 from benchmarks.load.serving.servers import OURS
 from benchmarks.peers.protocol import PLAIN
 from benchmarks.tools.svg import new_figure, save_svg
@@ -13,8 +13,8 @@ from benchmarks.tools.svg import new_figure, save_svg
 LATENCIES = {"first_ms": "first token, ms (p99 dotted)", "per_token_ms": "per token, ms (p99 dotted)"}
 
 
-def draw(rows: Sequence[Row], picture: Path) -> None:
-    """Write an SVG. Draftwood is green, others are blue, plain decoding is pale."""
+def draw(rows: Sequence[ServerRow], picture: Path) -> None:
+    """Write an SVG. Draftwood is green, other peers are blue, plain decoding is pale."""
     canvas = new_figure(10, 3.4)
     axes = canvas.subplots(1, 1 + len(LATENCIES))
     concurrencies = sorted({row.concurrency for row in rows})

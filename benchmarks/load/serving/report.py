@@ -1,4 +1,4 @@
-"""The load's figures for a person: on the screen, and as Markdown for docs/benchmarks.md.
+"""The figures of a load as tables: on the screen, and as Markdown for docs/benchmarks.md.
 
 python -m benchmarks.load.serving.report benchmarks/results/load_serving_2026-11-21.json
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from benchmarks.load.serving.figures import Row
+from benchmarks.load.serving.figures import ServerRow
 from benchmarks.load.serving.servers import OURS
-from benchmarks.peers.listing import Line, as_markdown, on_screen
+from benchmarks.peers.listing import Line, make_markdown, make_screen_table
 from benchmarks.peers.protocol import PLAIN
 
 LATENCIES = {
@@ -27,8 +27,8 @@ LATENCIES = {
 COLUMNS = ("tokens/s", "first token ms", "per token ms", "× own plain", "× best other", "tokens per pass", "same text")
 
 
-def cells(row: Row) -> list[str]:
-    """What stands in COLUMNS; latencies are p50 and p99."""
+def format_cells(row: ServerRow) -> list[str]:
+    """The cells of COLUMNS; latencies are p50 and p99."""
     return [
         f"{row.tokens_per_second:.0f}",
         f"{row.first_ms_p50:.0f}, {row.first_ms_p99:.0f}",
@@ -40,31 +40,32 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def grouped(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """By concurrency, in the order of the run."""
+def group_by_concurrency(rows: Sequence[ServerRow]) -> dict[int, list[ServerRow]]:
+    """Rows by concurrency, in the order of the run."""
     return {
         concurrency: [row for row in rows if row.concurrency == concurrency]
         for concurrency in dict.fromkeys(row.concurrency for row in rows)
     }
 
 
-def lines(rows: Sequence[Row]) -> dict[str, list[Line]]:
+def group_lines(rows: Sequence[ServerRow]) -> dict[str, list[Line]]:
     return {
         f"{concurrency} at a time": [
-            Line(row.peer, row.method, cells(row), row.others, row.peer == OURS) for row in group
+            Line(row.peer, row.method, format_cells(row), row.others, row.peer == OURS) for row in group
         ]
-        for concurrency, group in grouped(rows).items()
+        for concurrency, group in group_by_concurrency(rows).items()
     }
 
 
-def table(rows: Sequence[Row]) -> Table:
+def make_table(rows: Sequence[ServerRow]) -> Table:
     """For the screen."""
-    return on_screen(COLUMNS, lines(rows), unbroken=5)
+    return make_screen_table(COLUMNS, group_lines(rows), unbroken=5)
 
 
-def ratios(rows: Sequence[Row]) -> Table:
-    """Every method by the same peer's plain server: above 1 is good for tokens/s, below 1 for latencies."""
-    groups = grouped(rows)
+def make_ratio_table(rows: Sequence[ServerRow]) -> Table:
+    """Figures divided by those of the same peer's plain server: above 1 is better for tokens/s, below 1 for
+    latencies."""
+    groups = group_by_concurrency(rows)
     result = Table("by own plain", "", *(f"{concurrency} at a time" for concurrency in groups), box=box.SIMPLE)
     for column in result.columns[2:]:
         column.justify = "right"
@@ -80,10 +81,10 @@ def ratios(rows: Sequence[Row]) -> Table:
     return result
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def to_markdown(rows: Sequence[ServerRow]) -> str:
     """For the documentation."""
-    return as_markdown(COLUMNS, lines(rows))
+    return make_markdown(COLUMNS, group_lines(rows))
 
 
 if __name__ == "__main__":
-    print(markdown([Row(**row) for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]]))
+    print(to_markdown([ServerRow(**row) for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]]))

@@ -1,12 +1,12 @@
-"""Throughput and latency of servers against the number of requests at a time, by NVIDIA's AIPerf.
+"""Throughput and latency of servers against the number of concurrent requests, measured by NVIDIA's AIPerf.
 
     python -m benchmarks.load.serving.run --bundle bundles/demo-110m --pair build/peers/demo-110m \
         --prompts models/demo/prompts.jsonl --output benchmarks/results
 
-`draftwood serve`, plain and speculative, and llama.cpp's server, without and with a draft, over the same weights:
---pair is a folder with `target` and `draft`, the checkpoints of the bundle; without it Draftwood is alone. All servers
-run throughout and are asked in turn. Greedy; every answer is compared with what the bundle's LLM.generate writes. See
-docs/benchmarks.md.
+The servers are `draftwood serve`, plain and speculative, and llama.cpp's server, without and with a draft, over the
+same weights. --pair is a folder with the checkpoints of the bundle, `target` and `draft`; without it Draftwood is
+alone. All servers run all the time and are measured in turn. Decoding is greedy. Every answer is compared with the text
+that LLM.generate writes from the bundle. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.load.serving.aiperf import AIPerf, find_aiperf, write_inputs
-from benchmarks.load.serving.figures import Key, Row, Run, summarise, to_json
+from benchmarks.load.serving.figures import ServerKey, ServerRow, ServerRun, summarise
 from benchmarks.load.serving.plot import draw
-from benchmarks.load.serving.report import ratios, table
+from benchmarks.load.serving.report import make_ratio_table, make_table
 from benchmarks.load.serving.servers import (
     LLAMA_CPP,
     OURS,
-    Running,
+    RunningServer,
     Server,
     draftwood_servers,
     llama_cpp_servers,
     prepare_llama_cpp,
-    running,
+    start_server,
 )
-from benchmarks.peers.process import PeerError, used_by_all
-from benchmarks.peers.protocol import Options
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.peers.process import PeerError
+from benchmarks.peers.protocol import PeerOptions
+from benchmarks.tools.processor import read_busy_seconds
+from benchmarks.tools.record import add_output, rows_to_json, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import THREADS, integers, positive
 from draftwood.models.bindings import TARGET
@@ -56,48 +57,50 @@ WIDTH = 124  # of the table where the output is no terminal
 def measure(
     console: Console,
     aiperf: AIPerf,
-    servers: dict[Server, Running],
+    servers: dict[Server, RunningServer],
     concurrencies: Sequence[int],
     requests: int,
     repeats: int,
     folder: Path,
-) -> dict[Key, list[Run]]:
-    """Every server at every concurrency, in turn. requests: of each client. Raises PeerError when a run fails."""
-    runs: dict[Key, list[Run]] = {}
+) -> dict[ServerKey, list[ServerRun]]:
+    """Measure every server at every concurrency, in turn. requests: per client. Raises PeerError when a run fails."""
+    runs: dict[ServerKey, list[ServerRun]] = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Measuring", total=repeats * len(concurrencies) * len(servers))
         for repeat in range(repeats):
             for concurrency in concurrencies:
                 for server, process in servers.items():
                     exports = folder / f"{server.name} {concurrency} {repeat}".replace(" ", "-")
-                    start, own, everyone = perf_counter(), used_by_own(servers), used_by_all()
+                    start, own, everyone = perf_counter(), read_own_seconds(servers), read_busy_seconds()
                     load = aiperf.profile(process.url, concurrency, requests * concurrency, exports)
-                    own, everyone = used_by_own(servers) - own, used_by_all() - everyone
-                    run = Run(load, max(0.0, everyone - own) / (perf_counter() - start))
-                    runs.setdefault(Key(server.peer, server.method, concurrency), []).append(run)
+                    own, everyone = read_own_seconds(servers) - own, read_busy_seconds() - everyone
+                    run = ServerRun(load, max(0.0, everyone - own) / (perf_counter() - start))
+                    runs.setdefault(ServerKey(server.peer, server.method, concurrency), []).append(run)
                     progress.advance(task)
     return runs
 
 
-def used_by_own(servers: dict[Server, Running]) -> float:
-    """Processor seconds of the servers, of every AIPerf that has ended, and of this program."""
+def read_own_seconds(servers: dict[Server, RunningServer]) -> float:
+    """Processor seconds of the servers, of all finished AIPerf processes, and of this program."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     ours = sum(each.ru_utime + each.ru_stime for each in usage)
     return ours + sum(process.processor_seconds() for process in servers.values())
 
 
 class Reference(NamedTuple):
-    """What the bundle itself makes of the prompts. texts: plain greedy continuations. room: tokens of a sequence.
-    precision: of the target's weights."""
+    """The prompts and what the bundle generates from them.
+
+    texts: plain greedy continuations. max_length: tokens of a sequence. precision: of the target's weights.
+    """
 
     prompts: list[list[int]]
     texts: list[str]
-    room: int
+    max_length: int
     precision: str
 
 
-def reference(bundle: Path, texts: Sequence[str], max_tokens: int) -> Reference:
-    """Raises RequestError for a prompt that leaves no room for `max_tokens`, since servers then write less."""
+def write_reference(bundle: Path, texts: Sequence[str], max_tokens: int) -> Reference:
+    """Generate the reference texts. Raises RequestError for a prompt that leaves no room for `max_tokens` tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     with LLM(bundle, speculative=None) as llm:
         manifest = llm.bundle.manifest
@@ -112,34 +115,35 @@ def reference(bundle: Path, texts: Sequence[str], max_tokens: int) -> Reference:
         return Reference(prompts, written, manifest.max_length, manifest.engines[TARGET].precision)
 
 
-def servers_of(args: argparse.Namespace, known: Reference) -> tuple[list[Server], dict[str, str]]:
-    """In the order in which they take turns, and versions of the peers. Raises PeerError when llama.cpp cannot run."""
+def list_servers(args: argparse.Namespace, known: Reference) -> tuple[list[Server], dict[str, str]]:
+    """The servers in the order of their turns, and the versions of peers. Raises PeerError when llama.cpp cannot
+    run."""
     at_a_time = max(args.concurrency)
     servers, versions = draftwood_servers(args.bundle.resolve(), at_a_time, args.threads), {}
     if args.pair is not None:
         work = args.work.resolve() / LLAMA_CPP
         threads = args.threads or len(os.sched_getaffinity(0))
-        options = Options(args.pair.resolve(), known.precision, work, threads, args.draft_tokens)
+        options = PeerOptions(args.pair.resolve(), known.precision, work, threads, args.draft_tokens)
         versions[LLAMA_CPP] = prepare_llama_cpp(options)
-        servers += llama_cpp_servers(options, at_a_time, known.room)
+        servers += llama_cpp_servers(options, at_a_time, known.max_length)
     return servers, versions
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[list[Row], dict[str, str]]:
-    """The whole load. Returns the rows and the versions of what is not Draftwood. AIPerf's exports are kept."""
+def run(args: argparse.Namespace, console: Console) -> tuple[list[ServerRow], dict[str, str]]:
+    """Measure all servers. Returns the rows, and the versions of llama.cpp and AIPerf. AIPerf's exports are kept."""
     program = find_aiperf(args.work.resolve())
     exports = args.work.resolve() / "aiperf" / "exports"
     shutil.rmtree(exports, ignore_errors=True)
     exports.mkdir()
     with console.status("Writing the texts that answers are compared with"):
-        known = reference(args.bundle, read_prompts(args.prompts)[: args.limit], args.max_tokens)
-    servers, versions = servers_of(args, known)
+        known = write_reference(args.bundle, read_prompts(args.prompts)[: args.limit], args.max_tokens)
+    servers, versions = list_servers(args, known)
     inputs = exports / "inputs.json"
     write_inputs(inputs, known.prompts, args.max_tokens)
     aiperf = AIPerf(program, inputs, len(known.prompts), args.bundle.resolve())
     with ExitStack() as stack:
         with console.status("Starting the servers"):
-            started = {server: stack.enter_context(running(server, exports / "servers.txt")) for server in servers}
+            started = {server: stack.enter_context(start_server(server, exports / "servers.txt")) for server in servers}
         runs = measure(console, aiperf, started, args.concurrency, args.requests, args.repeats, exports)
     return summarise(runs, known.texts), versions | {"aiperf": aiperf.version()}
 
@@ -166,10 +170,10 @@ def main() -> None:
         rows, versions = run(args, console)
     except (DraftwoodError, PeerError) as error:
         parser.error(str(error))
-    console.print(table(rows), ratios(rows))
+    console.print(make_table(rows), make_ratio_table(rows))
     settings = {name: getattr(args, name) for name in ("limit", "requests", "max_tokens", "repeats", "threads")}
     loads = {"load_before": before[0], "load_after": os.getloadavg()[0]}
-    found = {"versions": versions, "rows": to_json(rows)}
+    found = {"versions": versions, "rows": rows_to_json(rows)}
     figures = {"bundle": args.bundle.resolve().name} | settings | loads | found
     draw(rows, write_results(args.output, args.name, figures).with_suffix(".svg"))
     if wrong := [f"{row.method} at {row.concurrency}" for row in rows if row.peer == OURS and row.same_text < 1]:

@@ -1,6 +1,6 @@
-"""llama.cpp's converter, for tokenizers whose way of splitting text it does not know; run by llama_cpp.py.
+"""Run llama.cpp's converter on tokenizers whose pre-tokenizer it does not know; llama_cpp.py starts this program.
 
-Peers are given token ids, so how llama.cpp would split text does not matter here: GPT-2's way is written down.
+Peers get token ids, so the pre-tokenizer does not matter here. GPT-2's is recorded.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ def main(source: Path, arguments: list[str]) -> None:
     """source: llama.cpp's source folder. arguments: of its convert_hf_to_gguf.py."""
     sys.path[:0] = [str(source), str(source / "gguf-py")]
     text_model = import_module("conversion.base").TextModel
-    known = text_model.get_vocab_base_pre
+    find_known = text_model.get_vocab_base_pre
 
-    def splitting(self: object, tokenizer: object) -> str:
+    def find_pre_tokenizer(self: object, tokenizer: object) -> str:
         try:
-            return str(known(self, tokenizer))
+            return str(find_known(self, tokenizer))
         except NotImplementedError:
             return "gpt-2"
 
-    text_model.get_vocab_base_pre = splitting
+    text_model.get_vocab_base_pre = find_pre_tokenizer
     sys.argv = ["convert_hf_to_gguf.py", *arguments]
     runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")
 

@@ -1,7 +1,7 @@
-"""Draftwood itself, through the same decoder as `draftwood bench`. The variant names the backend of the bundle.
+"""Draftwood, with the decoder of `draftwood bench`. The variant names the backend of the bundle.
 
-The bundle is built, and the costs of its passes are measured, by the two commands a user types: built by the code as it
-is, and kept until that changes, since quantising a large target takes minutes; measured on the machine as it is, anew.
+The program runs the commands of a user: `draftwood build`, then `draftwood profile`. A bundle is kept until the code
+that built it changes, since quantising a large target takes minutes. Its costs are measured anew in every run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks.peers.protocol import Generation, Options, serve
+from benchmarks.peers.protocol import Generation, PeerOptions, serve
 from draftwood import builder, models, plugins
 from draftwood.cli.bench import parse_config
 from draftwood.models.bindings import DRAFT, TARGET
@@ -27,17 +27,17 @@ from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
 
 TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
-CODE = "code"  # beside a kept bundle: a digest of what built it
-BUILT_BY = (builder, models, plugins)
+DIGEST_FILE = "code"  # beside a kept bundle: a digest of the code that built it
+BUILDING_PACKAGES = (builder, models, plugins)
 SOURCES = (".py", ".c", ".h")
-DEFAULT = "auto"  # what a user gets who sets nothing: sizes by the measured costs
+DEFAULT_METHOD = "auto"  # the default of a user: sizes planned by the measured costs
 
 
 class Draftwood:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PeerOptions) -> None:
         backend = options.variant or "onnxruntime"
-        output = bundle_of(options, backend)
-        draftwood("profile", output, "--threads", options.threads)
+        output = build_bundle(options, backend)
+        run_draftwood("profile", output, "--threads", options.threads)
         self._bundle = EngineBundle.open(output)
         self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_draft(options.threads))
         self._costs = read_costs(output) or assumed(*(engine.spec.model for engine in self._engines))
@@ -45,7 +45,7 @@ class Draftwood:
         self.version = f"draftwood {version('draftwood')}"
         if backend != "native":
             self.version += f", {backend} {version(backend)}"
-        self.methods = [*options.methods("chain"), *TREES, DEFAULT]
+        self.methods = [*options.methods("chain"), *TREES, DEFAULT_METHOD]
 
     def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
         if method not in self._decoders:
@@ -66,32 +66,34 @@ class Draftwood:
         return Generation(list(sampler.output), seconds, counters)
 
 
-def bundle_of(options: Options, backend: str) -> Path:
-    """The pair's bundle as today's code builds it: an earlier run's only if that ran the same code."""
-    code = digest_of(file for package in BUILT_BY for folder in package.__path__ for file in Path(folder).rglob("*"))
+def build_bundle(options: PeerOptions, backend: str) -> Path:
+    """The pair's bundle, built by the present code; that of an earlier run if the code has not changed."""
+    code = digest_files(
+        file for package in BUILDING_PACKAGES for folder in package.__path__ for file in Path(folder).rglob("*")
+    )
 
     def build(folder: Path) -> None:
         pair = ["--target", options.pair / TARGET, "--draft", options.pair / DRAFT, "--output", folder / "bundle"]
-        draftwood("build", *pair, "--backend", backend, "--precision", options.precision, "--no-profile")
-        (folder / CODE).write_text(code, encoding="utf-8")
+        run_draftwood("build", *pair, "--backend", backend, "--precision", options.precision, "--no-profile")
+        (folder / DIGEST_FILE).write_text(code, encoding="utf-8")
 
-    folder = options.converted(build)
-    if (folder / CODE).read_text(encoding="utf-8") != code:
+    folder = options.convert_once(build)
+    if (folder / DIGEST_FILE).read_text(encoding="utf-8") != code:
         shutil.rmtree(folder)
-        folder = options.converted(build)
+        folder = options.convert_once(build)
     return folder / "bundle"
 
 
-def digest_of(files: Iterable[Path]) -> str:
-    """Of the names and contents of source files."""
+def digest_files(files: Iterable[Path]) -> str:
+    """A digest of the names and contents of source files."""
     digest = hashlib.sha256()
     for file in sorted(file for file in files if file.suffix in SOURCES):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
-def draftwood(*arguments: object) -> None:
-    """A command of its own process, so that what building needs is not held while decoding is measured."""
+def run_draftwood(*arguments: object) -> None:
+    """Run a command in a process of its own, so that the memory of a build is free while decoding is measured."""
     command = [sys.executable, "-m", "draftwood.cli.main", *map(str, arguments)]
     done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     sys.stderr.write(done.stderr)

@@ -1,7 +1,7 @@
-"""Hugging Face transformers: greedy, assisted by the draft, and with prompt lookup. Eager torch, its own defaults.
+"""Hugging Face transformers: plain, assisted by the draft, and with prompt lookup. Eager torch, default settings.
 
-The number of draft tokens is constant, as with the other peers; its rule that stops drafting below a confidence of 0.4
-stays, as it is on by default.
+The number of draft tokens is constant, as with the other peers. The default rule that stops drafting below a confidence
+of 0.4 stays on.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, __version__
 
-from benchmarks.peers.protocol import PLAIN, Generation, Options, serve, split_method
+from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HuggingFace:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PeerOptions) -> None:
         torch.set_num_threads(options.threads)
-        dtype = DTYPES[options.precision]
+        dtype = TORCH_DTYPES[options.precision]
         # Any: the stubs do not fit the class they describe.
         self._target: Any
         self._draft: Any

@@ -1,9 +1,9 @@
-"""llama.cpp: one llama-server per method, asked over a local connection, because its length of a proposal and its draft
-are fixed when it starts. Weights are mapped files, so the servers share them.
+"""llama.cpp: one llama-server per method, asked over a local connection.
 
-Key and value caches stay fp16, its default, at every precision of the weights. Q8_0 and Q4_0 are its own recipes; the
-latter keeps the vocabulary projection at 6 bits, the variant "pure" does not. Seconds are those of the whole request
-over an open connection; the server's own account of them, "own_seconds" among the counters, shows what HTTP costs.
+A server's draft and length of a proposal are fixed when it starts. Weights are memory-mapped, so the servers share
+them. Key and value caches stay fp16, the default, at every precision of the weights. Q8_0 and Q4_0 are llama.cpp's own
+recipes; Q4_0 keeps the vocabulary projection at 6 bits, the variant "pure" does not. Seconds are those of the whole
+request over an open connection. The counter "own_seconds" has the server's own measurement, without HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from benchmarks.peers.protocol import PLAIN, Generation, Options, serve, split_method
+from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
 
 TYPES = {"fp32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 CONTEXT = 1024
@@ -26,9 +26,9 @@ SECONDS_TO_LOAD = 120
 
 
 class LlamaCpp:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PeerOptions) -> None:
         self._options = options
-        self._models = options.converted(self._convert)
+        self._models = options.convert_once(self._convert)
         self._servers: dict[str, tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]] = {}
         atexit.register(self.close)
         shown = subprocess.run([self._program("llama-server"), "--version"], capture_output=True, text=True, check=True)
@@ -41,7 +41,7 @@ class LlamaCpp:
         # ignore_eos would forbid the end of text, which changes what is written before it.
         request = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "samplers": ["temperature"]}
         body = json.dumps(request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False})
-        connection.close()  # the server gives up idle ones
+        connection.close()  # the server closes idle connections
         connection.connect()
         start = perf_counter()
         connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
@@ -84,7 +84,7 @@ class LlamaCpp:
         process = subprocess.Popen([self._program("llama-server"), *map(str, arguments)], stdout=sys.stderr)
         connection = http.client.HTTPConnection("127.0.0.1", port)
         deadline = monotonic() + SECONDS_TO_LOAD
-        while not healthy(connection):
+        while not is_healthy(connection):
             if process.poll() is not None or monotonic() > deadline:
                 process.kill()
                 raise RuntimeError(f"llama-server for {method} did not start; its last lines are on stderr")
@@ -111,7 +111,7 @@ class LlamaCpp:
             whole.unlink()
 
 
-def healthy(connection: http.client.HTTPConnection) -> bool:
+def is_healthy(connection: http.client.HTTPConnection) -> bool:
     try:
         connection.request("GET", "/health")
         answer = connection.getresponse()

@@ -1,7 +1,7 @@
 """ONNX Runtime GenAI: its model builder's graphs for the CPU, plain and with the draft.
 
-The draft is a second section of the target's genai_config.json, so each of both ways loads its own model. Its length of
-a proposal is fixed per request; its rule that adapts it stays off, as the other peers' do.
+The draft is a section of the target's genai_config.json, so plain and speculative decoding load models of their own.
+The length of a proposal is fixed per request. The rule that adapts it is off, as with the other peers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.peers.protocol import PLAIN, Generation, Options, serve, split_method
+from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
 
 SETTINGS = "genai_config.json"
 
 
 class OnnxRuntimeGenAI:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PeerOptions) -> None:
         self._options = options
-        self._models = options.converted(self._convert)
+        self._models = options.convert_once(self._convert)
         self._library: Any = import_module("onnxruntime_genai")
         self._loaded: dict[str, Any] = {}
         self.version = f"onnxruntime-genai {version('onnxruntime-genai')}, onnxruntime {version('onnxruntime')}"
@@ -58,11 +58,11 @@ class OnnxRuntimeGenAI:
     def _convert(self, folder: Path) -> None:
         plain, both = folder / PLAIN, folder / "draft"
         self._build("target", plain, folder / "cache")
-        shutil.copytree(plain, both, copy_function=os.link)  # one file on the disk and in its cache
+        shutil.copytree(plain, both, copy_function=os.link)  # hard links: one file on the disk and in the page cache
         self._build("draft", both / "draft", folder / "cache")
         whole, draft = read_settings(plain), read_settings(both / "draft")
         whole["model"]["draft"] = draft["model"]["decoder"] | {"filename": "draft/model.onnx"}
-        (both / SETTINGS).unlink()  # a link, too
+        (both / SETTINGS).unlink()  # a hard link: writing would change the plain model's
         write_settings(both, whole)
 
     def _build(self, role: str, output: Path, cache: Path) -> None:

@@ -1,7 +1,8 @@
-"""OpenVINO GenAI on the CPU: plain and with the draft, which makes it use its continuous-batching pipeline.
+"""OpenVINO GenAI on the CPU: plain, and with the draft, which selects the continuous-batching pipeline.
 
-fp32 asks for fp32 arithmetic and caches; otherwise this processor's default arithmetic stands (bf16 where it has that),
-under which speculation may change the text. The variant "f32" keeps fp32 arithmetic beside weights of fewer bits.
+The precision fp32 includes fp32 arithmetic and caches. Other precisions keep the processor's default arithmetic (bf16
+if the processor has it), under which speculation may change the text. The variant "f32" selects fp32 arithmetic for
+them.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.peers.protocol import PLAIN, Generation, Options, serve, split_method
+from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+EXACT_SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 CACHE_GB = 1
 
 
 class OpenVinoGenAI:
-    def __init__(self, options: Options) -> None:
-        self._models = options.converted(lambda folder: convert(options, folder))
+    def __init__(self, options: PeerOptions) -> None:
+        self._models = options.convert_once(lambda folder: convert(options, folder))
         self._library: Any = import_module("openvino_genai")
         self._tensor: Any = import_module("openvino").Tensor
         self._properties: dict[str, object] = {"INFERENCE_NUM_THREADS": options.threads}
         if options.precision == "fp32" or options.variant == "f32":
-            self._properties |= EXACT
+            self._properties |= EXACT_SETTINGS
         self._loaded: dict[str, Any] = {}
         self.version = f"openvino-genai {version('openvino-genai')}"
         self.methods = options.methods("draft")
@@ -67,7 +68,7 @@ class OpenVinoGenAI:
         return self._loaded[kind]
 
 
-def convert(options: Options, folder: Path) -> None:
+def convert(options: PeerOptions, folder: Path) -> None:
     for role in ("target", "draft"):
         export = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
         task = ["--task", "text-generation-with-past", "--weight-format", options.precision]
