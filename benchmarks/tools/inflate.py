@@ -1,26 +1,29 @@
-"""A trained checkpoint as one of a real LLaMA's shape that computes the same function.
+"""Rewrite a trained checkpoint in the shape of a real LLaMA, so that it computes the same function.
 
     python -m benchmarks.tools.inflate --checkpoint models/demo/target --shape 1.1b --output inflated/target
 
-A small model says nothing about time and a random one nothing about acceptance; this has the acceptance of the one and
-the cost of the other, in files that every peer loads. Where the shape has room that the source does not need, weights
-are random at the scale of the source's, so that all of it is computed, and what is computed is multiplied by zero, of
-either sign, so that no two matrices are the same. It is no measure of energy, nor of anything that looks for zeros.
+A small model has unrealistic costs, and a random one has an unrealistic acceptance. The result has the acceptance of
+the trained model and the costs of the real shape, in files that every peer loads. Where the shape is larger than the
+source, weights are random at the scale of the source's, so that engines compute with all of them; the results are
+multiplied by zeros of random signs, so that no two matrices are equal. The result says nothing about energy, nor about
+engines that skip zeros.
 
-Residual stream. The source's x of width H stands k times, side by side, in the wider X of width W, and the rest of X is
-exactly zero: the embeddings, and the rows of everything that is added to X, are repeated k times and zero behind. Then
-mean(X²) = (kH/W) mean(x²), and with ε' = (kH/W) ε an RMSNorm divides by √(kH/W) times what the source's does. Its
-weight is the source's times √(kH/W) on the first copy and zero elsewhere: every reader sees the source's normed row,
-then zeros. k is the smallest that makes √(kH/W) a power of two (k = 3, 2, 1 for W/H = 3, 8, 16), so that no weight is
-rounded even in bf16. Where there is none, W not being a multiple of H, k is 1 and the norms round to the dtype.
+Residual stream. The wider stream X of width W holds k copies of the source's x of width H side by side; the rest of X
+is exactly zero. To that end the embeddings, and the rows of all matrices that add to X, are repeated k times and
+followed by zeros. Then mean(X²) = (kH/W) mean(x²). With ε' = (kH/W) ε, an RMSNorm divides by √(kH/W) times the source's
+divisor. Its weight is the source's times √(kH/W) on the first copy, and zero elsewhere: every matrix that reads X gets
+the source's normed row, then zeros. k is the smallest number that makes √(kH/W) a power of two (k = 3, 2, 1 for W/H =
+3, 8, 16), so that no weight is rounded, not even in bf16. If there is no such k, k is 1 and the norms round to the
+dtype.
 
-Heads. Rotary frequencies θ^(-2i/D) depend on the size D of a head, so heads keep theirs, and there are as many as fill
-the real shape's width of queries and of keys: 64 of 64 in place of 32 of 128, say. Query head h reads key/value head
-h // G, where G is how many query heads share one. If the source shares one among g > G, it is repeated ⌈g/G⌉ times,
-each copy for G of them. The columns of `o_proj` that read an extra head, and those of `down_proj` that read an extra
-channel, are zero. An extra layer adds zero.
+Heads. Rotary frequencies θ^(-2i/D) depend on the size D of a head, so heads keep their size. The result has as many
+heads as fill the shape's widths of queries and of keys: for instance 64 heads of 64 in place of 32 of 128. Query head h
+reads key/value head h // G, where G query heads share one. If g > G query heads share one in the source, that one is
+repeated ⌈g/G⌉ times, each copy for G query heads. The columns of `o_proj` that read an additional head, and those of
+`down_proj` that read an additional channel, are zero. An additional layer adds zero.
 
-Vocabulary. It stays the source's: its head has no bias, so nothing could keep a further token's logit from winning.
+Vocabulary. It stays the source's: the vocabulary projection has no bias that could keep an additional token from
+winning.
 """
 
 from __future__ import annotations
@@ -54,10 +57,10 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
-K_PROJ = "model.layers.0.self_attn.k_proj.weight"  # whose dtype is the checkpoint's
-SHARD_BYTES = 512_000_000  # what is held in memory at a time, beside one tensor in fp32
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"  # the dtype of this tensor is taken for the checkpoint's
+SHARD_BYTES = 512_000_000  # of a file; memory holds one shard and one tensor in fp32
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-# Axes of each matrix, [out, in]; a bias has the first. READ and WRITE are the residual stream, seen from either side.
+# Axes of each matrix, [out, in]; a bias has the first one. READ and WRITE: the axis reads or writes the residual stream.
 READ, WRITE, QUERY, KV, INNER, VOCABULARY = "read", "write", "query", "kv", "inner", "vocabulary"
 AXES = {
     "embed_tokens": (VOCABULARY, WRITE),
@@ -77,7 +80,7 @@ AXES = {
 
 @dataclass(frozen=True, slots=True)
 class InflatedShape:
-    """What an engine's cost depends on. query_size, kv_size: widths of all heads together."""
+    """The sizes of a real LLaMA. query_size, kv_size: widths of all heads together."""
 
     hidden_size: int
     intermediate_size: int
@@ -101,7 +104,7 @@ class Placement(NamedTuple):
 
 
 class Inflation:
-    """A checkpoint seen in another shape. Raises ConfigError when it does not fit in there.
+    """A checkpoint in another shape. Raises ConfigError when it does not fit.
 
     dtype: of the result, a key of NUMPY_DTYPES; None keeps the source's. config: the result's.
     """
@@ -136,9 +139,9 @@ class Inflation:
         return math.prod(self.shapes[name]) * self.dtype.itemsize
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """One tensor of the result. The same seed gives the same. Raises CheckpointError when the source's is damaged
-        or too large for the dtype."""
-        # An extra layer has the norms of the source's last one, and random matrices at the scale of its own.
+        """One tensor of the result; equal seeds give equal tensors. Raises CheckpointError when the source's tensor is
+        damaged or too large for the dtype."""
+        # An additional layer has the norms of the source's last layer, and random matrices at that layer's scale.
         last = self.source.config.num_layers - 1
         twin = re.sub(r"(?<=layers\.)\d+", lambda layer: str(min(int(layer[0]), last)), name)
         part, norm = name.split(".")[-2], "norm" in name
@@ -151,7 +154,7 @@ class Inflation:
         result = np.zeros(shape, np.float32)
         if not norm:
             draws = np.random.default_rng((self.seed, crc32(name.encode()))).standard_normal(shape, np.float32)
-            # Zeros with signs of their own: OpenVINO stores equal matrices once, and would read less than others.
+            # Zeros of random signs: OpenVINO stores equal matrices only once, and would read less than other peers.
             result = np.copysign(result, draws) if WRITE in axes else draws * np.sqrt(np.square(weight).mean())
         if norm or twin == name:
             places = [self._placements[axis] for axis in axes]
@@ -161,7 +164,7 @@ class Inflation:
 
 
 def refuse_misfit(source: LlamaConfig, shape: InflatedShape) -> None:
-    """Raises ConfigError that names the first size in which the source does not fit into the shape."""
+    """Raises ConfigError that names the first size of the shape into which the source does not fit."""
     for size, width in (("query", shape.query_size), ("key and value", shape.kv_size)):
         if width % source.head_dim:
             raise ConfigError(
@@ -187,12 +190,12 @@ def refuse_misfit(source: LlamaConfig, shape: InflatedShape) -> None:
 
 
 def count_kv_copies(source: LlamaConfig, group: int) -> int:
-    """Key/value heads, each shared by `group` query heads, that do the work of one of the source's."""
+    """Number of key/value heads, each for `group` query heads, that replace one of the source's."""
     return math.ceil(source.num_heads // source.num_kv_heads / group)
 
 
 def count_residual_copies(narrow: int, wide: int) -> int:
-    """The smallest k for which wide / (k narrow) is a power of four, and 1 where there is none."""
+    """The smallest k for which wide / (k narrow) is a power of four; 1 if there is none."""
     for copies in range(1, wide // narrow + 1):
         ratio, rest = divmod(wide, copies * narrow)
         root = math.isqrt(ratio)
@@ -202,7 +205,7 @@ def count_residual_copies(narrow: int, wide: int) -> int:
 
 
 def place_axes(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[str, Placement]:
-    """Where each kind of axis puts the source's entries."""
+    """Where the source's entries stand on each kind of axis."""
     own, shared = source.num_heads // source.num_kv_heads, result.num_heads // result.num_kv_heads
     repeats = count_kv_copies(source, shared)
     query_heads = np.arange(source.num_heads)
@@ -213,7 +216,7 @@ def place_axes(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[st
         return Placement(np.arange(size), np.arange(size))
 
     def rows(heads: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of q_proj, k_proj or v_proj that make these heads."""
+        """Rows of q_proj, k_proj or v_proj that compute these heads."""
         return (heads[:, None] * source.head_dim + np.arange(source.head_dim)).ravel()
 
     return {
@@ -230,7 +233,8 @@ def place_axes(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[st
 
 
 def write_inflated(inflation: Inflation, output: Path, advance: Callable[[int], object] = lambda size: None) -> None:
-    """Write the result's folder, or nothing: configuration, tokenizer and shards. `advance` is told of bytes made.
+    """Write the result's folder, or nothing: configuration, tokenizer and shards. `advance` gets the bytes of each
+    tensor.
 
     Raises CheckpointError when `output` exists or a tensor cannot be made.
     """
@@ -255,7 +259,7 @@ def write_inflated(inflation: Inflation, output: Path, advance: Callable[[int], 
 
 
 def split_shards(inflation: Inflation) -> list[list[str]]:
-    """Names in order, in groups that each reach SHARD_BYTES with their last tensor at most."""
+    """Names of tensors in order, in groups of at most SHARD_BYTES, or of a single larger tensor."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in inflation.shapes:

@@ -1,21 +1,23 @@
-"""A random target and draft of any size whose agreement is known: the cost of a real pair without training one.
+"""Write a random target and draft of a real size whose agreement is known.
 
     python -m benchmarks.tools.pair --size 202m --agreement 0.8 --output build/peers/202m
 
-Time does not depend on what weights are, and acceptance is set here. Two ordinary Hugging Face folders, `target` and
-`draft`, with one tokenizer, and `prompts.jsonl`; every peer loads them. The text is meaningless.
+The pair has the costs of a trained pair of its size, since time does not depend on the values of weights, and a chosen
+acceptance. It consists of two Hugging Face folders, `target` and `draft`, with one tokenizer, and `prompts.jsonl`.
+Every peer loads it. The text is meaningless.
 
-Target. The greedy text follows a permutation π of the words that has a single cycle, so it never loops. Embeddings are
-random with entries of deviation 1, row π(t) of the vocabulary projection is the embedding of t over √H, and what the
-layers add to the residual stream is small beside it (LAYER_SCALE). So the logit of π(t) behind t is about √H, any other
-is the cosine of two random directions times √H: of deviation 1, at most 4 or 5 in a whole vocabulary. At H = 1024 the
-gap is 27, where rounding the weights to 4 bits moves a logit by 0.1: no precision and no order of summation changes the
-text, so all peers write the same one.
+Target. The greedy text follows a permutation π of the words. π has a single cycle, so that the text never loops. The
+entries of embeddings are random with standard deviation 1. Row π(t) of the vocabulary projection is the embedding of t
+divided by √H. What the layers add to the residual stream is small (LAYER_SCALE). So the logit of π(t) after t is about
+√H. Every other logit is √H times the cosine of two random directions: its deviation is 1, and its maximum over a
+vocabulary 4 or 5. At H = 1024 the gap is 27, while rounding the weights to 4 bits changes a logit by 0.1. No precision
+and no order of summation changes the text, so all peers write the same text.
 
-Draft. The same π over embeddings of its own, except behind the marked words, a share 1 - agreement of all: there
-another word has the logit of √H and π(t) has SECOND_LOGIT of it, so it comes second, behind a share `second` of them,
-and is lost among the others behind the rest. Marks are independent of π, so acceptance along a text is that of
-independent draws: a chain of γ tokens yields (1 - a^(γ+1)) / (1 - a) tokens per pass on average.
+Draft. It has embeddings of its own and the same π, except after the marked words, a share 1 - agreement of all words.
+After a marked word, another word has the logit √H. For a share `second` of the marked words, π(t) has SECOND_LOGIT
+times that logit and comes second; for the others it is no better than any word. The marks are independent of π, so
+tokens of a text are accepted independently: a chain of γ tokens yields (1 - a^(γ+1)) / (1 - a) tokens per pass on
+average.
 """
 
 from __future__ import annotations
@@ -40,16 +42,16 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
 from draftwood.runtime.staging import staging_folder
 
-LAYER_SCALE = 0.1  # rows that come out of a layer's matrix, in deviations of what went in
-SECOND_LOGIT = 0.6  # of the best logit; more than random words reach from H = 64 on
+LAYER_SCALE = 0.1  # standard deviation of a layer matrix's output over that of its input
+SECOND_LOGIT = 0.6  # share of the best logit; from H = 64 on, random words do not reach it
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-FIRST_WORD = len(SPECIAL_TOKENS) + 256  # bytes come between
+FIRST_WORD = len(SPECIAL_TOKENS) + 256  # the words' ids follow those of the bytes
 NUM_PROMPTS, PROMPT_WORDS = 16, 24
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a checkpoint's cost depends on, beside the vocabulary."""
+    """The sizes of a model, without the vocabulary."""
 
     hidden_size: int
     num_layers: int
@@ -58,7 +60,7 @@ class ModelShape:
     intermediate_size: int
 
     def fields(self, vocab_size: int) -> dict[str, Any]:
-        """A Hugging Face config.json."""
+        """The content of a Hugging Face config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -98,14 +100,15 @@ SIZES = {
 
 
 class Agreement:
-    """Which word follows which, and what the draft takes for it.
+    """Which word follows which in the target's text, and which one the draft prefers.
 
-    words: the ids that text is made of. following[i]: index of the word behind word i. marked: indices of words behind
-    which the draft prefers `wrong` instead. seconds: those of them behind which `following` is its second choice.
+    words: token ids of the words. following[i]: index of the word after word i. marked: indices of the words after
+    which the draft prefers `wrong[i]`. seconds: those of `marked` after which `following[i]` is the draft's second
+    choice.
     """
 
     def __init__(self, vocab_size: int, agreement: float, second: float, seed: int) -> None:
-        """agreement, second: shares in [0, 1]. Raises ConfigError for others."""
+        """agreement, second: shares in [0, 1]. Raises ConfigError for other values."""
         for name, share in (("agreement", agreement), ("second", second)):
             if not 0 <= share <= 1:
                 raise ConfigError(f"--{name} is a share and must be in [0, 1], not {share}")
@@ -118,7 +121,7 @@ class Agreement:
         order = rng.permutation(count)
         self.marked = order[: round((1 - agreement) * count)]
         self.seconds = self.marked[: round(second * len(self.marked))]
-        # Half a cycle away: never the right word, and a different one for every mark.
+        # Half a cycle away: never the right word, and another one for every marked word.
         self.wrong = np.empty(count, np.int64)
         self.wrong[cycle] = np.roll(cycle, -(count // 2))
 
@@ -135,7 +138,7 @@ def make_draft_head(embeddings: NDArray[np.float32], agreement: Agreement) -> ND
     """The draft's vocabulary projection, [V, H]."""
     head = make_target_head(embeddings, agreement)
     words, marked, seconds = agreement.words, agreement.marked, agreement.seconds
-    right = head[words[agreement.following]]  # a copy: row i is what makes word i lead to the next
+    right = head[words[agreement.following]]  # a copy; row i makes the next word follow word i
     head[words[agreement.following[marked]]] = 0
     head[words[agreement.following[seconds]]] = np.float32(SECOND_LOGIT) * right[seconds]
     head[words[agreement.wrong[marked]]] += right[marked]
@@ -143,14 +146,14 @@ def make_draft_head(embeddings: NDArray[np.float32], agreement: Agreement) -> ND
 
 
 def draw_tensors(config: LlamaConfig, rng: np.random.Generator) -> dict[str, NDArray[np.float32]]:
-    """Every tensor but the vocabulary projection."""
+    """All tensors except the vocabulary projection."""
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         if len(shape) == 1:
             tensors[name] = np.ones(shape, np.float32)
         elif "embed_tokens" in name:
             tensors[name] = rng.standard_normal(shape, np.float32)
-            # Bytes and special tokens read as words do, so that something definite follows them too.
+            # Bytes and special tokens have the embeddings of words, so that a definite word follows them, too.
             tensors[name][:FIRST_WORD] = tensors[name][FIRST_WORD : 2 * FIRST_WORD]
         elif "lm_head" not in name:
             tensors[name] = rng.standard_normal(shape, np.float32) * np.float32(LAYER_SCALE / np.sqrt(shape[1]))
@@ -158,7 +161,7 @@ def draw_tensors(config: LlamaConfig, rng: np.random.Generator) -> dict[str, NDA
 
 
 def generate_words() -> Iterator[tuple[str, str]]:
-    """Words of two letters, then of three and so on, each as the two parts it is merged from."""
+    """All words of two letters, then of three and so on, each as the two parts of its BPE merge."""
     stems = list(ascii_lowercase)
     while True:
         pairs = [(stem, letter) for stem in stems for letter in ascii_lowercase]
