@@ -60,7 +60,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"  # the dtype of this tensor is taken for the checkpoint's
 SHARD_BYTES = 512_000_000  # of a file; memory holds one shard and one tensor in fp32
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-# Axes of each matrix, [out, in]; a bias has the first one. READ and WRITE: the axis reads or writes the residual stream.
+# Axes of each matrix, [out, in]; a bias has the first one. READ, WRITE: the axis reads or writes the residual stream.
 READ, WRITE, QUERY, KV, INNER, VOCABULARY = "read", "write", "query", "kv", "inner", "vocabulary"
 AXES = {
     "embed_tokens": (VOCABULARY, WRITE),
