@@ -32,7 +32,7 @@ $(BUNDLE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 # The same target at the cost of 88 million parameters: what speculation brings shows where a pass costs something.
 $(LARGE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 	rm -rf $(LARGE)-target
-	$(PY) benchmarks/inflate.py --checkpoint $(PAIR)/target --shape 110m --output $(LARGE)-target
+	$(PY) -m benchmarks.tools.inflate --checkpoint $(PAIR)/target --shape 110m --output $(LARGE)-target
 	$(BUILD) --target $(LARGE)-target --output $(LARGE)
 	rm -rf $(LARGE)-target
 
@@ -74,15 +74,14 @@ types: .venv/dev
 	$(PY) -m mypy
 
 bench: .venv/dev $(BUNDLE)/manifest.json
-	$(PY) benchmarks/host_time.py $(BUNDLE) --output benchmarks/results
-	$(PY) benchmarks/bandwidth.py --output benchmarks/results
-	$(PY) benchmarks/papers.py $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
-	$(PY) benchmarks/plots.py benchmarks/results/papers.json benchmarks/results/papers.svg
+	$(PY) -m benchmarks.costs.host_time $(BUNDLE) --output benchmarks/results
+	$(PY) -m benchmarks.costs.bandwidth --output benchmarks/results
+	$(PY) -m benchmarks.papers.methods $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
 
 # Needs no setup: any Python with torch will do, `PY=/path/to/python make gpu-check`.
 gpu-check:
 	@$(LINK)
-	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) benchmarks/gpu_check.py
+	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check
 
 size:
 	@git ls-files '*.py' | xargs wc -l | sort -n

@@ -129,7 +129,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for package in ("fastapi", "uvicorn"):
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
     from ..runtime.serving.http_server import listen, serve

@@ -160,7 +160,7 @@ def test_counters_say_how_much_was_found(pooled: LLM) -> None:
         return served.metrics.to_prometheus({})
 
     text = run(counted, pooled)
-    assert "vllm:prefix_cache_queries_total 180\n" in text and "vllm:prefix_cache_hits_total 89\n" in text
+    assert "vllm:prefix_cache_queries_total 180.0\n" in text and "vllm:prefix_cache_hits_total 89.0\n" in text
     with pytest.raises(ConfigError, match="prefix_cache_slots"):
         AsyncLLM(pooled, prefix_cache_slots=-1)
 

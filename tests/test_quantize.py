@@ -16,10 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lowbit import BACKENDS, assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
 from numpy.typing import NDArray
-from precision import compare, read, spec_of
 from torch.nn.functional import cross_entropy
 from trees import Tree
 
+from benchmarks.precision.quality import compare, make_spec, score_texts
 from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
 from draftwood.builder.export import export
@@ -229,13 +229,13 @@ def test_the_command_line_refuses_dynamic_int8_in_one_line(tmp_path: Path, capsy
 def test_the_benchmark_reads_a_text_as_the_model_does() -> None:
     checkpoint = Checkpoint(DEMO / "draft")
     texts = [[1, 5, 9, 300], [1, *range(20, 100)]]
-    engine = TorchEngine(checkpoint.tensor, spec_of(checkpoint, bindings.DRAFT, "torch", "fp32"))
+    engine = TorchEngine(checkpoint.tensor, make_spec(checkpoint, bindings.DRAFT, "torch", "fp32"))
     model = Llama(checkpoint.config, 128)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in tensors(checkpoint).items()})
     with torch.inference_mode():
         logits = [model.full(torch.tensor([text])).logits[0, :-1] for text in texts]
     labels = torch.tensor([token for text in texts for token in text[1:]])
-    reading = read(engine, texts)
+    reading = score_texts(engine, texts)
     assert reading.loss == pytest.approx(cross_entropy(torch.cat(logits), labels).item(), abs=1e-4)
     assert compare(reading, reading, reading)["acceptance"] == 1.0
 
