@@ -24,10 +24,11 @@ from draftwood.builder.pipeline import build, precision_for
 from draftwood.models.acceptance_head import HeadConfig
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET, output_names
 from draftwood.models.errors import ConfigError, EngineError
+from draftwood.plugins.native.cache import CACHE
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
-from draftwood.runtime.engines.native import KERNELS, NativeEngine
+from draftwood.runtime.engines.native import NativeEngine
 from draftwood.runtime.engines.pool import PooledEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
@@ -125,7 +126,8 @@ def test_speculative_text_is_plain_text_and_the_bundle_says_how(precision: str, 
     assert (target.backend, target.precision) == ("native", precision)
     assert (draft.backend, draft.precision) == ("native", "int8")
     assert target.widths == (*range(1, 17), 24, 32, 48, 64)
-    assert {KERNELS, "target.weights", "draft.weights"} < manifest.files.keys()
+    assert {"target.weights", "draft.weights"} < manifest.files.keys()
+    assert not [name for name in manifest.files if name.endswith(".so")], "a bundle holds no executable code"
     assert manifest.parity["target"] < (0.05 if precision.startswith("int") else 1e-5)
     prompts = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n    "]
     plain = greedy_texts(options.output, None, prompts, 100)
@@ -228,7 +230,8 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
             NativeEngine(file, engine.spec)
 
 
-def test_without_a_compiler_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_and_kernels_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     monkeypatch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
     monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("CC", raising=False)

@@ -1,4 +1,4 @@
-"""Native: a pass as our own kernels compute it, compiled for the processor when the bundle was built.
+"""Native: a pass as our own kernels compute it, compiled for the processor at their first use on a machine.
 
 Weights lie in memory as the kernels read them (plugins/native/packing.py). A row's logits have the same bits whatever
 other rows its pass has, however wide it is and wherever in the cache its ancestors lie: speculative text is plain
@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from ...models import bindings
 from ...models.errors import EngineError
+from ...plugins.native.cache import open_kernels
+from ...plugins.native.compile import CompilerError
 from ...plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ...plugins.native.packing import PANEL
 from ..softmax import NO_NUMBERS, NumpySoftmax, Weights
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 
-KERNELS = "kernels.so"  # of a bundle; both engines run on it
 # Of a file of weights, by safetensors' names.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 LARGE_PAGE = 1 << 21  # bytes
@@ -115,8 +116,8 @@ class NativeEngine:
     """One role's weights and the kernels that read them."""
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0) -> None:
-        """Read `path`, with the kernels beside it. threads: 0 takes one for each core. Raises EngineError when either
-        file is unusable here."""
+        """Read `path`; the kernels come from this machine's cache. threads: 0 takes one for each core. Raises
+        EngineError when the weights are unusable, or the kernels cannot be had here."""
         if threads < 0:
             raise EngineError(f"threads must be 0, for one on each core, or more, not {threads}")
         self._handle: int | None = None
@@ -124,13 +125,13 @@ class NativeEngine:
         self.spec = spec
         self._weights = read_weights(path)
         try:
-            self._library = NativeLibrary(path.parent / KERNELS)
+            self._library = open_kernels()
             self.softmax = NativeSoftmax(self._library)
             self._model = native_model(spec, self._weights)
             self._handle = self._library.open(self._model, spec.pass_widths[-1], threads or cores())
         except KeyError as error:
             raise EngineError(f"{path.name} lacks the tensor {error}: rebuild the bundle") from error
-        except KernelError as error:
+        except (KernelError, CompilerError) as error:
             raise EngineError(str(error)) from error
 
     def new_cache(self) -> NativeKVCache:
