@@ -3,13 +3,14 @@ is converted, and what is not asked for is refused."""
 
 from __future__ import annotations
 
-import math
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 1 << 53  # integer: what every reader of JSON can hold
+HUGE = sys.float_info.max
 MOST_CHARACTERS, MOST_ITEMS = 4096, 1 << 16  # of a string, of a list or object
 
 
@@ -25,7 +26,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return {typed(str, name, where): typed(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if isinstance(kind, type) and isinstance(value, dict) and (is_dataclass(kind) or hasattr(kind, "_fields")):
         return of_fields(kind, value, where)
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
+    if kind is float and type(value) in (int, float) and -HUGE <= value <= HUGE:
         return float(value)
     if kind is int and type(value) is int and abs(value) <= LARGEST:
         return value

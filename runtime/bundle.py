@@ -23,6 +23,7 @@ from ..models.typed import typed
 from .bundle_checks import check_manifest
 from .engines.base import Engine, EngineSpec
 from .engines.compatibility import PACKAGES
+from .engines.onnx_file import check_graph
 from .json_object import read_object
 from .tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 
@@ -158,6 +159,8 @@ class EngineBundle:
                 f"the {role} runs on {spec.backend}, which has no provider {provider}: leave --provider out, or build "
                 "with --backend onnxruntime"
             )
+        if spec.backend in ("onnxruntime", "openvino"):
+            check_graph(self.folder / spec.file, spec)
         if spec.backend == "onnxruntime":
             from .engines.onnxruntime import OnnxRuntimeEngine
 
