@@ -83,6 +83,11 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="to finish requests on SIGTERM (default 60)",
     )
+    load.add_argument(
+        "--private-weights",
+        action="store_true",
+        help="copy weights into memory instead of mapping files: what happens to the bundle cannot reach the server",
+    )
     add_speculation(parser)
     add_engines(parser)
     parser.set_defaults(run=run)
@@ -98,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
     name = args.served_model_name or args.bundle.resolve().name
     with listen(args.host, args.port) as listener:
-        llm = LLM(args.bundle, speculative(args), args.threads, args.draft_threads, args.provider)
+        engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
+        llm = LLM(args.bundle, speculative(args), *engines)
         with (
             llm,
             AsyncLLM(

@@ -122,9 +122,10 @@ class EngineBundle:
     folder: Path
     manifest: Manifest
     stamps: Mapping[str, Stamp]  # of every file, from before it was read: see bundle_watch.py
+    private: bool = False  # engines copy their weights into memory of their own, where they would map files
 
     @classmethod
-    def open(cls, folder: Path) -> EngineBundle:
+    def open(cls, folder: Path, private: bool = False) -> EngineBundle:
         """Check a bundle: format, checksum, and size and digest of every file. Raises BundleError naming the fix."""
         if not folder.is_dir():
             raise BundleError(f"{folder} is not a folder: build a bundle there with draftwood build")
@@ -145,7 +146,7 @@ class EngineBundle:
         stamps = {name: stamp(folder / name) for name in manifest.files}
         for name, record in manifest.files.items():
             check_file(folder / name, record, stamps[name].size)
-        return cls(folder, manifest, stamps)
+        return cls(folder, manifest, stamps, private)
 
     def open_engine(self, role: str, threads: int = 0, provider: str = "cpu") -> Engine:
         """Open the engine of "target" or "draft". threads: 0 lets the backend choose. provider: "cuda" is for ONNX
@@ -164,15 +165,15 @@ class EngineBundle:
         if spec.backend == "onnxruntime":
             from .engines.onnxruntime import OnnxRuntimeEngine
 
-            return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider)
+            return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider, self.private)
         if spec.backend == "openvino":
             from .engines.openvino import OpenVinoEngine
 
-            return OpenVinoEngine(self.folder / spec.file, spec, threads)
+            return OpenVinoEngine(self.folder / spec.file, spec, threads, self.private)
         if spec.backend == "native":
             from .engines.native import NativeEngine
 
-            return NativeEngine(self.folder / spec.file, spec, threads)
+            return NativeEngine(self.folder / spec.file, spec, threads, self.private)
         if spec.backend in PACKAGES:
             from .engines.tensorrt import TensorRTEngine
 

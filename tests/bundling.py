@@ -35,6 +35,13 @@ def built(target: Path, draft: Path, output: Path, head: Path | None = None) -> 
     return output
 
 
+def built_native(pair: Path, output: Path, precision: str = "fp32") -> Path:
+    """A native bundle of a pair, built without a word."""
+    options = BuildOptions(pair / "target", pair / "draft", output, "native", precision, draft_precision=precision)
+    build(options, lambda step: lambda: None)
+    return output
+
+
 def resigned(bundle: Path, change: Callable[[dict[str, Any]], object] = lambda content: None) -> Path:
     """Make the manifest list what lies in the bundle, edited by `change`: nothing of it is secret, so anybody can."""
     content = json.loads((bundle / MANIFEST).read_text())

@@ -122,7 +122,9 @@ def edited(folder: Path, change: Callable[[Any], object]) -> None:
     (folder / FILE).write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0, 0, 1e9, pytest.param(10**400, id="huge"), True, "1", None, []])
+@pytest.mark.parametrize(
+    "seconds", [float("inf"), float("nan"), -1.0, 0, 1e9, pytest.param(10**400, id="huge"), True, "1", None, []]
+)
 def test_no_pass_takes_an_impossible_time(seconds: Any, tmp_path: Path) -> None:
     """Infinity was read, and every plan made by it."""
 
