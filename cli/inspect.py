@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ..models.bindings import ADDITIVE, COMPACT, activations
 from ..models.errors import DraftwoodError
+from ..models.printable import printable
 from ..plugins.native.cache import check_available
 from ..plugins.native.compile import CompilerError
 from ..plugins.native.library import KernelError
@@ -124,7 +125,7 @@ def costs_of(bundle: EngineBundle) -> Costs:
 def describe(bundle: EngineBundle) -> Table:
     """The bundle as a table, one column per engine."""
     manifest = bundle.manifest
-    table = Table(title=escape(f"{bundle.folder}  ({manifest.builder})"), title_justify="left")
+    table = Table(title=escape(printable(f"{bundle.folder}  ({manifest.builder})")), title_justify="left")
     table.add_column("")
     for role in manifest.engines:
         table.add_column(role)
@@ -148,7 +149,7 @@ def describe(bundle: EngineBundle) -> Table:
             "compared": ["the plan" if plan.executed else "its graph: not executed" for plan in plans],
         }
     for name, cells in rows.items():
-        table.add_row(name, *cells)
+        table.add_row(name, *map(escape, cells))
     costs = costs_of(bundle)
     table.add_row("costs", costs.source)
     table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"

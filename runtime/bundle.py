@@ -140,9 +140,7 @@ class EngineBundle:
             raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error
         manifest = Manifest.from_json(content)
         if unlisted := [name for name in READ_BESIDE if name not in manifest.files and os.path.lexists(folder / name)]:
-            raise BundleError(
-                f"{folder / unlisted[0]} is no part of the bundle, and would be read: remove it, or rebuild"
-            )
+            raise BundleError(f"{folder / unlisted[0]} is not listed in {MANIFEST}: remove it, or rebuild")
         stamps = {name: stamp(folder / name) for name in manifest.files}
         for name, record in manifest.files.items():
             check_file(folder / name, record, stamps[name].size)

@@ -120,8 +120,11 @@ class CostModel:
     def write(self, folder: Path) -> None:
         """Replace the bundle's table; a reader never sees half of it. Raises OSError."""
         staging = folder / f".{FILE}.{secrets.token_hex(4)}"
-        staging.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
-        staging.replace(folder / FILE)
+        try:
+            staging.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
+            staging.replace(folder / FILE)
+        finally:
+            staging.unlink(missing_ok=True)  # of a full disk, half of it
 
 
 class StoredCosts(NamedTuple):

@@ -125,8 +125,8 @@ from draftwood.cli.main import main
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 for folder in json.load(sys.stdin):
     print(folder, flush=True)
-    code = main(["generate", folder, "--prompt", "hi", "--max-tokens", "4", "--no-speculation"])
-    code = code or main(["generate", folder, "--prompt", "hi", "--max-tokens", "4", "--budget", "fixed"])
+    generate = ["generate", folder, "--prompt", "hi", "--max-tokens", "4", "--json"]
+    code = main([*generate, "--no-speculation"]) or main([*generate, "--budget", "fixed"])
     inspected = main(["inspect", folder])
     assert code in (0, 2) and inspected in (0, 2), (code, inspected)
 print("END", flush=True)

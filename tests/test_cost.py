@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from costs import table
+from disk import largest_file
 from fakes import FakeEngine, random_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -215,3 +216,9 @@ def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
     costs = assumed(large, small)
     assert costs.target.at(1, 0) > 10 * costs.draft.at(1, 0)
     assert costs.target.at(1, 0) < costs.target.at(8, 0) < 2 * costs.target.at(1, 0)
+
+
+def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:
+    with largest_file(100), pytest.raises(OSError, match="File too large"):
+        table().write(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -56,7 +56,8 @@ class OpenVinoEngine:
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
         """Open `path`. threads: 0 lets OpenVINO choose. private: no file stays mapped. Raises EngineError when OpenVINO
-        or the file are unusable, or when the engine has a pass of one row, whose kernels round differently from those of wider ones."""
+        or the file are unusable, or when the engine has a pass of one row, whose kernels round differently from those
+        of wider ones."""
         if spec.widths[0] < 2:
             raise EngineError("an OpenVINO engine has no pass of one row: rebuild the bundle with this release")
         try:
