@@ -102,9 +102,9 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
     target, draft = (checkpoints[role].config.num_parameters for role in (TARGET, DRAFT))
     if options.target.resolve() == options.draft.resolve():
         yield "Warning: draft and target are the same folder, so speculation can only cost time: choose a smaller draft"
-    elif draft >= target:
+    elif draft > target:
         size = f"{draft / 1e6:.1f}M parameters to {target / 1e6:.1f}M"
-        yield f"Warning: the draft is no smaller than its target ({size}), so speculation can only cost time"
+        yield f"Warning: the draft is larger than its target ({size}), so speculation can only cost time"
 
 
 def context_length(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> int:

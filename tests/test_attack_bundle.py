@@ -17,7 +17,9 @@ import pytest
 from bundling import built_native, resigned
 from serving import Served, served, wait_for
 
-TIMEOUT = 120
+from draftwood.plugins.native.compile import compiler
+
+TIMEOUT = 120  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +95,38 @@ def test_private_weights_survive_everything(copy: Path) -> None:
         wait_for(lambda: health(server)[0] == 200)
 
 
+EVIL = """
+#include <stdio.h>
+__attribute__((constructor)) static void ran(void) { fclose(fopen("%s", "w")); }
+"""
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_no_code_of_a_bundle_is_executed(copy: Path, listed: bool, tmp_path: Path) -> None:
+    """A kernels.so whose constructor writes a file: it did under `generate` and even under `inspect`."""
+    (tmp_path / "evil.c").write_text(EVIL % (tmp_path / "ran"))
+    library = ["-shared", "-fPIC", str(tmp_path / "evil.c"), "-o", str(copy / "kernels.so")]
+    subprocess.run([*compiler(), *library], check=True)
+    if listed:
+        resigned(copy)
+    for command in (["inspect", str(copy)], ["generate", str(copy), "--prompt", "hi", "--max-tokens", "2"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "draftwood.cli.main", *command], capture_output=True, text=True, timeout=TIMEOUT
+        )
+        assert done.returncode == (2 if listed else 0), done.stderr
+        assert not listed or "executable code of an older release" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL('{copy / 'kernels.so'}')"], check=True)
+    assert (tmp_path / "ran").exists(), "the library would have told"
+
+
 # Every field of a manifest, and what a stranger may put there.
 HOSTILE: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 2, 3, 7, 100_000, 2**31 - 1, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308),
     *("", "x", "../x", "/etc/passwd", "\x1b[31mred", "int4", "onnxruntime", "tensorrt"),
     *([], [0], [1], [-5], [2**40], ["x"], [3, 2, 1], {}, {"x": 1}, [[]]),
 )
-FEW = (None, -1, 0, 100_000, 2**63, 0.5, "\x1b[31mred", [-5], {})
+FEW: tuple[Any, ...] = (None, -1, 0, 100_000, 2**63, 0.5, "\x1b[31mred", [-5], {})
 
 
 def fields_of(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -159,20 +186,18 @@ def survive(bundle: Path, tmp_path: Path, cases: list[tuple[tuple[str, ...], Any
 def cases_of(bundle: Path, values: tuple[Any, ...]) -> list[tuple[tuple[str, ...], Any]]:
     content = json.loads((bundle / "manifest.json").read_text())
     paths = [path for path in fields_of(content) if path[0] not in ("checksum", "files") or len(path) == 1]
-    paths += [("files", "target.weights" if "native" in str(bundle) else "target.onnx", name) for name in FileFields]
+    file = next(name for name in content["files"] if name.startswith("target."))
+    paths += [("files", file, name) for name in ("bytes", "sha256")]
     return [(path, value) for path in paths if path != ("checksum",) for value in values]
-
-
-FileFields = ("bytes", "sha256")
 
 
 def test_no_number_of_a_manifest_is_more_than_an_error(native_bundle: Path, tmp_path: Path) -> None:
     """vocab_size 100000 ended in SIGSEGV, head_dim 0 in SIGFPE, eight others in a traceback."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    paths = [("engines", role, "model", size) for role in ("target", "draft") for size in sizes]
+    paths: list[tuple[str, ...]] = [("engines", role, "model", size) for role in ("target", "draft") for size in sizes]
     paths += [("engines", "target", name) for name in ("widths", "capacity", "precision", "outputs", "file", "plan")]
     paths += [("max_length",), ("eos_token_ids",), ("parity", "target"), ("files", "target.weights", "bytes")]
-    cases = [(path, value) for path in paths for value in (0, 100_000, -1, [2**40])]
+    cases: list[tuple[tuple[str, ...], Any]] = [(path, value) for path in paths for value in (0, 100_000, -1, [2**40])]
     cases += [(path, value) for path in paths[:3] for value in FEW]
     assert survive(native_bundle, tmp_path, cases) > len(cases)
 

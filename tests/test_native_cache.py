@@ -55,8 +55,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch, made: Path) -> list[Path]:
 
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
-    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
+    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
 
 
 def test_kernels_are_compiled_once_into_a_folder_of_ones_own(folder: Path, compilations: list[Path]) -> None:

@@ -105,8 +105,9 @@ def test_a_spec_that_is_not_the_graph_is_refused(tiny_bundle: Path) -> None:
     spec = EngineBundle.open(tiny_bundle).manifest.engines["draft"]
     for name in ("vocab_size", "num_layers", "num_kv_heads", "head_dim"):
         for value in (1, 2 * getattr(spec.model, name)):
+            changed: dict[str, Any] = {name: value}
             with pytest.raises(EngineError, match="where the manifest says"):
-                check_graph(tiny_bundle / spec.file, replace(spec, model=replace(spec.model, **{name: value})))
+                check_graph(tiny_bundle / spec.file, replace(spec, model=replace(spec.model, **changed)))
 
 
 def test_weights_beside_a_graph_stay_allowed(tiny_bundle: Path, tmp_path: Path) -> None:

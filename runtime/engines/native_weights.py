@@ -178,15 +178,17 @@ def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int) ->
 
 def place_of(name: str, entry: Any) -> Place:
     """One entry of the header. Raises ValueError."""
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
-    numbers = [*(shape if isinstance(shape, list) else [-1]), *(offsets if isinstance(offsets, list) else [-1])]
-    if dtype not in DTYPES or any(type(number) is not int or number < 0 for number in numbers):
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    lists = all(isinstance(fields.get(field), list) for field in ("shape", "data_offsets"))
+    numbers: list[Any] = [*fields["shape"], *fields["data_offsets"]] if lists else [None]
+    known = isinstance(fields.get("dtype"), str) and fields["dtype"] in DTYPES
+    if not known or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"tensor {name!r} is not described")
-    stored = Stored(dtype, tuple(shape))
-    if len(offsets) != 2 or offsets[1] - offsets[0] != stored.nbytes:
+    stored = Stored(fields["dtype"], tuple(fields["shape"]))
+    begin, end = fields["data_offsets"] if len(fields["data_offsets"]) == 2 else (0, -1)
+    if end - begin != stored.nbytes:
         raise ValueError(f"tensor {name!r} has other bytes than its shape")
-    return Place(stored, *offsets)
+    return Place(stored, begin, end)
 
 
 def check_tensors(file: str, found: Mapping[str, Stored], spec: EngineSpec) -> None:
