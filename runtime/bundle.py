@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ from .engines.onnx_file import check_graph
 from .json_object import read_object
 from .tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 
-MANIFEST = "manifest.json"
+MANIFEST, COSTS = "manifest.json", "costs.json"
 FORMAT = 1  # raised when an older release could misread a newer bundle
 READ_BYTES = 1 << 20
 MOST_THREADS = {"native": 64}  # of an engine, as in plugins/native/kernels/threads.h
@@ -183,6 +184,13 @@ class EngineBundle:
         compute than threads cost to wake; natively as many as the target, since the two share a team."""
         native = self.manifest.engines[DRAFT].backend == "native"
         return self.open_engine(DRAFT, draft_threads or (threads if native else 1), provider)
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy what belongs to the bundle, and its costs, into a new folder. Raises OSError."""
+        folder.mkdir()
+        costs = [COSTS] if (self.folder / COSTS).is_file() and not (self.folder / COSTS).is_symlink() else []
+        for name in (MANIFEST, *self.manifest.files, *costs):
+            shutil.copy2(self.folder / name, folder / name)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -28,10 +28,10 @@ from ..models.config import LlamaConfig
 from ..models.errors import BundleError
 from ..models.typed import typed
 from ..plugins.native.cache import kernel_identity
-from .bundle import EngineBundle, Manifest
+from .bundle import COSTS, EngineBundle, Manifest
 from .json_object import read_object
 
-FILE = "costs.json"
+FILE = COSTS
 FORMAT = 1
 MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # of a pass, and of its rows or context
 BYTES_PER_SECOND = 40e9  # of a machine nobody has measured: a small server's memory

@@ -24,7 +24,7 @@ from draftwood.builder.progress import Step
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.plugins.native.compile import SOURCE
-from draftwood.runtime.bundle import MANIFEST, MOST_THREADS, EngineBundle, checksum
+from draftwood.runtime.bundle import COSTS, MANIFEST, MOST_THREADS, EngineBundle, checksum
 
 
 @pytest.fixture
@@ -109,6 +109,16 @@ def test_what_no_digest_covers_is_not_read(bundle: Path, name: str) -> None:
     (bundle / name).unlink()
     (bundle / "README.md").write_text("read by people only")
     EngineBundle.open(bundle)
+
+
+def test_a_copy_holds_what_the_manifest_lists(bundle: Path, tmp_path: Path) -> None:
+    """`draftwood triton --copy-bundle` followed any link that lay beside a bundle."""
+    (bundle / "notes.txt").symlink_to("/etc/passwd")
+    (bundle / COSTS).write_text("{}")
+    opened = EngineBundle.open(bundle)
+    opened.copy_to(tmp_path / "copy")
+    assert {file.name for file in (tmp_path / "copy").iterdir()} == {MANIFEST, COSTS, *opened.manifest.files}
+    EngineBundle.open(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("name", ["kernels.so", "KERNELS.SO", "libx.dylib", "x.dll", "x.py"])

@@ -250,6 +250,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         (lambda h: h["norm"].update(dtype="F64"), "'norm' is not described"),
         (lambda h: h["norm"].update(shape=[4, h["norm"]["shape"][0] // 4]), r"tensor 'norm' is F32 \[4, "),
         (lambda h: first(h).update(shape=list(reversed(first(h)["shape"]))), "where the manifest says F32"),
+        (lambda h: h["norm"].update(dtype=["F32"]), "'norm' is not described"),
         (lambda h: h["norm"].update(shape=[-1]), "not described"),
         (lambda h: h["norm"].update(shape=[True]), "not described"),
         (lambda h: h["norm"].update(shape="long"), "not described"),

@@ -17,7 +17,12 @@ from draftwood.plugins.native import compile as compiling
 from draftwood.plugins.native.compile import FLAGS, CompilerError
 from draftwood.plugins.native.library import KernelError
 
-LOOK = "from draftwood.plugins.native import cache; print(cache.kernels()); cache.open_kernels()"
+LOOK = """
+from draftwood.plugins.native import cache, library
+flags = tuple(flag.replace("-O3", "-O1") for flag in cache.FLAGS)  # in a third of the time
+print(path := cache.kernels(flags))
+library.NativeLibrary(path)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +209,21 @@ def test_where_nothing_can_be_kept_a_process_has_its_own(
     assert len(said) == 1 and cache.CACHE in said[0].message
     assert not (tmp_path / "nowhere").exists()
     shutil.rmtree(first.parent)
+
+
+@pytest.mark.usefixtures("fresh_fallback")
+def test_where_no_folder_can_be_written_the_error_says_so(
+    compilations: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.CACHE, str(tmp_path / "file" / "cache"))
+
+    def nowhere(**names: str) -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("draftwood.plugins.native.cache.tempfile.mkdtemp", nowhere)
+    with pytest.raises(CompilerError, match=r"no folder to compile .*: set DRAFTWOOD_CACHE to one that can be written"):
+        cache.kernels()
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,7 +56,13 @@ def kernels(flags: tuple[str, ...] = FLAGS) -> Path:
             refuse_strangers(folder)
             with tempfile.TemporaryDirectory(prefix=".compiling-", dir=folder) as work:
                 return compiled(Path(work), folder, flags)
-    return cached(private_folder(), flags) or compiled(private_folder(), private_folder(), flags)
+    try:
+        own = private_folder()
+        return cached(own, flags) or compiled(own, own, flags)
+    except OSError as error:
+        raise CompilerError(
+            f"no folder to compile the native kernels in ({error}): set {CACHE} to one that can be written"
+        ) from error
 
 
 def check_available(flags: tuple[str, ...] = FLAGS) -> None:
@@ -116,11 +122,11 @@ def cached(folder: Path, flags: tuple[str, ...]) -> Path | None:
     except CompilerError:
         made_by = "*"
     for file in sorted(files_of(folder, f"kernels-{source_digest(flags)}-{made_by}-*.so")):
-        refuse_strangers(folder)
-        refuse_strangers(file)
-        if content_digest(file) == file.stem.rpartition("-")[2]:
-            return file
-        with suppress(OSError):
+        with suppress(OSError):  # another process removed it, or it is nobody's to read
+            refuse_strangers(folder)
+            refuse_strangers(file)
+            if content_digest(file) == file.stem.rpartition("-")[2]:
+                return file
             file.unlink()
     return None
 
