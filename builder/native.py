@@ -3,66 +3,78 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..models.acceptance_head import TrainedHead
 from ..models.rope import rope_tables
-from ..plugins.native.packing import PANEL, alternated, code_panels, flat, half_panels, joined, panels
-from ..runtime.engines.native import ACCEPTANCE, DTYPES, EMBEDDING, whole_panels
+from ..plugins.native.packing import LAYOUT, alternated, code_panels, flat, half_panels, joined, panels
+from ..runtime.engines.native_weights import (
+    ACCEPTANCE,
+    ALIGNMENT,
+    DTYPES,
+    EMBEDDING,
+    LAYOUT_KEY,
+    METADATA,
+    Stored,
+    expected_tensors,
+)
 from .checkpoint import Checkpoint
 from .quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
 
-ALIGNMENT = 64  # bytes: a vector
 Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
-
-
-class Tensor(NamedTuple):
-    """One tensor of the file. read: its content, when it is written."""
-
-    name: str
-    read: Callable[[], NDArray[Any]]
-    dtype: str  # safetensors' name
-    shape: tuple[int, ...]
+Read = Callable[[], NDArray[Any]]
 
 
 class Packer:
-    """Names, shapes and contents of everything a native engine reads."""
+    """Contents of everything a native engine reads. What each tensor is called and looks like is said by
+    `expected_tensors`."""
 
     def __init__(self, checkpoint: Weights, positions: int, head: TrainedHead | None) -> None:
         self.checkpoint, self.positions, self.head = checkpoint, positions, head
         self.config = checkpoint.config
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All of them, in the order a pass reads them, and the embedding."""
+    @property
+    def precision(self) -> str:
+        """Of the matrices."""
+        if isinstance(self.checkpoint, QuantizedCheckpoint):
+            return f"int{self.checkpoint.form.bits}"
+        return self.checkpoint.precision if isinstance(self.checkpoint, RoundedCheckpoint) else "fp32"
+
+    def expected(self) -> dict[str, Stored]:
+        """Every tensor of the file, in its order."""
+        blocks = None if self.head is None else self.head.config.layers
+        return dict(expected_tensors(self.config, self.precision, self.positions, blocks))
+
+    def contents(self) -> dict[str, Read]:
+        """Each tensor by its name, read when it is written."""
         config = self.config
         cosine, sine = rope_tables(config, self.positions)
-        yield self.floats("cosine", lambda: cosine, cosine.shape)
-        yield self.floats("sine", lambda: sine, sine.shape)
+        contents: dict[str, Read] = {"cosine": lambda: cosine, "sine": lambda: sine}
         for layer in range(config.num_layers):
             source, name = f"model.layers.{layer}.", f"layers.{layer}."
             attention, mlp = source + "self_attn.", source + "mlp."
-            yield self.vector(name + "input_norm", [source + "input_layernorm.weight"])
-            yield self.vector(name + "post_norm", [source + "post_attention_layernorm.weight"])
-            yield from self.matrix(name + "qkv", [f"{attention}{part}_proj" for part in "qkv"], config.attention_bias)
-            yield from self.matrix(name + "output", [attention + "o_proj"], config.attention_bias)
-            yield from self.matrix(name + "gate_up", [mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias, in_turn)
-            yield from self.matrix(name + "down", [mlp + "down_proj"], config.mlp_bias)
-        yield self.vector("norm", ["model.norm.weight"])
+            contents[name + "input_norm"] = self.vector([source + "input_layernorm.weight"])
+            contents[name + "post_norm"] = self.vector([source + "post_attention_layernorm.weight"])
+            contents |= self.matrix(name + "qkv", [f"{attention}{part}_proj" for part in "qkv"])
+            contents |= self.matrix(name + "output", [attention + "o_proj"])
+            contents |= self.matrix(name + "gate_up", [mlp + "gate_proj", mlp + "up_proj"], in_turn)
+            contents |= self.matrix(name + "down", [mlp + "down_proj"])
+        contents["norm"] = self.vector(["model.norm.weight"])
         embedding = "model.embed_tokens"
-        yield from self.matrix("head", [embedding if config.tie_embeddings else "lm_head"], False)
+        contents |= self.matrix("head", [embedding if config.tie_embeddings else "lm_head"])
         if self.head is not None:
-            yield from self.acceptance(self.head)
-        shape = (config.vocab_size, config.hidden_size)
-        yield self.floats(EMBEDDING, lambda: self.checkpoint.tensor(embedding + ".weight"), shape)
+            contents |= self.acceptance(self.head)
+        contents[EMBEDDING] = lambda: self.checkpoint.tensor(embedding + ".weight")
+        return contents
 
-    def acceptance(self, head: TrainedHead) -> Iterator[Tensor]:
+    def acceptance(self, head: TrainedHead) -> dict[str, Read]:
         """The SpecDec++ head: each block's panels and bias, then the row that gives the log-odds."""
         config, weights = head.config, head.weights
         odds, shift = config.logit_projection(weights["output.weight"], weights["output.bias"])
@@ -71,26 +83,17 @@ class Packer:
             block = f"blocks.{config.block_of(layer)}.linear"
             arrays[f"block.{layer}.weights"] = panels(weights[f"{block}.weight"])
             arrays[f"block.{layer}.bias"] = flat(weights[f"{block}.bias"])
-        for name, array in arrays.items():
-            yield self.floats(ACCEPTANCE + name, partial(np.copy, array), array.shape)
+        return {ACCEPTANCE + name: partial(np.copy, array) for name, array in arrays.items()}
 
-    def floats(self, name: str, read: Callable[[], NDArray[Any]], shape: tuple[int, ...]) -> Tensor:
-        return Tensor(name, lambda: np.ascontiguousarray(read(), np.float32), "F32", shape)
-
-    def vector(self, name: str, sources: Sequence[str], join: Join = joined) -> Tensor:
+    def vector(self, sources: Sequence[str], join: Join = joined) -> Read:
         """fp32, filled up to whole panels."""
-        size = sum(whole_panels(self.checkpoint.shape(source)[0]) for source in sources)
-        if join is joined:
-            size = whole_panels(sum(self.checkpoint.shape(source)[0] for source in sources))
-        return self.floats(name, lambda: flat(join([self.checkpoint.tensor(source) for source in sources])), (size,))
+        return lambda: flat(join([self.checkpoint.tensor(source) for source in sources]))
 
-    def matrix(self, name: str, sources: Sequence[str], bias: bool, join: Join = joined) -> Iterator[Tensor]:
-        """Panels of some matrices over one input; with scales where they are of integers."""
+    def matrix(self, name: str, sources: Sequence[str], join: Join = joined) -> dict[str, Read]:
+        """Panels of some matrices over one input, with scales where they are of integers; and their biases, of which
+        only those that the model has are asked for."""
         weights = [f"{source}.weight" for source in sources]
-        inputs = self.checkpoint.shape(weights[0])[1]
-        outputs = [self.checkpoint.shape(weight)[0] for weight in weights]
-        rows = sum(map(whole_panels, outputs)) if join is in_turn else whole_panels(sum(outputs))
-        count = rows // PANEL
+        contents: dict[str, Read] = {f"{name}.bias": self.vector([f"{source}.bias" for source in sources], join)}
         if isinstance(self.checkpoint, QuantizedCheckpoint):
             checkpoint, bits = self.checkpoint, self.checkpoint.form.bits
             waiting: list[Quantized] = []  # codes and scales are written one after the other: rounded once
@@ -100,27 +103,15 @@ class Packer:
                 waiting[:] = [Quantized(join([part.codes for part in parts]), join([part.scales for part in parts]))]
                 return code_panels(waiting[0].codes, bits)
 
-            def scales() -> NDArray[Any]:
-                return half_panels(waiting.pop().scales)
-
-            block = checkpoint.form.block_of(name, inputs)
-            yield Tensor(f"{name}.weights", codes, "U8", (count, inputs * bits // 32, PANEL, 4))
-            yield Tensor(f"{name}.scales", scales, "U16", (count, inputs // block, PANEL))
-        else:
-            yield Tensor(
-                f"{name}.weights",
-                lambda: self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights]))),
-                "U16" if isinstance(self.checkpoint, RoundedCheckpoint) else "F32",
-                (count, inputs, PANEL),
-            )
-        if bias:
-            yield self.vector(f"{name}.bias", [f"{source}.bias" for source in sources], join)
+            return contents | {f"{name}.weights": codes, f"{name}.scales": lambda: half_panels(waiting.pop().scales)}
+        packed = lambda: self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights])))  # noqa: E731
+        return contents | {f"{name}.weights": packed}
 
     def stored(self, weights: NDArray[Any]) -> NDArray[Any]:
         """As they lie in memory: numpy has no bf16, so 16-bit floats go as their bits."""
         if isinstance(self.checkpoint, RoundedCheckpoint):
             return weights.astype(self.checkpoint.dtype).view(np.uint16)
-        return weights.astype(np.float32, copy=False)
+        return weights
 
 
 def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -132,18 +123,21 @@ def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def write_weights(checkpoint: Weights, positions: int, path: Path, head: TrainedHead | None = None) -> None:
     """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one tensor in memory at a
     time. Raises CheckpointError when a weight holds NaN or infinity."""
-    tensors = list(Packer(checkpoint, positions, head).tensors())
-    header: dict[str, Any] = {}
+    packer = Packer(checkpoint, positions, head)
+    expected, contents = packer.expected(), packer.contents()
+    header: dict[str, Any] = {METADATA: {LAYOUT_KEY: LAYOUT}}
     end = 0
-    for tensor in tensors:
-        size = int(np.prod(tensor.shape)) * DTYPES[tensor.dtype].itemsize
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end, end + size)}
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+    for name, stored in expected.items():
+        header[name] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": (end, end + stored.nbytes)}
+        end += -(-stored.nbytes // ALIGNMENT) * ALIGNMENT
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            content = tensor.read()
-            content.tofile(file)
+        for name, stored in expected.items():
+            content = np.ascontiguousarray(contents[name](), DTYPES[stored.dtype])
+            assert content.nbytes == stored.nbytes, name
+            file.write(
+                content.data.cast("B")
+            )  # not numpy's tofile: of a full disk it says only how many bytes it wrote
             file.write(bytes(-content.nbytes % ALIGNMENT))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ..models.bindings import HALF, LOW_BIT, ROLES, TARGET
 from ..models.errors import ConfigError
-from ..plugins.native.compile import CompilerError, compiler
+from ..plugins.native.cache import check_available
+from ..plugins.native.compile import CompilerError
+from ..plugins.native.library import KernelError
 from ..runtime.engines.compatibility import PACKAGES
 from .compile import PRECISIONS, CompileOptions
 
@@ -72,8 +74,8 @@ class BuildOptions:
                 raise ConfigError("backend openvino is not installed: pip install 'draftwood[openvino]'")
             if backend == "native":
                 try:
-                    compiler()
-                except CompilerError as error:
+                    check_available()
+                except (CompilerError, KernelError) as error:
                     raise ConfigError(str(error)) from error
         if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
             raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ..models.config import token_ids
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..runtime.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.engines.compatibility import PACKAGES
-from ..runtime.staging import staging_folder
+from ..runtime.staging import replaceable, staging_folder
 from .checkpoint import Checkpoint, read_json
 from .compile import check_compiler
 from .engines import Source, engine_spec, make_engine
@@ -39,6 +39,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         checkpoints[role] = Checkpoint(folder)
         advance()
     refuse_different_sizes(checkpoints)
+    for remark in remarks(options, checkpoints):
+        begin(Step(remark, 1))()
     max_length = context_length(options, checkpoints)
     if options.backend in PACKAGES:
         check_compiler(options.compile_options())
@@ -91,6 +93,18 @@ def refuse_different_sizes(checkpoints: Mapping[str, Checkpoint]) -> None:
             f"the target's vocabulary has {target} tokens and the draft's {draft}: "
             "choose a draft that shares the target's tokenizer"
         )
+
+
+def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    """What somebody who asks for this build should hear; none of it keeps it from being done."""
+    if replaceable(options.output, MANIFEST) and (options.output / MANIFEST).is_file():
+        yield f"Replacing the bundle in {options.output} at the end"
+    target, draft = (checkpoints[role].config.num_parameters for role in (TARGET, DRAFT))
+    if options.target.resolve() == options.draft.resolve():
+        yield "Warning: draft and target are the same folder, so speculation can only cost time: choose a smaller draft"
+    elif draft > target:
+        size = f"{draft / 1e6:.1f}M parameters to {target / 1e6:.1f}M"
+        yield f"Warning: the draft is larger than its target ({size}), so speculation can only cost time"
 
 
 def context_length(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> int:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..models import bindings
 from ..models.errors import ConfigError
-from ..runtime.engines import openvino
+from ..runtime.engines import native_weights, openvino
 from ..runtime.engines.compatibility import PACKAGES
 from .checkpoint import Checkpoint, tensor_shapes
 from .graph import GraphWriter
@@ -99,8 +99,8 @@ class WeightFormat:
 
 # By backend and precision. The native kernels round a row's activations by the same blocks.
 FORMATS = {
-    ("native", "int8"): WeightFormat(8, scale_bytes=2),
-    ("native", "int4"): WeightFormat(4, 64, scale_bytes=2),
+    ("native", "int8"): WeightFormat(8, native_weights.BLOCKS["int8"][0], scale_bytes=2),
+    ("native", "int4"): WeightFormat(4, native_weights.BLOCKS["int4"][0], scale_bytes=2),
     ("onnxruntime", "int8"): WeightFormat(8, 32, transposed=True),
     ("onnxruntime", "int4"): WeightFormat(4, 32, transposed=True),
     ("openvino", "int8"): WeightFormat(8, openvino.BLOCKS["int8"]),
@@ -154,7 +154,7 @@ class RoundedCheckpoint:
     nothing."""
 
     def __init__(self, source: Checkpoint, precision: str) -> None:
-        self.source, self.dtype = source, HALF[precision]
+        self.source, self.precision, self.dtype = source, precision, HALF[precision]
         self.config = replace(source.config, tie_embeddings=False)  # only the projection is rounded
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -123,6 +123,11 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="to finish requests on SIGTERM (default 60)",
     )
+    load.add_argument(
+        "--private-weights",
+        action="store_true",
+        help="copy weights into memory instead of mapping files: what happens to the bundle cannot reach the server",
+    )
     add_speculation(parser)
     add_engines(parser)
     parser.set_defaults(run=run)
@@ -139,7 +144,8 @@ def run(args: argparse.Namespace) -> int:
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     name = args.served_model_name or args.bundle.resolve().name
     with listen(args.host, args.port) as listener:
-        llm = LLM(args.bundle, speculative(args), args.threads, args.draft_threads, args.provider)
+        engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
+        llm = LLM(args.bundle, speculative(args), *engines)
         with (
             llm,
             AsyncLLM(

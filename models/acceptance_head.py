@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -177,7 +177,7 @@ def from_reference(state: Mapping[str, Tensor], reject_weight: float, temperatur
 
 def write_head(folder: Path, head: TrainedHead) -> None:
     """Write both files into an existing folder. Raises OSError."""
-    save_file({name: np.ascontiguousarray(weight) for name, weight in head.weights.items()}, folder / WEIGHTS)
+    (folder / WEIGHTS).write_bytes(save({name: np.ascontiguousarray(w) for name, w in head.weights.items()}))
     content = {"format": FORMAT, **asdict(head.config)}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

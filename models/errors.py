@@ -5,9 +5,14 @@ from __future__ import annotations
 
 from reprlib import Repr
 
+from .printable import printable
+
 
 class DraftwoodError(ValueError):
     """Bad input of any kind; the base of the errors below."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class CheckpointError(DraftwoodError):

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from ..models.errors import ConfigError, RequestError
 from .batching import MAX_RUNNING, Waiting, next_together, recalled, run_together
+from .bundle_watch import BundleWatch
 from .engine_health import EngineHealth
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
@@ -71,7 +72,7 @@ class AsyncLLM:
                 engine.share_prefixes(prefix_cache_slots)
         self._changed = Condition()  # guards the scheduler and the two flags
         self._draining = self._closed = False
-        self._health = EngineHealth()
+        self._health, self._watch = EngineHealth(), BundleWatch(llm.bundle)
         self._owns_llm = False
         self._thread = Thread(target=self._run, name="draftwood-engine", daemon=True)
         self._thread.start()
@@ -109,8 +110,8 @@ class AsyncLLM:
 
     @property
     def trouble(self) -> str | None:
-        """Why nobody can expect a text any more, see EngineHealth; None while they can."""
-        return self._health.trouble if self.alive else "dead: the engine's thread has ended"
+        """Why nobody can expect a text any more, see EngineHealth and BundleWatch; None while they can."""
+        return (self._health.trouble or self._watch.trouble) if self.alive else "dead: the engine's thread has ended"
 
     @property
     def accepting(self) -> bool:

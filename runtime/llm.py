@@ -77,8 +77,9 @@ class LLM:
         threads: int = 0,
         draft_threads: int = 0,
         provider: str = "cpu",
+        private_weights: bool = False,
     ) -> None:
-        """Check and open a bundle.
+        """Check and open a bundle. private_weights: copy them, where otherwise files are mapped (bundle_watch.py).
 
         speculative: how to speculate; None decodes plainly and leaves the draft closed. threads: of the target's
         engine, 0 lets the backend choose. draft_threads: 0 takes what is fastest for a small draft, see
@@ -87,7 +88,7 @@ class LLM:
         `stale_costs` then says how this machine and bundle differ from those whose costs lie beside it; draftwood
         profile measures anew.
         """
-        self.bundle = EngineBundle.open(Path(bundle))
+        self.bundle = EngineBundle.open(Path(bundle), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self.speculative = speculative
         self._target = self.bundle.open_engine(TARGET, threads, provider)

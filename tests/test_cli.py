@@ -39,7 +39,9 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     manifest = EngineBundle.open(bundle).manifest
     assert manifest.max_length == 200 and manifest.engines["target"].widths == (1, 4, 16)
     assert main(["inspect", str(bundle)]) == 0
-    assert "runs here" in capsys.readouterr().out
+    assert "The draft engine fits this machine." in capsys.readouterr().out
+    assert main(["inspect", str(bundle), "--open"]) == 0
+    assert "The draft engine runs here." in capsys.readouterr().out
     assert main(["inspect", str(bundle), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}

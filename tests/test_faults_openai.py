@@ -40,8 +40,7 @@ NO_REQUESTS = (
 
 @pytest.fixture(scope="module")
 def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    copy = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("faults"))
-    (copy / "chat_template.jinja").write_text(PICKY_TEMPLATE)
+    copy = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("faults"), PICKY_TEMPLATE)
     return copy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.plugins.native.compile import FLAGS, SOURCE, compiler
+from draftwood.plugins.native.library import NativeLibrary
+from draftwood.runtime.engines import native
 from draftwood.runtime.engines.base import causal_batch
-from draftwood.runtime.engines.native import KERNELS, NativeEngine
+from draftwood.runtime.engines.native import NativeEngine
 
 LANES, WHOLE = 16, 256  # kernels/vector.h, kernels/attention.h
 DRIVER = Path(__file__).parent / "native_edges.c"
@@ -24,10 +27,8 @@ PROCESSORS = ("-march=native", "-march=x86-64-v3", "-march=x86-64")
 
 def opened(folder: Path, role: str, march: str, capacity: int = 256) -> NativeEngine:
     weights = held(folder, "fp32")
-    bundle = folder / f"{role}{march}"
-    bundle.mkdir()
-    (bundle / KERNELS).symlink_to(kernels(march))
-    return open_native(weights, spec_of(weights, role, "fp32", (1, 4, 16), capacity), bundle, 2)
+    with patch.object(native, "open_kernels", lambda: NativeLibrary(kernels(march))):
+        return open_native(weights, spec_of(weights, role, "fp32", (1, 4, 16), capacity), folder, 2)
 
 
 @pytest.mark.parametrize("march", PROCESSORS)

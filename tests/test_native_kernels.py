@@ -161,10 +161,10 @@ def test_kernels_for_another_processor_are_refused(monkeypatch: pytest.MonkeyPat
     lesser.write_text("processor: 0\nflags\t\t: fpu sse2\n")
     monkeypatch.setattr(library_module, "CPUINFO", lesser)
     if not NativeLibrary(kernels("-march=x86-64")).instructions:
-        with pytest.raises(KernelError, match=r"compiled for a processor with .*avx2.*: rebuild the bundle here"):
+        with pytest.raises(KernelError, match=r"compiled for a processor with .*avx2.*: delete it"):
             NativeLibrary(kernels("-march=x86-64-v3"))
     monkeypatch.setattr(library_module, "INTERFACE", library_module.INTERFACE + 1)
-    with pytest.raises(KernelError, match="compiled for another release of draftwood: rebuild the bundle"):
+    with pytest.raises(KernelError, match="compiled for another release of draftwood: delete it"):
         NativeLibrary(kernels())
     monkeypatch.setattr(library_module, "CPUINFO", tmp_path / "none")  # not Linux: nothing to compare with
     (tmp_path / "damaged.so").write_bytes(b"no library")

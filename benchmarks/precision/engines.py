@@ -12,9 +12,8 @@ from draftwood.builder.native import write_weights
 from draftwood.builder.options import BACKENDS
 from draftwood.builder.quantize import RoundedCheckpoint
 from draftwood.models.bindings import output_names
-from draftwood.plugins.native.compile import compile_kernels
 from draftwood.runtime.engines.base import Engine, EngineSpec
-from draftwood.runtime.engines.native import KERNELS, NativeEngine
+from draftwood.runtime.engines.native import NativeEngine
 
 KINDS = [(backend, precision) for backend in (*EXPORTED, "native") for precision in BACKENDS[backend]]
 
@@ -26,7 +25,6 @@ def open_engines(
 
     work: folder for the files. threads: of each engine, 0: one per core.
     """
-    compile_kernels(work / KERNELS)
     for backend, precision in KINDS:
         weights = Source(Checkpoint(folder), role, None, backend, precision).weights
         file = work / f"{role}-{backend}-{precision}.onnx"

@@ -90,16 +90,16 @@ class NativeLibrary:
             self._library = ctypes.CDLL(str(path.resolve()))
             instructions = self._library.draftwood_instructions
         except (OSError, AttributeError) as error:
-            raise KernelError(f"{path.name} cannot be loaded here ({error}): rebuild the bundle here") from error
+            raise KernelError(f"{path} cannot be loaded here ({error}): delete it, and it is made anew") from error
         interface = getattr(self._library, "draftwood_interface", lambda: 1)()
         if interface != INTERFACE:
-            raise KernelError(f"{path.name} was compiled for another release of draftwood: rebuild the bundle")
+            raise KernelError(f"{path} was compiled for another release of draftwood: delete it")
         instructions.restype = c_char_p
         self.instructions: tuple[str, ...] = tuple(instructions().decode().split())
         if missing := set(self.instructions) - available(self.instructions):
             raise KernelError(
-                f"{path.name} was compiled for a processor with {', '.join(sorted(missing))}, which this one lacks: "
-                "rebuild the bundle here"
+                f"{path} was compiled for a processor with {', '.join(sorted(missing))}, which this one lacks: "
+                "delete it, and it is made anew"
             )
         self._library.draftwood_open.restype = c_void_p
         self._library.draftwood_open.argtypes = [POINTER(Model), c_int, c_int]
