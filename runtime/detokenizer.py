@@ -123,13 +123,12 @@ def last_tokens(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
 
 def split_unfinished(tokenizer: Tokenizer, tokens: list[int]) -> tuple[list[int], list[int]]:
     """Tokens that neither begin nor end inside a character, and those behind them, which end inside one."""
-    most = min(UNFINISHED, len(tokens))
-    for pending, start in product(range(most + 1), repeat=2):
+    for pending, start in product(range(UNFINISHED + 1), repeat=2):
         end = len(tokens) - pending
         text = tokenizer.decode(tokens[start:end])
         if not text.startswith(INCOMPLETE) and not text.endswith(INCOMPLETE) and (text or not start):
             return tokens[start:end], tokens[end:]
-    return tokens[: len(tokens) - most], tokens[len(tokens) - most :]
+    return tokens[:-UNFINISHED], tokens[-UNFINISHED:]  # there are more: in front of the first of fewer is no text
 
 
 class StopResult(NamedTuple):

@@ -108,7 +108,7 @@ def added_text(before: bytes, after: bytes, final: bool = True) -> str:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_token_ids_behind_any_prompt(name: str, byte_level: Cut, byte_fallback: Cut, data: st.DataObject) -> None:
     """Prompts that begin, stop or lie inside characters, bytes that never become one, special tokens in between."""
@@ -121,7 +121,7 @@ def test_any_token_ids_behind_any_prompt(name: str, byte_level: Cut, byte_fallba
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(text=texts, more=texts, data=st.data())
 def test_a_text_cut_anywhere(
     name: str, byte_level: Cut, byte_fallback: Cut, text: str, more: str, data: st.DataObject
@@ -181,7 +181,7 @@ def test_no_token_costs_more_than_another(name: str, unit: bytes, request: pytes
     assert len("".join(deltas)) >= 900 and tokenizer.most < 60
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     prompt=texts,
     text=st.text("aé漢🙂", max_size=12),
