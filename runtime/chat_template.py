@@ -1,7 +1,7 @@
 """ChatTemplate: a model's chat template, rendered in processes that can be ended.
 
-A template is a program that comes with a model, and a loop in it may have no end. A thread cannot be ended from outside;
-a process can, and its memory can be limited, too (`template_worker.py`).
+A template is a program that comes with a model, and a loop in it may have no end. A thread cannot be ended from
+outside; a process can, and its memory can be limited, too (`template_worker.py`).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class EngineThread:
         """pools: what requests run on, the LLM's own engines where it is None."""
         self.llm = llm
         self.metrics = ServingMetrics()
-        # Further reasons why nobody can expect a text, such as a bundle that was overwritten; each says None while well.
+        # Further reasons why nobody can expect a text, such as a bundle that was overwritten; None while all is well.
         self.watchers: list[Callable[[], str | None]] = []
         self._scheduler = scheduler
         self._pools = pools

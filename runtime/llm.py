@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeGuard, cast, overload
+from typing import Literal, NamedTuple, TypeGuard, cast, overload
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError
@@ -17,11 +16,12 @@ from .batching import MAX_RUNNING, drive_together
 from .bundle import EngineBundle
 from .conversation import Conversation, is_conversations, to_template
 from .cost import CostModel, assumed, stored_costs
-from .decoder import SpeculativeDecoder, Steps, TokenLogprob, alone, drive
+from .decoder import SpeculativeDecoder, Steps, alone, drive
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
 from .engines.static import StaticEngine
 from .fit import fitted
+from .generation_result import GenerationResult, result_of
 from .memory import refuse_without_memory
 from .metrics import SpecDecodeStats
 from .prompt import checked_prompt, too_long
@@ -36,28 +36,6 @@ from .tokenizer import Tokenizer
 POOLED = ("onnxruntime", "openvino", "native")  # backends whose caches grow, so that requests can share one
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """One finished text. token_ids: the output's, ending with the token that ended it; neither that token's text nor a
-    stop string is part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length" (max_tokens,
-    context limit)."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: SpecDecodeStats
-    logprobs: list[TokenLogprob]
-    prompt_token_ids: list[int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, JSON-ready."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return fields | {
-            "stats": self.stats.to_dict(),
-            "logprobs": [logprob._asdict() for logprob in self.logprobs],
-        }
 
 
 class Engines(NamedTuple):
@@ -343,18 +321,6 @@ class LLM:
             engines.sharing,
             experience=self._experience,
         )
-
-
-def result_of(prompt: list[int], chunks: Sequence[StreamChunk]) -> GenerationResult:
-    """A text by all of its chunks."""
-    return GenerationResult(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=[token for chunk in chunks for token in chunk.token_ids],
-        finish_reason=chunks[-1].finish_reason or "length",
-        stats=chunks[-1].stats,
-        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
-        prompt_token_ids=prompt,
-    )
 
 
 def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:

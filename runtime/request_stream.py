@@ -15,7 +15,6 @@ from .metrics import SpecDecodeStats
 from .serving.metrics import Drafted
 from .text import StreamChunk
 
-
 DELIVERIES = 100  # attempts to hand an item over while memory is short
 
 
