@@ -66,7 +66,7 @@ class AsyncLLM(EngineThread):
             specs = [engine.spec for engine in (llm.engines.target, llm.engines.draft) if engine is not None]
             budget = cache_budget(specs, kv_cache_bytes)
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
-        super().__init__(llm, llm.pools(max_running, budget.slots), scheduler, budget)
+        super().__init__(llm, llm.pools(max_running, budget.allocated), scheduler, budget)
         for engine in self._order:
             if isinstance(engine, PooledEngine) and prefix_cache_slots:
                 engine.share_prefixes(prefix_cache_slots)

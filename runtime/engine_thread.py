@@ -45,6 +45,7 @@ class EngineThread:
         self._closed = False
         self._health = EngineHealth()
         self._relieved = False  # whether memory that nobody needs was given back since a pass last went well
+        self._room = budget.slots  # less while memory is short
         self._num_started = 0
         self._thread = Thread(target=self._run, name="draftwood-engine", daemon=True)
 
@@ -136,34 +137,45 @@ class EngineThread:
 
     def _startable(self, running: Sequence[Request]) -> list[Request]:
         """Those that have started, and those that fit beside them, in the order they were admitted."""
-        room = self._budget.slots
         started = [request for request in running if request.wanted is not None]
-        if room is None:
-            started = list(running)
-        else:
-            room -= sum(request.num_slots for request in started)
-            for request in running:
-                if request.wanted is None:
-                    room -= request.num_slots
-                    if room < 0:
+        if not started and self._room != self._budget.slots:  # there may be more memory than when it ran out
+            self._bound(self._budget.slots)
+        free = None if self._room is None else self._room - sum(request.num_slots for request in started)
+        for request in running:
+            if request.wanted is None:
+                if free is not None:
+                    free -= request.num_slots
+                    if free < 0:
                         break
-                    started.append(request)
+                started.append(request)
         self._num_started = len(started)
         return started
 
     def _relieve(self) -> None:
-        """Memory ran out in a shared pass, which has changed nothing: give back what nobody needs and try again, and
-        if it was not enough, without the request that came last."""
+        """Memory ran out in a shared pass, which has changed nothing. First nobody's rows go. If that was not enough,
+        caches grow no more until all requests have ended, and of those that then do not fit, the last to come end."""
+        pools = [engine for engine in self._order if isinstance(engine, PooledEngine)]
         if not self._relieved:
             self._relieved = True
             with suppress(MemoryError):
-                for engine in self._order:
-                    if isinstance(engine, PooledEngine):
-                        engine.release()
+                for pool in pools:
+                    pool.release()
             return
         self._relieved = False
-        last = max((each for each in self._scheduler.running if each.wanted is not None), key=lambda each: each.arrived)
-        self._fail(last, OutOfMemoryError("memory ran out in the middle of this text: send it again later"))
+        started = sorted((each for each in self._scheduler.running if each.wanted), key=lambda each: each.arrived)
+        self._bound(min(pool.allocated for pool in pools) - self._budget.padding)
+        taken = 0
+        for number, request in enumerate(started):
+            taken += request.num_slots
+            if taken > (self._room or 0) or (number == 0 and len(started) == 1):
+                self._fail(request, OutOfMemoryError("memory ran out in the middle of this text: send it again later"))
+
+    def _bound(self, slots: int | None) -> None:
+        """From now on requests fill so many slots at most."""
+        self._room = slots
+        for engine in self._order:
+            if isinstance(engine, PooledEngine):
+                engine.bound(None if slots is None else slots + self._budget.padding)
 
     def _recall(self, request: Request) -> None:
         """Let a request go on for as long as it waits for rows that are here already."""

@@ -15,6 +15,7 @@ CACHE_SHARE = 0.4  # of the available memory: growing a cache copies it, and nee
 RESERVE = 128 << 20  # bytes for everything else: texts, threads, answers
 LONG_TEXT = 1 << 16  # characters; what shorter ones take lies within the reserve
 BYTES_PER_BYTE = 256  # that the tokenizers library takes to encode a byte of text; it ends the process without them
+M_ARENA_MAX = -8  # of malloc.h
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -25,11 +26,18 @@ class OutOfMemoryError(DraftwoodError):
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
     """The cache slots that requests may fill at a time. slots: all of them; None: without a limit. longest: slots of a
-    request that fills the context. spare: slots for the speculative rows of one request."""
+    request that fills the context. spare: slots for the speculative rows of one request. padding: slots beyond those of
+    all requests, for the rows that the widest pass may be filled up with."""
 
     slots: int | None
     longest: int
     spare: int
+    padding: int = 0
+
+    @property
+    def allocated(self) -> int | None:
+        """Slots that a shared cache may grow to."""
+        return None if self.slots is None else self.slots + self.padding
 
     def needed(self, prompt_tokens: int, max_tokens: int) -> int:
         """Slots that a request may come to fill. Raises RequestError for more than there ever are."""
@@ -62,15 +70,15 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None) -> Cac
     if kv_cache_bytes is None:
         buffers = sum(map(buffer_bytes, specs))
         kv_cache_bytes = int(CACHE_SHARE * max(0, (available or 0) - RESERVE - buffers))
-        slots = kv_cache_bytes // sum(slot_bytes(spec) + scratch_bytes(spec) for spec in specs)
+        padding = max(spec.pass_widths[-1] for spec in specs)
+        slots = kv_cache_bytes // sum(slot_bytes(spec) + scratch_bytes(spec) for spec in specs) - padding
         if slots < 2 * spare:
             raise ConfigError(
                 f"{available or 0} bytes of memory are available, too few for the caches of one request: free some, "
                 "raise the limit of this process or container, or set --kv-cache-bytes"
             )
-    else:
-        slots = kv_cache_bytes // sum(map(slot_bytes, specs))
-    return CacheBudget(slots, longest, spare)
+        return CacheBudget(slots, longest, spare, padding)
+    return CacheBudget(kv_cache_bytes // sum(map(slot_bytes, specs)), longest, spare)
 
 
 def slot_bytes(spec: EngineSpec) -> int:
@@ -88,6 +96,19 @@ def buffer_bytes(spec: EngineSpec) -> int:
     """What passes hold whatever the caches have: logits for every number of rows, twice for those that sampling makes
     of them."""
     return 2 * 4 * spec.model.vocab_size * sum(spec.widths)
+
+
+def share_arenas() -> None:
+    """Keep glibc from giving every thread 64 MiB of address space for what it allocates, where that is limited: a few
+    threads take all of it without using it. Elsewhere nothing happens."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        with suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def refuse_without_memory(text: str) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -69,12 +70,17 @@ def outcome(source: str, variables: bytes) -> dict[str, str]:
 def rendered(source: str, variables: Mapping[str, Any]) -> str:
     """The template's text. Raises whatever the template does."""
     pieces, length = [], 0
-    for piece in environment().from_string(source).generate(variables):
+    for piece in compiled(source).generate(variables):
         length += len(piece)
         if length > MAX_CHARACTERS:
             raise ValueError(f"it writes more than {MAX_CHARACTERS} characters")
         pieces.append(piece)
     return "".join(pieces)
+
+
+@cache
+def compiled(source: str) -> jinja2.Template:
+    return environment().from_string(source)
 
 
 def limit_memory() -> None:

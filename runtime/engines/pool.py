@@ -79,9 +79,8 @@ class PooledEngine:
             raise EngineError(f"{slots} cache slots hold no pass of {engine.spec.max_width} rows: allow more memory")
         self._engine = engine
         self._storage: Any = engine.new_cache()
-        self._storage.limit = slots
-        self._alone: EngineSpec = replace(engine.spec, capacity=slots)
-        self._shared: EngineSpec = replace(self._alone, prompt_widths=())
+        self._slots = slots
+        self.bound(slots)
         self.caches: WeakSet[PooledKVCache] = WeakSet()
         self.prefixes: PrefixTree | None = None
         self._retained = 0
@@ -94,6 +93,18 @@ class PooledEngine:
         """What passes may be. Every sequence waits for each of them: where there are several, a chunk of a prompt is no
         wider than a round's pass."""
         return self._shared if len(self.caches) > 1 else self._alone
+
+    @property
+    def allocated(self) -> int:
+        """Slots that there are now."""
+        return int(self._storage.capacity)
+
+    def bound(self, slots: int | None) -> None:
+        """Let the buffer grow to so many slots, or to as many as in the beginning."""
+        slots = self._slots if slots is None else max(min(slots, self._slots), self.allocated)
+        self._storage.limit = slots
+        self._alone: EngineSpec = replace(self._engine.spec, capacity=slots)
+        self._shared: EngineSpec = replace(self._alone, prompt_widths=())
 
     @property
     def softmax(self) -> Softmax:
@@ -237,12 +248,14 @@ class PooledEngine:
             live[self.prefixes.recent(live, count)] = True
 
     def release(self) -> None:
-        """Give back all memory that no sequence needs just now, and what ended ones read. For when memory is short."""
+        """Give back the rows of ended sequences, and slots that nobody needs. For when memory is short."""
         live = self._live()
         if self.prefixes is not None:
             self.prefixes.forget()
         self._compact(live)
-        self._storage.shrink(0)
+        needed = 2 * (int(live.sum()) + self._engine.spec.max_width)
+        if self.allocated > needed:
+            self._storage.shrink(needed)
 
     def _live(self) -> NDArray[np.bool_]:
         """Which used slots some sequence refers to."""
