@@ -76,6 +76,8 @@ class ChatTemplate:
             processes = list(self._processes)
         for process in processes:
             process.end()
+        with self._changed:
+            self._processes.difference_update(processes)
 
     def _take(self, given_up: Event) -> TemplateProcess:
         """A process nobody else uses, as soon as there is one."""
