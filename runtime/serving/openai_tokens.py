@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import Event
 from typing import Any
@@ -74,7 +74,7 @@ class TokensApi:
             text, special = await self._texts.write(partial(self._written, body.messages, body)), False
         return await self._texts.compute(lambda: self._answer(text, special, body.return_token_strs), len(text))
 
-    def _written(self, messages: Sequence[Message], body: TokenizeBody, given_up: Event) -> str:
+    def _written(self, messages: list[Message], body: TokenizeBody, given_up: Event) -> str:
         written = to_template(conversation(messages))
         return self._tokenizer.apply_chat_template(written, body.add_generation_prompt, given_up)
 
