@@ -1,5 +1,5 @@
-"""Files that a stranger may have made: only plain ones of a bounded size are read. Links are followed, since every file
-of a hub's cache is one."""
+"""Files that a stranger may have made: only plain ones of a bounded size are read. Links of a checkpoint are followed,
+since every file of a hub's cache is one; a bundle has none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 MOST_JSON = 16 << 20  # bytes of a file of settings
 MOST_TOKENIZER = 256 << 20  # bytes of tokenizer.json or tokenizer.model; the largest published ones have 35 MB
@@ -16,30 +16,41 @@ MOST_TOKENIZER = 256 << 20  # bytes of tokenizer.json or tokenizer.model; the la
 def check_plain(file: Path, most: int | None = None) -> None:
     """Raises OSError, among them FileNotFoundError, and ValueError for a folder, a pipe, a socket or a device, whose
     reader may wait for ever, and for more than `most` bytes."""
-    found = file.stat()
+    check_status(file.stat(), most)
+
+
+def check_status(found: os.stat_result, most: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is no plain file, but a folder, pipe, socket or device")
     if most is not None and found.st_size > most:
-        raise ValueError(f"it has {found.st_size} bytes, and at most {most} are read")
+        raise ValueError(f"it has {found.st_size} bytes, more than the {most} that are read")
 
 
-def read_plain(file: Path, most: int) -> bytes:
-    """The content of a plain file of at most `most` bytes. Raises as `check_plain` does."""
-    check_plain(file, most)
-    # What was checked may have been replaced since: a pipe must not block this, nor a growing file fill the memory.
-    with os.fdopen(os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as handle:
+def read_plain(file: Path, most: int, own: bool = False) -> bytes:
+    """The content of a plain file of at most `most` bytes. own: a file that this project wrote, which
+    is no link. Raises as `check_plain` does, and OSError for a link in its place."""
+    # A pipe without a writer would block when it is opened.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if own else 0)
+    with os.fdopen(os.open(file, flags), "rb") as handle:
+        check_status(os.fstat(handle.fileno()), most)
         content = handle.read(most + 1)
-    if len(content) > most:
+    if len(content) > most:  # it grew meanwhile
         raise ValueError(f"it has more than {most} bytes")
     return content
 
 
-def read_object(file: Path, most: int = MOST_JSON) -> dict[str, Any]:
-    """The object in a JSON file. Raises as `read_plain` does, and ValueError for anything else."""
+def read_object(file: Path, most: int = MOST_JSON, own: bool = False) -> dict[str, Any]:
+    """The object in a JSON file. own: see `read_plain`; such a file holds finite numbers only. Raises as `read_plain`
+    does, and ValueError for anything else."""
+    text = read_plain(file, most, own).decode("utf-8")
     try:
-        content = json.loads(read_plain(file, most).decode("utf-8"))
+        content = json.loads(text, parse_constant=refuse_constant if own else None)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
     return content
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}, which is no number")

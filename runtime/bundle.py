@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 from ..models.bindings import DRAFT
 from ..models.errors import BundleError, ConfigError
+from ..models.plain_files import read_object
 from ..models.typed import typed
 from .bundle_checks import check_manifest
 from .engines.base import Engine, EngineSpec
 from .engines.compatibility import PACKAGES
 from .engines.onnx_file import check_graph
-from .json_object import read_object
 from .tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 
 MANIFEST, COSTS = "manifest.json", "costs.json"
@@ -131,7 +131,7 @@ class EngineBundle:
         if not folder.is_dir():
             raise BundleError(f"{folder} is not a folder: build a bundle there with draftwood build")
         try:
-            content = read_object(folder / MANIFEST)
+            content = read_object(folder / MANIFEST, own=True)
         except FileNotFoundError as error:
             raise BundleError(
                 f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "

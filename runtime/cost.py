@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from ..models.bindings import ROLES
 from ..models.config import LlamaConfig
 from ..models.errors import BundleError
+from ..models.plain_files import read_object
 from ..models.typed import typed
 from ..plugins.native.cache import kernel_identity
 from .bundle import COSTS, EngineBundle, Manifest
-from .json_object import read_object
 
 FILE = COSTS
 FORMAT = 1
@@ -150,7 +150,7 @@ def read_costs(folder: Path) -> CostModel | None:
     if not os.path.lexists(file):
         return None
     try:
-        content = read_object(file)
+        content = read_object(file, own=True)
         if content.pop("format", None) != FORMAT:
             raise ValueError("it is of another format")
         costs: CostModel = typed(CostModel, content, FILE)
