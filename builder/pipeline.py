@@ -12,12 +12,12 @@ from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.config import token_ids
 from ..models.errors import BundleError, CheckpointError, ConfigError
-from ..runtime.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
-from ..runtime.engines.compatibility import PACKAGES
-from ..runtime.staging import replaceable, staging_folder
+from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
+from ..runtime.bundle.staging import replaceable, staging_folder
+from ..runtime.engines.static.compatibility import PACKAGES
 from .checkpoint import Checkpoint, read_json
-from .compile import check_compiler
-from .engines import Source, engine_spec, make_engine
+from .engines.make import Source, engine_spec, make_engine
+from .engines.plan import check_compiler
 from .options import BACKENDS, BuildOptions
 from .progress import Begin, Step
 from .quantize import FORMATS, QuantizedCheckpoint

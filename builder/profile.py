@@ -16,13 +16,13 @@ import numpy as np
 
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import ConfigError
-from ..runtime.cost import CostModel, HostCosts, PassCosts
-from ..runtime.decoder import SpeculativeDecoder
+from ..runtime.decoding.decoder import SpeculativeDecoder
+from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.base import Engine, TokenBatch, prefill
-from ..runtime.metrics import SpecDecodeStats
-from ..runtime.random import seeded_streams
-from ..runtime.sampling import Sampler, SamplingParams
+from ..runtime.sampling.random import seeded_streams
+from ..runtime.sampling.sampler import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
+from ..runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from .progress import Begin, Step
 
 CONTEXTS = (64, 512, 1536)

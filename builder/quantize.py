@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from ..models import bindings
 from ..models.errors import ConfigError
-from ..runtime.engines import native_weights, openvino
-from ..runtime.engines.compatibility import PACKAGES
+from ..runtime.engines import openvino
+from ..runtime.engines.native import weights as native_weights
+from ..runtime.engines.static.compatibility import PACKAGES
 from .checkpoint import Checkpoint, tensor_shapes
-from .graph import GraphWriter
+from .engines.graph import GraphWriter
 
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, CheckpointError
 from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain
-from ..runtime.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
+from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
 SPACE = "▁"  # SentencePiece writes a space as this letter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..models.errors import RequestError
-from ..runtime.staging import advice
+from ..runtime.bundle.staging import advice
 
 
 def check_writable(file: Path, option: str) -> None:

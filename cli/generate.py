@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import RequestError
-from ..runtime.audit import AuditReport, audit_output, check_auditable
-from ..runtime.explain import RoundRecorder, token_texts
-from ..runtime.explain_html import to_html
+from ..runtime.inspection.audit import AuditReport, audit_output, check_auditable
+from ..runtime.inspection.explain import RoundRecorder
+from ..runtime.inspection.explain_html import to_html
 from ..runtime.llm import LLM
-from ..runtime.sampling import SamplingParams
+from ..runtime.sampling.sampler import SamplingParams
+from ..runtime.text.tokenizer import token_texts
 from .files import check_writable, write
 from .live import LiveView, PlainView, costs_note, summary
 from .options import add_engines, add_sampling, add_speculation, given, speculative

@@ -22,12 +22,12 @@ from ..models.printable import printable
 from ..plugins.native.cache import check_available
 from ..plugins.native.compile import CompilerError
 from ..plugins.native.library import KernelError
-from ..runtime.bundle import EngineBundle
-from ..runtime.cost import stored_costs
+from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.engines.base import EngineSpec
-from ..runtime.engines.compatibility import PACKAGES, Plan
-from ..runtime.engines.native_weights import check_weights
-from ..runtime.engines.onnx_file import check_graph
+from ..runtime.engines.native.weights import check_weights
+from ..runtime.engines.onnx.file import check_graph
+from ..runtime.engines.static.compatibility import PACKAGES, Plan
+from ..runtime.speculation.planning.cost import stored_costs
 from .options import DRAFT_THREADS, PROVIDER, THREADS
 
 EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
@@ -80,7 +80,7 @@ def compare(bundle: EngineBundle, role: str) -> Trial:
     spec, path = bundle.manifest.engines[role], bundle.folder / bundle.manifest.engines[role].file
     try:
         if spec.plan is not None:
-            from ..runtime.engines.tensorrt import open_device
+            from ..runtime.engines.static.tensorrt import open_device
 
             open_device(spec.plan)
         elif spec.backend == "native":

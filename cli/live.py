@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.text import Text
 
 from ..models.printable import printable
-from ..runtime.metrics import SpecDecodeStats
-from ..runtime.text import StreamChunk
+from ..runtime.decoding.stats import SpecDecodeStats
+from ..runtime.text.writer import StreamChunk
 
 DRAFTED, OWN, PROMPT = "green", "bold", "dim"
 

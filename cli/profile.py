@@ -16,9 +16,9 @@ from rich.table import Table
 from ..builder.profile import CONTEXTS, Pair, measure
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import BundleError
-from ..runtime.bundle import EngineBundle
-from ..runtime.cost import CostModel, PassCosts, fingerprint
-from ..runtime.staging import advice
+from ..runtime.bundle.bundle import EngineBundle
+from ..runtime.bundle.staging import advice
+from ..runtime.speculation.planning.cost import CostModel, PassCosts, fingerprint
 from .options import add_engines, integers
 from .progress import progress
 

@@ -17,7 +17,7 @@ from .options import given
 from .progress import progress
 
 if TYPE_CHECKING:
-    from ..builder.head_training import HeadResult
+    from ..builder.head.training import HeadResult
 
 
 WORTHWHILE = 1e-3  # nats per token a head should gain over a constant
@@ -63,8 +63,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Here, so that the other commands need neither torch nor onnx.
     try:
-        from ..builder.head_training import HeadTraining
-        from ..builder.train_head import train_head
+        from ..builder.head.train import train_head
+        from ..builder.head.training import HeadTraining
     except ModuleNotFoundError as error:
         raise EngineError(f"training needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 

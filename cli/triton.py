@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import EngineError
-from ..runtime.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
-from ..runtime.batching import MAX_RUNNING
-from ..runtime.serving.triton import Placement, write_model
-from ..runtime.serving.triton_contract import ModelSettings
-from ..runtime.serving.triton_server import Distribution, Ports, TritonServer
+from ..runtime.decoding.loop import MAX_RUNNING
+from ..runtime.requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
+from ..runtime.serving.triton.contract import ModelSettings
+from ..runtime.serving.triton.repository import Placement, write_model
+from ..runtime.serving.triton.server import Distribution, Ports, TritonServer
 from .options import add_engines, add_speculation, integers, speculative
 
 

@@ -1,15 +1,15 @@
 """Run an engine bundle: `LLM(bundle).generate(prompt, SamplingParams(...))`."""
 
 from ..models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, RequestError
-from .async_llm import AsyncLLM
-from .bundle import EngineBundle
-from .generation_result import GenerationResult
+from .bundle.bundle import EngineBundle
+from .decoding.result import GenerationResult
+from .decoding.stats import SpecDecodeStats
 from .llm import LLM
-from .metrics import SpecDecodeStats
-from .sampling import SamplingParams
-from .scheduler import QueueFullError
+from .requests.async_llm import AsyncLLM
+from .requests.scheduler import QueueFullError
+from .sampling.sampler import SamplingParams
 from .speculation.config import SpeculativeConfig
-from .text import StreamChunk, TextPiece
+from .text.writer import StreamChunk, TextPiece
 
 __all__ = [
     "LLM",

@@ -12,26 +12,26 @@ from typing import Literal, NamedTuple, TypeGuard, cast, overload
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError
-from .batching import MAX_RUNNING, drive_together
-from .bundle import EngineBundle
-from .conversation import Conversation, is_conversations, to_template
-from .cost import CostModel, assumed, stored_costs
-from .decoder import SpeculativeDecoder, Steps, alone, drive
+from .bundle.bundle import EngineBundle
+from .bundle.fit import fitted
+from .decoding.decoder import SpeculativeDecoder, Steps, alone, drive
+from .decoding.loop import MAX_RUNNING, drive_together
+from .decoding.result import GenerationResult, result_of
+from .decoding.round import Observer
+from .decoding.stats import SpecDecodeStats
 from .engines.base import Engine, ForwardOutput, Pass
-from .engines.pool import PooledEngine
-from .engines.static import StaticEngine
-from .fit import fitted
-from .generation_result import GenerationResult, result_of
-from .memory import refuse_without_memory
-from .metrics import SpecDecodeStats
-from .prompt import checked_prompt, too_long
-from .random import seeded_streams
-from .rounds import Observer
-from .sampling import Sampler, SamplingParams
+from .engines.shared.pool import PooledEngine
+from .engines.static.engine import StaticEngine
+from .requests.memory import refuse_without_memory
+from .sampling.random import seeded_streams
+from .sampling.sampler import Sampler, SamplingParams
 from .speculation.config import SpeculativeConfig
-from .speculation.controller import Experience
-from .text import StreamChunk, TextWriter
-from .tokenizer import Tokenizer
+from .speculation.planning.controller import Experience
+from .speculation.planning.cost import CostModel, assumed, stored_costs
+from .text.conversation import Conversation, is_conversations, to_template
+from .text.prompt import checked_prompt, too_long
+from .text.tokenizer import Tokenizer
+from .text.writer import StreamChunk, TextWriter
 
 POOLED = ("onnxruntime", "openvino", "native")  # backends whose caches grow, so that requests can share one
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are

@@ -12,7 +12,7 @@ import pytest
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.runtime.bundle import COSTS, MANIFEST, checksum, file_record
+from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, checksum, file_record
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_DATA = "DRAFTWOOD_TEST_DATA"  # the environment variable that names the folder of optional data

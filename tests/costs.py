@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftwood.runtime.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 FREE = HostCosts(0.0, 0.0, 0.0)

@@ -14,7 +14,7 @@ from trees import Tree
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models import bindings
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
-from draftwood.runtime.engines.native import NativeKVCache
+from draftwood.runtime.engines.native.engine import NativeKVCache
 
 WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
 TOLERANCE = 2e-4

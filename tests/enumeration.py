@@ -10,12 +10,12 @@ import numpy as np
 from fakes import FakeEngine, mixture, random_head, random_model
 from numpy.typing import NDArray
 
-from draftwood.runtime.cost import CostModel
-from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import RandomStreams
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.random import RandomStreams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.planning.cost import CostModel
 
 PROMPT = (0, 1)
 Distribution = dict[tuple[int, ...], float]

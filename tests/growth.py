@@ -5,11 +5,11 @@ from __future__ import annotations
 from fakes import Accept, FakeEngine, Predict
 
 from draftwood.runtime.engines.base import run
-from draftwood.runtime.random import RandomStream
-from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.baseline import Grower
+from draftwood.runtime.sampling.random import RandomStream
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.speculation.growers.baseline import Grower
+from draftwood.runtime.speculation.growers.specdecpp import Fixed, Stopper
 from draftwood.runtime.speculation.proposer import DraftProposer
-from draftwood.runtime.speculation.specdecpp import Fixed, Stopper
 from draftwood.runtime.speculation.token_graph import TokenGraph
 
 PROMPT = (0, 1)

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import EngineSpec
-from draftwood.runtime.engines.device import RowMove, Stream
-from draftwood.runtime.engines.static import StaticEngine
+from draftwood.runtime.engines.static.device import RowMove, Stream
+from draftwood.runtime.engines.static.engine import StaticEngine
 
 Work = Callable[[], None]
 DTYPES = {
@@ -42,7 +42,7 @@ class HostMemory:
 
 
 class HostDevice:
-    """See `runtime/engines/device.py`. `launches` counts what a driver would be asked for, by kind."""
+    """See `runtime/engines/static/device.py`. `launches` counts what a driver would be asked for, by kind."""
 
     def __init__(self, captures: bool = True) -> None:
         self.captures = captures

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from trees import Tree
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.engines import EXPORTED
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
+from draftwood.builder.engines.make import EXPORTED
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill

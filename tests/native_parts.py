@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.native import Weights, write_weights
+from draftwood.builder.engines.native import Weights, write_weights
 from draftwood.builder.quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
 from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.bindings import output_names
@@ -19,7 +19,7 @@ from draftwood.plugins.native.library import FORMATS as NAMES
 from draftwood.plugins.native.library import Matrix, NativeLibrary, address
 from draftwood.plugins.native.packing import code_panels, flat, half_panels, panels
 from draftwood.runtime.engines.base import EngineSpec
-from draftwood.runtime.engines.native import NativeEngine
+from draftwood.runtime.engines.native.engine import NativeEngine
 
 PRECISIONS = NAMES
 

@@ -18,10 +18,10 @@ from together import WatchedEngine, collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig, StreamChunk
-from draftwood.runtime.async_llm import DeadlineError, ShutdownError
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.llm import Speculation
-from draftwood.runtime.request_stream import Request
+from draftwood.runtime.requests.async_llm import DeadlineError, ShutdownError
+from draftwood.runtime.requests.stream import Request
 
 T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

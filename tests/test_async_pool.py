@@ -21,9 +21,9 @@ from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
-from draftwood.runtime.engines.pool import PooledEngine
+from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.llm import Speculation
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)

@@ -16,7 +16,7 @@ from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.llm import Speculation
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -20,7 +20,7 @@ import pytest
 from serving import RUNNING, WAITING, Served, served, wait_for
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
-from draftwood.runtime.serving import http_server
+from draftwood.runtime.serving.http import server as http_server
 
 LINUX = sys.platform == "linux"
 ROOM, RESERVE = 24, 16

@@ -22,7 +22,7 @@ from serving import RUNNING, Served, served, wait_for, with_chat_template
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.runtime.chat_template import PROCESSES
+from draftwood.runtime.text.chat_template import PROCESSES
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 

@@ -15,12 +15,12 @@ from draftwood.cli import generate
 from draftwood.cli.generate import verdict
 from draftwood.cli.main import main
 from draftwood.runtime import LLM, RequestError, SamplingParams, SpeculativeConfig
-from draftwood.runtime.audit import NOISE, AuditReport, audit, audit_output, compare
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler
+from draftwood.runtime.inspection.audit import NOISE, AuditReport, audit, audit_output, compare
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
 
 V, PROMPT = 6, (0, 1, 2)
 GREEDY = SamplingParams(max_tokens=20, temperature=0)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.runtime.engines.base import ForwardOutput, run
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.baseline import BestFirst, RankedStaticTree, chain, k_ary, ranked, sequoia
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig, depths_of, shallow
-from draftwood.runtime.speculation.gsd import NoMerger
-from draftwood.runtime.speculation.lookup import PromptLookup
+from draftwood.runtime.speculation.growers.baseline import BestFirst, RankedStaticTree, chain, k_ary, ranked, sequoia
+from draftwood.runtime.speculation.growers.gsd import NoMerger
+from draftwood.runtime.speculation.growers.lookup import PromptLookup
 from draftwood.runtime.speculation.token_graph import TokenGraph
 from draftwood.runtime.speculation.token_tree import unroll
 

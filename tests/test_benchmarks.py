@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers.methods import BUDGETS, RANKS, PairBenchmark, make_configurations, summarise
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.fit import refuse_too_large
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.bundle.fit import refuse_too_large
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -16,15 +16,15 @@ from bundling import resigned
 from checkpoints import write_checkpoint, write_tokenizer
 from disk import largest_file
 
-from draftwood.builder import engines
-from draftwood.builder.export import export as original_export
+from draftwood.builder.engines import make as engines
+from draftwood.builder.engines.export import export as original_export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.plugins.native.compile import SOURCE
-from draftwood.runtime.bundle import COSTS, MANIFEST, MOST_THREADS, EngineBundle, checksum
+from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, MOST_THREADS, EngineBundle, checksum
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.serving.openai_protocol import MAX_SALT, CompletionBody
-from draftwood.runtime.serving.triton_request import parse_request
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.serving.openai.protocol import MAX_SALT, CompletionBody
+from draftwood.runtime.serving.triton.request import parse_request
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SALTS = st.sampled_from([None, "a", "b", "c"])

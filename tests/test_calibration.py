@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.runtime.speculation.calibration import Calibration
+from draftwood.runtime.speculation.planning.calibration import Calibration
 from draftwood.runtime.speculation.token_graph import ROOT, TokenGraph
 from draftwood.runtime.speculation.token_tree import TokenTree, unroll
 

@@ -14,8 +14,8 @@ import pytest
 from serving import wait_for
 
 from draftwood.models.errors import RequestError
-from draftwood.runtime import chat_template
-from draftwood.runtime.chat_template import PROCESSES, ChatTemplate
+from draftwood.runtime.text import chat_template
+from draftwood.runtime.text.chat_template import PROCESSES, ChatTemplate
 
 LOOP = "{% if loop %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
 

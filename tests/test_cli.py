@@ -17,7 +17,7 @@ import pytest
 from bundling import ROOT
 
 from draftwood.cli.main import main
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.serving.clients import ApiKey, network_of, owner_of, read_keys
-from draftwood.runtime.serving.hosts import AllowedHosts
+from draftwood.runtime.serving.http.clients import ApiKey, network_of, owner_of, read_keys
+from draftwood.runtime.serving.http.hosts import AllowedHosts
 
 
 def test_a_file_of_keys_names_clients(tmp_path: Path) -> None:

@@ -16,18 +16,18 @@ from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.builder import compile as compile_module
-from draftwood.builder import tensorrt_builder
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.compile import CompileOptions, check_compiler, compile_plan, profiles, width_families
-from draftwood.builder.export import export
+from draftwood.builder.engines import plan as compile_module
+from draftwood.builder.engines import tensorrt as tensorrt_builder
+from draftwood.builder.engines.export import export
+from draftwood.builder.engines.plan import CompileOptions, check_compiler, compile_plan, profiles, width_families
 from draftwood.builder.progress import Step
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models import bindings
 from draftwood.models.errors import ConfigError
 from draftwood.plugins.tensorrt import tensorrt_logger
 from draftwood.plugins.tree_attention import library
-from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES, LayerReport, Plan, WidthFamily
+from draftwood.runtime.engines.static.compatibility import RTX_COMPUTE_CAPABILITIES, LayerReport, Plan, WidthFamily
 
 # Not importorskip: the package must be imported by load_tensorrt alone, see plugins/tensorrt.py.
 if not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))):
@@ -291,7 +291,7 @@ def test_a_package_that_was_imported_too_early_is_refused() -> None:
     """Its parser would end the process with the first plugin: it cannot open a library that has another name."""
     code = (
         "import tensorrt_rtx\n"
-        "from draftwood.builder.tensorrt_builder import tensorrt_module\n"
+        "from draftwood.builder.engines.tensorrt import tensorrt_module\n"
         "tensorrt_module('tensorrt-rtx')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from trees import Tree, trees
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
 from draftwood.builder.parity import COARSER, TOLERANCE, largest_difference
 from draftwood.models import bindings
 from draftwood.models.errors import BundleError, EngineError
 from draftwood.runtime.engines.base import EngineSpec, TokenBatch, prefill
-from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
 CAPACITY = 200

@@ -12,14 +12,14 @@ from costs import FREE, table
 from enumeration import PROMPT, decoded, pair, total_variation
 from fakes import FakeEngine, mixture, random_model
 
-from draftwood.runtime.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.acceptance import SAVED_GUESS, AcceptanceEstimate, Choice, Shapes
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.controller import SHARED_SPEED_UP, Controller, Plan
+from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, Plan
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Choice, Shapes
 
 CHAIN = Shapes((), 12, 1, True, 0)
 TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)

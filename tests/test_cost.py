@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from draftwood.models.bindings import ROLES
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError
-from draftwood.runtime.bundle import FileRecord, Manifest
-from draftwood.runtime.cost import FILE, PassCosts, assumed, differences, fingerprint, read_costs
+from draftwood.runtime.bundle.bundle import FileRecord, Manifest
+from draftwood.runtime.speculation.planning.cost import FILE, PassCosts, assumed, differences, fingerprint, read_costs
 
 MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
 

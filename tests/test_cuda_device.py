@@ -17,9 +17,16 @@ from fake_driver import FakeDriver, Kernel
 from host_device import moved
 
 from draftwood.models.errors import EngineError
-from draftwood.runtime.engines import cuda
-from draftwood.runtime.engines.cuda import MOVE_LIMIT, MOVE_ROWS, VECTORS, CudaDevice, compile_mover, mover_options
-from draftwood.runtime.engines.device import CacheGeometry, RowMove
+from draftwood.runtime.engines.static import cuda
+from draftwood.runtime.engines.static.cuda import (
+    MOVE_LIMIT,
+    MOVE_ROWS,
+    VECTORS,
+    CudaDevice,
+    compile_mover,
+    mover_options,
+)
+from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
 
 HOST = """
 struct uint4 { unsigned x, y, z, w; };

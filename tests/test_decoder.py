@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftwood.models.errors import RequestError
-from draftwood.runtime.decoder import SpeculativeDecoder, TokenChunk
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import RandomStreams, SeededStream, seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder, TokenChunk
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.random import RandomStreams, SeededStream, seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 V, PROMPT = 8, (0, 1)
@@ -200,7 +200,7 @@ def test_what_the_reader_does_with_a_chunk_is_not_decoding_time(monkeypatch: pyt
         now += 0.001  # between one look at the clock and the next
         return now
 
-    monkeypatch.setattr("draftwood.runtime.decoder.perf_counter", ticking)
+    monkeypatch.setattr("draftwood.runtime.decoding.decoder.perf_counter", ticking)
     engine, stats = FakeEngine(random_model(0, V), V), SpecDecodeStats()
     params = SamplingParams(max_tokens=5)
     for _ in SpeculativeDecoder(engine, None, None, 4096, ()).generate(

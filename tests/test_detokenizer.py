@@ -9,8 +9,8 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.runtime.detokenizer import IncrementalDetokenizer, StopChecker
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.text.detokenizer import IncrementalDetokenizer, StopChecker
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftwood.runtime.speculation.baseline import Grower, StaticTree, chain, k_ary
-from draftwood.runtime.speculation.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
-from draftwood.runtime.speculation.gsd import NoMerger
-from draftwood.runtime.speculation.lookup import graft_given
-from draftwood.runtime.speculation.specdecpp import SpecDecPP
+from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
+from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
+from draftwood.runtime.speculation.growers.gsd import NoMerger
+from draftwood.runtime.speculation.growers.lookup import graft_given
+from draftwood.runtime.speculation.growers.specdecpp import SpecDecPP
 from draftwood.runtime.speculation.token_graph import TokenGraph
 from draftwood.runtime.speculation.token_tree import unroll
 

@@ -17,9 +17,9 @@ from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import EngineError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.engine_health import MAX_FAILURES
-from draftwood.runtime.serving.triton_model import TritonModel
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.requests.health import MAX_FAILURES
+from draftwood.runtime.serving.triton.model import TritonModel
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 HEALTHY = "draftwood_engine_healthy"
@@ -150,7 +150,7 @@ def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pyt
         stream = served.generate("hello", GREEDY)
         await asyncio.to_thread(reached.wait, 20)
         assert served.trouble is None
-        monkeypatch.setattr("draftwood.runtime.engine_health.MAX_PASS_SECONDS", 0.01)
+        monkeypatch.setattr("draftwood.runtime.requests.health.MAX_PASS_SECONDS", 0.01)
         await asyncio.sleep(0.02)
         assert str(served.trouble).startswith("stuck: a pass") and f"\n{HEALTHY} 0.0\n" in served.to_prometheus()
         go.set()

@@ -12,13 +12,13 @@ import torch
 from checkpoints import transformers_logits, write_checkpoint
 from engine_parts import CAPACITY, TOLERANCE, engine_spec, random_text
 
-from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines import graph
+from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import prefill
-from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
 

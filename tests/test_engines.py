@@ -20,11 +20,11 @@ from transformers import LlamaForCausalLM
 from trees import Tree, trees
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import Engine, TokenBatch, causal_batch, prefill
-from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.openvino import OpenVinoEngine
 from draftwood.runtime.engines.torch import TorchEngine
 

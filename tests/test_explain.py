@@ -15,13 +15,8 @@ from numpy.typing import NDArray
 
 from draftwood.cli.main import main
 from draftwood.runtime import LLM
-from draftwood.runtime.cost import CostModel
-from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.explain import ExplainedRound, Explanation, RoundRecorder, token_texts
-from draftwood.runtime.explain_html import HEIGHT, WIDTH, lay_out, to_html
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.rounds import (
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.round import (
     DEPTH_LIMIT,
     END_OF_ROOM,
     NO_SPECULATION,
@@ -32,9 +27,14 @@ from draftwood.runtime.rounds import (
     Observer,
     Round,
 )
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.inspection.explain import ExplainedRound, Explanation, RoundRecorder, token_texts
+from draftwood.runtime.inspection.explain_html import HEIGHT, WIDTH, lay_out, to_html
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.speculation.planning.cost import CostModel
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 V, PROMPT = 6, (0, 1, 2)
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -283,7 +283,7 @@ def test_observing_is_not_decoding_time(monkeypatch: pytest.MonkeyPatch) -> None
         now += 0.001  # between one look at the clock and the next
         return now
 
-    monkeypatch.setattr("draftwood.runtime.decoder.perf_counter", ticking)
+    monkeypatch.setattr("draftwood.runtime.decoding.decoder.perf_counter", ticking)
     target, draft = (FakeEngine(random_model(1, V), V, role) for role in ("target", "draft"))
     decoder = SpeculativeDecoder(target, draft, SpeculativeConfig("chain"), 4096, ())
     rounds, stats = list[Round](), SpecDecodeStats()

@@ -11,9 +11,9 @@ import onnx
 import pytest
 from checkpoints import SHAPES, edit_weights, write_checkpoint
 
-from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines import graph
+from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import CheckpointError
 from draftwood.plugins.tree_attention import op

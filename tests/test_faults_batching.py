@@ -17,8 +17,8 @@ from together import collect, run, tokens_of
 
 from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
-from draftwood.runtime.async_llm import DeadlineError
 from draftwood.runtime.llm import Speculation
+from draftwood.runtime.requests.async_llm import DeadlineError
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 TEXT = "the cat sat on the mat and the dog sat on the cat and the mat "

@@ -27,9 +27,10 @@ pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 from starlette.types import ASGIApp, Receive, Scope, Send  # noqa: E402 - only where fastapi is installed
 
-from draftwood.runtime.serving import connection_limit, connections, http_server  # noqa: E402
-from draftwood.runtime.serving.openai import create_app  # noqa: E402
-from draftwood.runtime.serving.openai_guard import Limits, RequestGuard  # noqa: E402
+from draftwood.runtime.serving.http import connection_limit, connections  # noqa: E402
+from draftwood.runtime.serving.http import server as http_server  # noqa: E402
+from draftwood.runtime.serving.openai.app import create_app  # noqa: E402
+from draftwood.runtime.serving.openai.guard import Limits, RequestGuard  # noqa: E402
 
 T = TypeVar("T")
 BODY = {"model": "m", "prompt": "hello", "temperature": 0, "ignore_eos": True}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from serving import wait_for
 
 from draftwood.runtime import LLM, SamplingParams
-from draftwood.runtime.engine_health import MAX_FAILURES
+from draftwood.runtime.requests.health import MAX_FAILURES
 
 pytest.importorskip("pytriton", reason="nvidia-pytriton, the [triton] extra, is not installed")
 client_errors = pytest.importorskip("tritonclient.utils", reason="tritonclient, the [triton] extra, is not installed")
@@ -38,8 +38,8 @@ from triton_client import (  # noqa: E402 - after the skips
     triton,
 )
 
-from draftwood.runtime.serving.triton_request import KINDS, MAX_TEXT_BYTES, NEUTRAL  # noqa: E402
-from draftwood.runtime.serving.triton_server import TritonServer  # noqa: E402
+from draftwood.runtime.serving.triton.request import KINDS, MAX_TEXT_BYTES, NEUTRAL  # noqa: E402
+from draftwood.runtime.serving.triton.server import TritonServer  # noqa: E402
 
 Refused = client_errors.InferenceServerException
 GREEDY = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)

@@ -17,8 +17,8 @@ from benchmarks.gpu import engine as gpu_engine
 from benchmarks.gpu.engine import CONFIGS
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime import LLM, SamplingParams
-from draftwood.runtime.engines.cuda import CudaDevice
-from draftwood.runtime.engines.device import CacheGeometry, RowMove
+from draftwood.runtime.engines.static.cuda import CudaDevice
+from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -79,7 +79,7 @@ def test_a_bundle_generates_with_tensorrt(
         pytest.skip(f"needs the package {backend}")
     from draftwood.builder.options import BuildOptions
     from draftwood.builder.pipeline import build
-    from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES
+    from draftwood.runtime.engines.static.compatibility import RTX_COMPUTE_CAPABILITIES
 
     targets: tuple[str, ...] = ()
     if backend == "tensorrt-rtx":

@@ -10,10 +10,10 @@ from growth import grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.speculation.baseline import BestFirst, Grower, StaticTree, k_ary
-from draftwood.runtime.speculation.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
-from draftwood.runtime.speculation.gsd import GraphMerger, NoMerger, UnexpandedMerger
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.speculation.growers.baseline import BestFirst, Grower, StaticTree, k_ary
+from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
+from draftwood.runtime.speculation.growers.gsd import GraphMerger, NoMerger, UnexpandedMerger
 from draftwood.runtime.speculation.token_graph import ROOT, TokenGraph
 from draftwood.runtime.speculation.token_tree import TokenTree, unroll
 

@@ -16,22 +16,22 @@ import torch
 from trees import Tree
 
 from draftwood.builder import parity
-from draftwood.builder.acceptance_data import load_frozen
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.head_training import HeadResult, HeadTraining
+from draftwood.builder.head.data import load_frozen
+from draftwood.builder.head.train import train_head
+from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
-from draftwood.builder.train_head import train_head
 from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead, HeadConfig, read_head
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import causal_batch
 from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.llm import LLM
-from draftwood.runtime.sampling import SamplingParams
+from draftwood.runtime.sampling.sampler import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 PROMPTS = ["hello", "a rather longer prompt than that", "the cat", "once", "x y z"]
@@ -265,7 +265,7 @@ def test_bad_input_ends_with_code_2(
 def test_a_missing_package_is_named(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "draftwood.builder.train_head")
+    monkeypatch.delitem(sys.modules, "draftwood.builder.head.train")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for name in [name for name in sys.modules if name.startswith(("draftwood.builder", "draftwood.models.acceptance"))]:
         monkeypatch.delitem(sys.modules, name)

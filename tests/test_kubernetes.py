@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from bundling import ROOT
 
-from draftwood.runtime.batching import MAX_RUNNING
-from draftwood.runtime.scheduler import QueueFullError, Scheduler
-from draftwood.runtime.serving.metrics import GAUGES, ServingMetrics
-from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS, PROMPT
+from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.requests.metrics import GAUGES, ServingMetrics
+from draftwood.runtime.requests.scheduler import QueueFullError, Scheduler
+from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from draftwood.runtime import LLM, ConfigError, GenerationResult, RequestError, SamplingParams, SpeculativeConfig
-from draftwood.runtime.async_llm import AsyncLLM
-from draftwood.runtime.decoder import TokenChunk
+from draftwood.runtime.decoding.decoder import TokenChunk
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
 from draftwood.runtime.llm import Prompt
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.text import TextWriter
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.requests.async_llm import AsyncLLM
+from draftwood.runtime.text.tokenizer import Tokenizer
+from draftwood.runtime.text.writer import TextWriter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 

@@ -11,10 +11,10 @@ import pytest
 from enumeration import PROMPT, decoded, pair, total_variation
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import LOSSLESS, VERIFIERS, SpeculativeConfig
 
 SETTINGS = {

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import ConfigError, RequestError
-from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, memory
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import StackedKVCache
-from draftwood.runtime.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
+from draftwood.runtime.requests import memory
+from draftwood.runtime.requests.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 MIB = 1 << 20
@@ -111,7 +112,7 @@ def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.M
 
 def limited(llm: LLM, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = replace(cache_budget([llm.engines.target.spec], None), slots=slots, padding=64)
-    monkeypatch.setattr("draftwood.runtime.async_llm.cache_budget", lambda *_: budget)
+    monkeypatch.setattr("draftwood.runtime.requests.async_llm.cache_budget", lambda *_: budget)
 
 
 def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.serving.metrics import COUNTERS, GAUGES, HISTOGRAMS, Drafted, ServingMetrics
+from draftwood.runtime.requests.metrics import COUNTERS, GAUGES, HISTOGRAMS, Drafted, ServingMetrics
 
 NOW = dict(zip(GAUGES, (2.0, 1.0, 1.0), strict=True))
 # Of the same records, as it was written before prometheus_client wrote it.
@@ -169,7 +169,7 @@ def test_a_boundary_belongs_to_its_bucket(counted: ServingMetrics) -> None:
 
 def test_without_the_package_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting goes on without it: an AsyncLLM needs no server."""
-    monkeypatch.delitem(sys.modules, "draftwood.runtime.serving.prometheus", raising=False)
+    monkeypatch.delitem(sys.modules, "draftwood.runtime.requests.prometheus", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
         monkeypatch.setitem(sys.modules, name, None)
     metrics = ServingMetrics()

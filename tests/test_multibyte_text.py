@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as TokenizerJson
 
-from draftwood.runtime.decoder import TokenChunk
-from draftwood.runtime.detokenizer import IncrementalDetokenizer
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.sampling import SamplingParams
-from draftwood.runtime.text import TextWriter
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.decoding.decoder import TokenChunk
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.text.detokenizer import IncrementalDetokenizer
+from draftwood.runtime.text.tokenizer import Tokenizer
+from draftwood.runtime.text.writer import TextWriter
 
 ADDED = "<é🙂>"  # an added token that is no special one, written as it stands
 LETTERS = "ab é漢🙂\u0301"

@@ -29,11 +29,11 @@ from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET, output_names
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.native.cache import CACHE
 from draftwood.runtime import SpeculativeConfig
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
-from draftwood.runtime.engines.native import NativeEngine
-from draftwood.runtime.engines.native_weights import check_weights
-from draftwood.runtime.engines.pool import PooledEngine
+from draftwood.runtime.engines.native.engine import NativeEngine
+from draftwood.runtime.engines.native.weights import check_weights
+from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.plugins.native.compile import FLAGS, SOURCE, compiler
 from draftwood.plugins.native.library import NativeLibrary
-from draftwood.runtime.engines import native
 from draftwood.runtime.engines.base import causal_batch
-from draftwood.runtime.engines.native import NativeEngine
+from draftwood.runtime.engines.native import engine as native
+from draftwood.runtime.engines.native.engine import NativeEngine
 
 LANES, WHOLE = 16, 256  # kernels/vector.h, kernels/attention.h
 DRIVER = Path(__file__).parent / "native_edges.c"

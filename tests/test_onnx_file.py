@@ -15,8 +15,8 @@ from bundling import resigned
 from onnx import TensorProto, helper
 
 from draftwood.models.errors import EngineError
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.engines.onnx_file import OPERATORS, check_graph
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.onnx.file import OPERATORS, check_graph
 
 
 @pytest.fixture

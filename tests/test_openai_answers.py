@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
-from draftwood.runtime.decoder import TokenLogprob
-from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.decoding.decoder import TokenLogprob
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
-from draftwood.runtime.serving.openai import collected
-from draftwood.runtime.serving.openai_answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts
-from draftwood.runtime.serving.openai_streams import Numbered
-from draftwood.runtime.text import StreamChunk
+from draftwood.runtime.serving.openai.answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts
+from draftwood.runtime.serving.openai.app import collected
+from draftwood.runtime.serving.openai.streams import Numbered
+from draftwood.runtime.text.writer import StreamChunk
 
 
 class CountedText(str):

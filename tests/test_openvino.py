@@ -21,7 +21,7 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import SpeculativeConfig
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, prefill
 from draftwood.runtime.engines.openvino import OpenVinoEngine
 

@@ -19,7 +19,7 @@ from benchmarks.tools import pair
 from benchmarks.tools.pair import FIRST_WORD, SIZES, Agreement, make_tokenizer, write_pair
 from draftwood.builder.tokenizer import same_vocabulary
 from draftwood.models.errors import CheckpointError, ConfigError
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 TINY = SIZES["tiny"]
 AGREEMENT, SECOND = 0.7, 0.4

@@ -23,7 +23,7 @@ from benchmarks.peers.programs import draftwood
 from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, split_method
 from benchmarks.tools.pair import SIZES, write_pair
 from draftwood.models.errors import RequestError
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 # Counts upwards from the prompt's last token. "draft:5" goes wrong on long prompts, "draft:3" fails.
 LONG = 5

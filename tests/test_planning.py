@@ -10,14 +10,14 @@ from costs import table
 from enumeration import decoded, pair, total_variation
 
 from benchmarks.planning.simulated import MACHINES, simulate_speeds
-from draftwood.runtime.cost import HostCosts
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.round import Proposal
 from draftwood.runtime.engines.base import Passes
-from draftwood.runtime.rounds import Proposal
-from draftwood.runtime.sampling import SamplingParams
-from draftwood.runtime.speculation.acceptance import AcceptanceEstimate, Choice, Shapes
+from draftwood.runtime.sampling.sampler import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.controller import REMEMBERED, Controller, Experience
+from draftwood.runtime.speculation.planning.controller import REMEMBERED, Controller, Experience
+from draftwood.runtime.speculation.planning.cost import HostCosts
+from draftwood.runtime.speculation.planning.estimate import AcceptanceEstimate, Choice, Shapes
 from draftwood.runtime.speculation.token_tree import unroll
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)

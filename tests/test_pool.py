@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.models.errors import EngineError
-from draftwood.runtime.batching import Waiting, next_together, run_together
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.decoder import SpeculativeDecoder, Steps, TokenChunk
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder, Steps, TokenChunk
+from draftwood.runtime.decoding.loop import Waiting, next_together, run_together
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill
-from draftwood.runtime.engines.pool import PATIENCE, PooledEngine
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.engines.shared.pool import PATIENCE, PooledEngine
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 VOCAB = 12
@@ -251,7 +251,7 @@ def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
 
 
 def test_rows_of_a_sequence_are_gathered_where_panels_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwood.runtime.engines.pool.SCATTERED", 20)
+    monkeypatch.setattr("draftwood.runtime.engines.shared.pool.SCATTERED", 20)
     model = random_model(0, 8)
     engine = FakeEngine(model, 8)
     engine.spec = replace(engine.spec, backend="native")

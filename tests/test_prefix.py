@@ -21,9 +21,9 @@ from remembering import RememberingEngine
 
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill_passes
-from draftwood.runtime.engines.pool import PooledEngine, PooledKVCache
+from draftwood.runtime.engines.shared.pool import PooledEngine, PooledKVCache
 
 VOCAB = 5
 SLOTS = 400
@@ -147,7 +147,7 @@ def test_the_slots_of_a_text_ascend_whoever_commits_first(
 ) -> None:
     """Several sequences draft the same text, side by side and before any of it is committed, and then each commits
     part of its draft: an engine adds values up in the order of the slots. Gathering rows by sequence keeps it."""
-    with patch.multiple("draftwood.runtime.engines.pool", GATHERING=gathering, SCATTERED=6):
+    with patch.multiple("draftwood.runtime.engines.shared.pool", GATHERING=gathering, SCATTERED=6):
         pool, _ = shared_pool(retained, slots=130)
         text = np.random.default_rng(0).integers(0, VOCAB, 400)
         caches = [pool.new_cache() for _ in range(3)]

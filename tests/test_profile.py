@@ -19,8 +19,8 @@ from draftwood.cli.main import main
 from draftwood.models.bindings import ROLES
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, SamplingParams
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.cost import FILE, fingerprint, read_costs
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.speculation.planning.cost import FILE, fingerprint, read_costs
 
 
 def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
@@ -151,7 +151,7 @@ def test_costs_from_another_machine_are_noticed(
     text = capsys.readouterr().out
     assert re.search(r"costs .* measured elsewhere", text) and "draftwood profile measures" in text
     assert f"Costs were measured elsewhere: {shown['differences'][0]}." in text
-    monkeypatch.setattr("draftwood.runtime.serving.http_server.serve", served)
+    monkeypatch.setattr("draftwood.runtime.serving.http.server.serve", served)
     assert main(["serve", str(bundle), "--port", "0"]) == 0
     assert "measured elsewhere" in capsys.readouterr().err
     assert main(["profile", str(bundle), "--contexts", "8"]) == 0

@@ -20,8 +20,8 @@ from native_parts import open_native, spec_of
 
 from draftwood.builder.options import PROMPT_WIDTHS, BuildOptions
 from draftwood.runtime import SpeculativeConfig
-from draftwood.runtime.batching import Waiting, next_together
-from draftwood.runtime.bundle import MANIFEST, EngineBundle, checksum
+from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
+from draftwood.runtime.decoding.loop import Waiting, next_together
 from draftwood.runtime.engines.base import (
     Engine,
     EngineSpec,
@@ -31,8 +31,8 @@ from draftwood.runtime.engines.base import (
     causal_batch,
     prefill_passes,
 )
-from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
-from draftwood.runtime.engines.pool import PooledEngine
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.shared.pool import PooledEngine
 
 Open = Callable[[tuple[int, ...]], Engine]
 

@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 from trees import Tree
 
 from benchmarks.precision.quality import compare, make_spec, score_texts
-from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
-from draftwood.builder.export import export
+from draftwood.builder.engines import graph
+from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build

@@ -27,7 +27,7 @@ from benchmarks.load.simulation import (
     simulate,
     summarise,
 )
-from draftwood.runtime.cost import HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.cost import HostCosts, PassCosts
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.7])

@@ -7,11 +7,11 @@ from fakes import FakeEngine, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.rounds import Round
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.round import Round
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 V, PROMPT = 4, (0, 1)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftwood.models.errors import RequestError
-from draftwood.runtime.random import BLOCK, SeededStream
-from draftwood.runtime.sampling import LIKELY, NEGLIGIBLE, Candidates, Sampler, SamplingParams, largest, nucleus
-from draftwood.runtime.softmax import NumpySoftmax, Weights
+from draftwood.runtime.sampling.random import BLOCK, SeededStream
+from draftwood.runtime.sampling.sampler import LIKELY, NEGLIGIBLE, Candidates, Sampler, SamplingParams, largest, nucleus
+from draftwood.runtime.sampling.softmax import NumpySoftmax, Weights
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.drawing import Drawing
+from draftwood.runtime.speculation.growers.drawing import Drawing
 from draftwood.runtime.speculation.verifier import Residual
 
 SETTINGS: tuple[dict[str, float], ...] = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftwood.models.errors import RequestError
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from fakes import FakeCache, FakeEngine, Predict
 from numpy.typing import NDArray
 
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig
-from draftwood.runtime.async_llm import DeadlineError
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.engines.pool import PooledEngine
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.llm import Speculation
+from draftwood.runtime.requests.async_llm import DeadlineError
 
 ROUNDS = 10_000
 WARM = 2_000  # rounds until every buffer and every table of the libraries has its size

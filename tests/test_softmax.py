@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from draftwood.models.errors import EngineError
 from draftwood.plugins.native.library import FEW, NativeLibrary
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
-from draftwood.runtime.engines.native import NativeSoftmax
-from draftwood.runtime.engines.pool import PooledEngine
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.softmax import NumpySoftmax, Weights, softmax_of
+from draftwood.runtime.engines.native.engine import NativeSoftmax
+from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.softmax import NumpySoftmax, Weights, softmax_of
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 NUMPY = NumpySoftmax()

@@ -9,10 +9,10 @@ import pytest
 from fakes import random_head, random_model
 from growth import grow
 
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.speculation.baseline import StaticTree, chain
-from draftwood.runtime.speculation.dyspec import DySpecLayers
-from draftwood.runtime.speculation.specdecpp import (
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.speculation.growers.baseline import StaticTree, chain
+from draftwood.runtime.speculation.growers.dyspec import DySpecLayers
+from draftwood.runtime.speculation.growers.specdecpp import (
     Confidence,
     Entropy,
     SpecDecPP,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftwood.models.errors import CheckpointError
-from draftwood.runtime.staging import locked, staging_folder
+from draftwood.runtime.bundle.staging import locked, staging_folder
 
 
 def names(folder: Path) -> list[str]:

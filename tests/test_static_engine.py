@@ -20,15 +20,15 @@ from host_device import HostDevice, OnnxProgram, static_engine
 from trees import Tree
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
-from draftwood.runtime.engines.layout import Layout, PassShape
-from draftwood.runtime.engines.pool import PooledEngine
-from draftwood.runtime.engines.static import StaticEngine
-from draftwood.runtime.engines.static_pass import cache_geometry
+from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.engines.static.engine import StaticEngine
+from draftwood.runtime.engines.static.layout import Layout, PassShape
+from draftwood.runtime.engines.static.memory import cache_geometry
 from draftwood.runtime.engines.torch import TorchEngine
 
 BACKENDS = ["tensorrt", "torch"]

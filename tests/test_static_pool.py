@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from trees import Tree, trees
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
-from draftwood.runtime.engines.device import Stream
-from draftwood.runtime.engines.layout import mask_columns
-from draftwood.runtime.engines.static import StaticEngine
-from draftwood.runtime.engines.static_pass import cache_geometry
-from draftwood.runtime.engines.static_pool import SharedKVCache, StaticPool
+from draftwood.runtime.engines.static.device import Stream
+from draftwood.runtime.engines.static.engine import StaticEngine
+from draftwood.runtime.engines.static.layout import mask_columns
+from draftwood.runtime.engines.static.memory import cache_geometry
+from draftwood.runtime.engines.static.pool import SharedKVCache, StaticPool
 
 BATCH, CAPACITY, COLUMNS = 3, 256, 192  # sequences, slots of each, columns of all: regions of 192 slots, shares of 53
 

@@ -16,19 +16,19 @@ from draftwood.plugins.tensorrt import load_tensorrt
 
 # By file: the variables that hold objects of the package, and their classes.
 FILES: dict[str, Mapping[str, str]] = {
-    "builder/compile.py": {
+    "builder/engines/plan.py": {
         "network": "INetworkDefinition",
         "layer": "IAttentionInputLayer",
         "layer.attention": "IAttention",
     },
-    "builder/tensorrt_builder.py": {},
+    "builder/engines/tensorrt.py": {},
     "plugins/tensorrt.py": {},
     "plugins/tree_attention/plugin.py": {
         "registry": "IPluginRegistry",
         "found": "PluginTensorDesc",
         "field": "PluginField",
     },
-    "runtime/engines/tensorrt.py": {
+    "runtime/engines/static/tensorrt.py": {
         "self._runtime": "Runtime",
         "self._engine": "ICudaEngine",
         "engine": "ICudaEngine",

@@ -13,19 +13,19 @@ from fake_tensorrt import HEADER, FakeTensorRT
 from host_device import HostDevice
 from together import collect, run, tokens_of
 
-from draftwood.builder import engines as builder_engines
 from draftwood.builder import pipeline
-from draftwood.builder.compile import CompileOptions
+from draftwood.builder.engines import make as builder_engines
+from draftwood.builder.engines.plan import CompileOptions
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.cli.inspect import cache_bytes, describe
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.engines import tensorrt
-from draftwood.runtime.engines.compatibility import LayerReport, Plan
-from draftwood.runtime.engines.static_pool import StaticPool
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.static import tensorrt
+from draftwood.runtime.engines.static.compatibility import LayerReport, Plan
+from draftwood.runtime.engines.static.pool import StaticPool
 from draftwood.runtime.llm import Prompt
 
 MAX_BATCH, MAX_LENGTH, WIDTHS = 3, 160, (1, 2, 4, 8, 16, 32)

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from bundling import ROOT
 
-from draftwood.builder import engines
-from draftwood.builder.export import export
+from draftwood.builder.engines import make as engines
+from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models.bindings import COMPACT, output_names
 from draftwood.models.errors import BundleError, ConfigError
-from draftwood.runtime.bundle import MANIFEST, EngineBundle, checksum
-from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily, obstacle
+from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
+from draftwood.runtime.engines.static.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily, obstacle
 
 needs_rtx = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))), reason="needs the extra tensorrt-rtx"

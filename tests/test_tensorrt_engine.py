@@ -22,20 +22,20 @@ from fake_tensorrt import HEADER, FakeTensorRT
 from host_device import HostDevice
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.plugins.tensorrt import load_tensorrt
 from draftwood.plugins.tree_attention.library import MAGIC
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
-from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.engines import tensorrt
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec
-from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily
-from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
-from draftwood.runtime.engines.tensorrt import RuntimeCacheFile, TensorRTEngine, profile_for
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.static import tensorrt
+from draftwood.runtime.engines.static.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily
+from draftwood.runtime.engines.static.tensorrt import RuntimeCacheFile, TensorRTEngine, profile_for
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
 
 FAMILIES = (WidthFamily(1, 1, 1), WidthFamily(2, 8, 16), WidthFamily(32, 32, 32))
 PLAN = Plan("tensorrt-rtx", "1.7.1", ("8.9",), None, FAMILIES, 128, LayerReport(100, 0, 2, 4), False)
@@ -197,7 +197,7 @@ def test_a_package_that_cannot_be_loaded_is_an_engine_error(
 
 def test_opening_a_plan_needs_no_torch_onnx_or_triton() -> None:
     code = (
-        "import sys; import draftwood.runtime.engines.tensorrt\n"
+        "import sys; import draftwood.runtime.engines.static.tensorrt\n"
         "heavy = {'torch', 'onnx', 'onnx_ir', 'onnxruntime', 'triton', 'tensorrt', 'tensorrt_rtx'}\n"
         "sys.exit(', '.join(heavy & set(sys.modules)) or None)"
     )

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime import LLM
-from draftwood.runtime.token_length import BYTES, longest_token
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.text.token_length import BYTES, longest_token
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 BY_BYTES = {token: index for index, token in enumerate(["<unk>", "ab", "a", "b", *BYTES])}

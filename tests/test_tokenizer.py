@@ -12,7 +12,7 @@ from checkpoints import write_tokenizer
 from transformers import AutoTokenizer
 
 from draftwood.models.errors import BundleError, RequestError
-from draftwood.runtime.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
+from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
 
 TEXTS = [
     "",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from draftwood.builder.tokenizer import SENTENCEPIECE, convert_tokenizer, same_vocabulary
 from draftwood.models.errors import CheckpointError
-from draftwood.runtime.tokenizer import SETTINGS, TOKENIZER, Tokenizer
+from draftwood.runtime.text.tokenizer import SETTINGS, TOKENIZER, Tokenizer
 
 CORPUS = [
     "Once upon a time there was a little girl named Lily.",

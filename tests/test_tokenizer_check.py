@@ -11,8 +11,8 @@ from checkpoints import write_tokenizer
 
 from draftwood.builder.tokenizer import convert_tokenizer
 from draftwood.models.errors import BundleError, CheckpointError, RequestError
-from draftwood.runtime.tokenizer import TOKENIZER, Tokenizer
-from draftwood.runtime.tokenizer_check import is_panic
+from draftwood.runtime.text.tokenizer import TOKENIZER, Tokenizer
+from draftwood.runtime.text.tokenizer_check import is_panic
 
 STRIP = {"type": "Strip", "content": "a", "start": 0, "stop": 3}
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "special": True}
@@ -99,8 +99,8 @@ def test_characters_that_a_tokenizer_does_not_know_are_the_requests_fault(
 
 def test_what_panics_all_the_same_ends_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's own panic, by a file that is not looked at."""
-    monkeypatch.setattr("draftwood.runtime.tokenizer.check_file", lambda file: None)
-    monkeypatch.setattr("draftwood.runtime.tokenizer.check_tokenizer", lambda *_: None)
+    monkeypatch.setattr("draftwood.runtime.text.tokenizer.check_file", lambda file: None)
+    monkeypatch.setattr("draftwood.runtime.text.tokenizer.check_tokenizer", lambda *_: None)
     tokenizer = Tokenizer.load(write(tmp_path / "decoder", decoder=STRIP))
     with pytest.raises(BundleError, match="rebuild") as caught:
         tokenizer.decode([0])

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from draftwood.builder.acceptance_data import Examples, collect, load_frozen, mix, sample_responses, soft_labels
-from draftwood.builder.calibration import calibration, fit_temperature, sigmoid
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.head_training import HeadResult, HeadTraining
+from draftwood.builder.head.calibration import calibration, fit_temperature, sigmoid
+from draftwood.builder.head.data import Examples, collect, load_frozen, mix, sample_responses, soft_labels
+from draftwood.builder.head.train import acceptance_loss, fit, judge
+from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.progress import Step
-from draftwood.builder.train_head import acceptance_loss, fit, judge
 from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead, HeadConfig
 from draftwood.models.llama import Llama

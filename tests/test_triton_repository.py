@@ -21,9 +21,9 @@ import pytest
 
 from draftwood.cli.main import main
 from draftwood.runtime import BundleError, ConfigError, EngineError, SpeculativeConfig
-from draftwood.runtime.serving.triton import Placement, write_model
-from draftwood.runtime.serving.triton_contract import OUTPUTS, ModelSettings
-from draftwood.runtime.serving.triton_server import Distribution, Ports, TritonServer
+from draftwood.runtime.serving.triton.contract import OUTPUTS, ModelSettings
+from draftwood.runtime.serving.triton.repository import Placement, write_model
+from draftwood.runtime.serving.triton.server import Distribution, Ports, TritonServer
 
 SETTINGS = ModelSettings("", SpeculativeConfig(grow="k-ary", branching=(2, 1)), 3, 2, "cpu", 5, 6)
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftwood.runtime import ConfigError, RequestError, SamplingParams, SpecDecodeStats, SpeculativeConfig, StreamChunk
-from draftwood.runtime.async_llm import DeadlineError, QueueFullError, ShutdownError
-from draftwood.runtime.decoder import TokenLogprob
-from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS
-from draftwood.runtime.serving.triton_metrics import REASONS
-from draftwood.runtime.serving.triton_model import CancelledError, classify
-from draftwood.runtime.serving.triton_request import (
+from draftwood.runtime.decoding.decoder import TokenLogprob
+from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, ShutdownError
+from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
+from draftwood.runtime.serving.triton.metrics import REASONS
+from draftwood.runtime.serving.triton.model import CancelledError, classify
+from draftwood.runtime.serving.triton.request import (
     KINDS,
     MAX_TEXT_BYTES,
     NEUTRAL,
@@ -25,7 +25,7 @@ from draftwood.runtime.serving.triton_request import (
     TritonRequest,
     parse_request,
 )
-from draftwood.runtime.serving.triton_response import ResponseWriter
+from draftwood.runtime.serving.triton.response import ResponseWriter
 
 OWN = SpeculativeConfig()
 DTYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64}

@@ -41,7 +41,7 @@ from triton_client import (  # noqa: E402 - after the skips
     triton,
 )
 
-from draftwood.runtime.serving.triton_server import TritonServer  # noqa: E402
+from draftwood.runtime.serving.triton.server import TritonServer  # noqa: E402
 
 Refused = client_errors.InferenceServerException
 LONG = {"max_tokens": 900, "stream": True, "seed": SLOW, "end_id": -1}

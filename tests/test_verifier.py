@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from enumeration import PROMPT, decoded, outcomes, pair, total_variation
 
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import RandomStream, RandomStreams
-from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.baseline import Grower, StaticTree, chain, k_ary
-from draftwood.runtime.speculation.calibration import Estimate, uncorrected
+from draftwood.runtime.sampling.random import RandomStream, RandomStreams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.dyspec import DySpecThreshold
-from draftwood.runtime.speculation.gsd import UnexpandedMerger
+from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
+from draftwood.runtime.speculation.growers.dyspec import DySpecThreshold
+from draftwood.runtime.speculation.growers.gsd import UnexpandedMerger
+from draftwood.runtime.speculation.planning.calibration import Estimate, uncorrected
 from draftwood.runtime.speculation.token_graph import Edge, TokenGraph
 from draftwood.runtime.speculation.verifier import Verifier, recursive_rejection, traversal_verification
 

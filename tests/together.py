@@ -10,8 +10,8 @@ from typing import TypeVar
 from fakes import FakeCache, FakeEngine, mixture, random_model
 
 from draftwood.runtime import LLM, AsyncLLM, StreamChunk
-from draftwood.runtime.async_llm import RequestStream
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.requests.async_llm import RequestStream
 
 T = TypeVar("T")
 

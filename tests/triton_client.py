@@ -18,9 +18,9 @@ import tritonclient.grpc as grpc
 from numpy.typing import NDArray
 
 from draftwood.runtime import EngineError, SpeculativeConfig
-from draftwood.runtime.serving.triton import Placement, write_model
-from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
-from draftwood.runtime.serving.triton_server import Distribution, TritonServer
+from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
+from draftwood.runtime.serving.triton.repository import Placement, write_model
+from draftwood.runtime.serving.triton.server import Distribution, TritonServer
 
 OWN = SpeculativeConfig(budget="fixed")  # proposals that do not depend on how fast this machine is at the moment
 MANIFEST = Path(__file__).parent.parent / "deploy" / "kubernetes" / "triton.yaml"

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.runtime.engines.base import EngineSpec, TokenBatch, prefill
-from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32)
 CONTEXT, REPEATS = 256, 15

@@ -33,12 +33,12 @@ from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.builder.profile import Pair, behind
 from draftwood.builder.quantize import FORMATS
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, EngineSpec
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 CONTEXTS = (64, 512, 960, 2048)

@@ -22,14 +22,14 @@ from rich.table import Table
 from benchmarks.tools.record import add_output, write_results
 from draftwood.models.bindings import TARGET
 from draftwood.runtime import SamplingParams, SpeculativeConfig
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, TokenBatch
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler
-from draftwood.runtime.softmax import softmax_of
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.sampling.softmax import softmax_of
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def fibonacci(n):\n"
 TREE = SpeculativeConfig("topk", max_total_draft_tokens=31, max_draft_len=6, frontier_width=8, budget="fixed")

@@ -18,12 +18,12 @@ from draftwood.models.bindings import COMPACT, DRAFT, TARGET, output_names
 from draftwood.models.config import LlamaConfig
 from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
 from draftwood.runtime.engines.torch import TorchEngine, Weights
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

@@ -14,7 +14,7 @@ from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.tensorrt import PACKAGES
 from draftwood.runtime import LLM, SamplingParams
-from draftwood.runtime.engines.cuda import CudaDevice
+from draftwood.runtime.engines.static.cuda import CudaDevice
 
 PRECISION, TOKENS = "fp16", 96
 REQUESTS = 4
@@ -42,7 +42,7 @@ def check(backend: str) -> Findings:
 
 def measure_bundle(output: Path, backend: str, capability: str, plugin: bool, max_batch: int) -> dict[str, Any]:
     """Build, load and run one bundle. Tokens per second are those of all texts together."""
-    from draftwood.builder.compile import check_compiler
+    from draftwood.builder.engines.plan import check_compiler
     from draftwood.builder.options import BuildOptions
     from draftwood.builder.pipeline import build
 

@@ -1,8 +1,8 @@
 """A discrete-event simulation of AsyncLLM replicas under load, by SimPy, from a measured table of pass costs.
 
-The simulation follows `runtime/async_llm.py`. The real Scheduler admits requests and decides whose turn it is. A pass
-takes as many of the waiting requests as its rows hold, in the scheduler's order; passes of the draft come first.
-Requests join and leave between passes. The simulation assumes the following instead of measuring it:
+The simulation follows `runtime/requests/async_llm.py`. The real Scheduler admits requests and decides whose turn it
+is. A pass takes as many of the waiting requests as its rows hold, in the scheduler's order; passes of the draft come
+first. Requests join and leave between passes. The simulation assumes the following instead of measuring it:
 - A proposal is a chain. Each of its tokens is accepted independently with one probability. Its depth is the one that
   promises the most tokens per second at the current number of requests: the controller's choice once it knows that
   probability.
@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from simpy import Environment, Event
 
-from draftwood.runtime.batching import MAX_RUNNING
-from draftwood.runtime.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.engines.pool import LIVE_SHARE
-from draftwood.runtime.scheduler import Scheduler
+from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.engines.shared.pool import LIVE_SHARE
+from draftwood.runtime.requests.scheduler import Scheduler
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 
 CONTEXT_STEP = 32  # slots; a longer context changes the cost of a pass in steps of this size
 MAX_DEPTH = 8  # of a proposal

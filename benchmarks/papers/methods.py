@@ -26,17 +26,17 @@ from benchmarks.papers.plot import draw
 from benchmarks.tools.record import add_output, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.baseline import sequoia
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.growers.baseline import sequoia
 from draftwood.runtime.speculation.token_tree import TokenTree
 from draftwood.runtime.speculation.verifier import Acceptance
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 BUDGETS = {8: 5, 16: 6, 32: 8, 63: 10}  # tokens of a tree, and its depth

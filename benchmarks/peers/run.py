@@ -39,7 +39,7 @@ from benchmarks.tools.record import add_output, rows_to_json, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import integers
 from draftwood.models.errors import DraftwoodError, RequestError
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 PRECISIONS = ("fp32", "int8", "int4")
 WORK = Path("build/peers")

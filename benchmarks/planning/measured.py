@@ -27,15 +27,15 @@ from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.cli.bench import read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.cost import CostModel, assumed, read_costs
-from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, TokenBatch
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.speculation.planning.cost import CostModel, assumed, read_costs
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 ACCEPTANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)

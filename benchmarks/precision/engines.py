@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.engines import EXPORTED, Source
-from draftwood.builder.export import export
-from draftwood.builder.native import write_weights
+from draftwood.builder.engines.export import export
+from draftwood.builder.engines.make import EXPORTED, Source
+from draftwood.builder.engines.native import write_weights
 from draftwood.builder.options import BACKENDS
 from draftwood.builder.quantize import RoundedCheckpoint
 from draftwood.models.bindings import output_names
 from draftwood.runtime.engines.base import Engine, EngineSpec
-from draftwood.runtime.engines.native import NativeEngine
+from draftwood.runtime.engines.native.engine import NativeEngine
 
 KINDS = [(backend, precision) for backend in (*EXPORTED, "native") for precision in BACKENDS[backend]]
 

@@ -50,7 +50,7 @@ from safetensors.numpy import save_file
 from draftwood.builder.checkpoint import INDEX, Checkpoint, read_json, tensor_shapes
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
-from draftwood.runtime.staging import staging_folder
+from draftwood.runtime.bundle.staging import staging_folder
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),

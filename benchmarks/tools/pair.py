@@ -40,7 +40,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from draftwood.builder.checkpoint import tensor_shapes
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
-from draftwood.runtime.staging import staging_folder
+from draftwood.runtime.bundle.staging import staging_folder
 
 LAYER_SCALE = 0.1  # standard deviation of a layer matrix's output over that of its input
 SECOND_LOGIT = 0.6  # share of the best logit; from H = 64 on, random words do not reach it

@@ -22,8 +22,8 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
 from draftwood.models.errors import ConfigError, DraftwoodError, RequestError
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.async_llm import MAX_WAITING, AsyncLLM, ShutdownError
-from draftwood.runtime.batching import MAX_RUNNING
+from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.requests.async_llm import MAX_WAITING, AsyncLLM, ShutdownError
 
 SERVED = {field.name for field in fields(SamplingParams)}
 HIDDEN = "stop_token_ids_hidden"  # the front end's name for the tokens that end a text by themselves

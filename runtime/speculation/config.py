@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
-from ..cost import CostModel
-from .acceptance import Shapes
-from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
 from .bounds import SHARES, check_bounds
-from .calibration import Calibration, Estimate, uncorrected
-from .controller import Controller, Experience, Plan
-from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
-from .gsd import NO_MERGER, GraphMerger, UnexpandedMerger
-from .lookup import PromptLookup
-from .specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
+from .growers.baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
+from .growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
+from .growers.gsd import NO_MERGER, GraphMerger, UnexpandedMerger
+from .growers.lookup import PromptLookup
+from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
+from .planning.calibration import Calibration, Estimate, uncorrected
+from .planning.controller import Controller, Experience, Plan
+from .planning.cost import CostModel
+from .planning.estimate import Shapes
 from .verifier import Verifier, block_verification, recursive_rejection, sample_and_match, traversal_verification
 
 VERIFIERS: dict[str, Verifier] = {

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..engines.base import Engine, ForwardOutput, Pass, Passes, TokenBatch, prefill_passes
-from ..random import RandomStream
-from ..sampling import Sampler
-from .baseline import Grower
-from .specdecpp import Stopper
+from ..sampling.random import RandomStream
+from ..sampling.sampler import Sampler
+from .growers.baseline import Grower
+from .growers.specdecpp import Stopper
 from .token_graph import ROOT, TokenGraph
 from .token_tree import TokenTree
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engines.base import EngineSpec, TokenBatch
-from ..sampling import Candidates
+from ..sampling.sampler import Candidates
 from .token_graph import ROOT, Edge, TokenGraph
 
 

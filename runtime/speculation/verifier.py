@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..random import RandomStream, RandomStreams
-from ..sampling import Candidates, Sampler
-from ..softmax import Weights
+from ..sampling.random import RandomStream, RandomStreams
+from ..sampling.sampler import Candidates, Sampler
+from ..sampling.softmax import Weights
 from .token_tree import TokenTree
 
 NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))

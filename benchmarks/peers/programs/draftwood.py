@@ -19,12 +19,12 @@ from benchmarks.peers.protocol import Generation, PeerOptions, serve
 from draftwood import builder, models, plugins
 from draftwood.cli.bench import parse_config
 from draftwood.models.bindings import DRAFT, TARGET
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.cost import assumed, read_costs
-from draftwood.runtime.decoder import SpeculativeDecoder
-from draftwood.runtime.metrics import SpecDecodeStats
-from draftwood.runtime.random import seeded_streams
-from draftwood.runtime.sampling import Sampler, SamplingParams
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.speculation.planning.cost import assumed, read_costs
 
 TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
 DIGEST_FILE = "code"  # beside a kept bundle: a digest of the code that built it

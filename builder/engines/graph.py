@@ -1,0 +1,121 @@
+"""A small writer of ONNX graphs: named nodes, and weights that are read only while the file is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from ...models.bindings import Binding
+from ...models.errors import CheckpointError
+
+IR_VERSION = 11
+EXTERNAL_DATA_BYTES = 32_000_000  # a protobuf is held in memory several times while it is written, and ends at 2 GB
+Weight = Callable[[], NDArray[Any]]
+
+
+class GraphWriter:
+    """Collects the nodes and initializers of one graph whose floating tensors are of `dtype`.
+
+    axes: sizes of the axes that are fixed; every other axis of a binding stays symbolic.
+    """
+
+    def __init__(self, dtype: str, axes: Mapping[str, int]) -> None:
+        self.dtype = ir.DataType[{"float32": "FLOAT"}.get(dtype, dtype.upper())]
+        self.axes = axes
+        self.nodes: list[ir.Node] = []
+        self.initializers: dict[str, ir.Value] = {}
+
+    def lazy(self, name: str, shape: tuple[int, ...], read: Weight) -> ir.Value:
+        """An initializer that is read only when the file is written: one weight in memory at a time."""
+        if name not in self.initializers:
+            tensor = ir.LazyTensor(
+                lambda: ir.Tensor(self.cast(read()), name=name), self.dtype, ir.Shape(shape), name=name
+            )
+            self.initializers[name] = ir.Value(
+                name=name, shape=tensor.shape, type=ir.TensorType(self.dtype), const_value=tensor
+            )
+        return self.initializers[name]
+
+    def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
+        """An initializer that is there already; floating ones become `dtype`."""
+        if name not in self.initializers:
+            tensor = ir.Tensor(self.cast(array) if array.dtype.kind == "f" else array, name=name)
+            self.initializers[name] = ir.Value(
+                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+        return self.initializers[name]
+
+    def cast(self, array: NDArray[Any]) -> NDArray[Any]:
+        """To `dtype`, without a copy where it is that already."""
+        return array.astype(self.dtype.numpy(), copy=False)
+
+    def node(self, kind: str, name: str, inputs: Sequence[ir.Value], domain: str = "", **attributes: Any) -> ir.Value:
+        return self.nodes_out(kind, name, inputs, 1, domain, **attributes)[0]
+
+    def nodes_out(
+        self,
+        kind: str,
+        name: str,
+        inputs: Sequence[ir.Value],
+        outputs: int,
+        domain: str = "",
+        **attributes: Any,
+    ) -> Sequence[ir.Value]:
+        """Append one node named `name`; its outputs are named after it."""
+        node = ir.node(kind, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
+        for index, value in enumerate(node.outputs):
+            value.name = name if outputs == 1 else f"{name}.{index}"
+        self.nodes.append(node)
+        return node.outputs
+
+    def widened(self, name: str, value: ir.Value) -> ir.Value:
+        """The value in fp32, through a node only where it is something else."""
+        if self.dtype == ir.DataType.FLOAT:
+            return value
+        return self.node("Cast", name, [value], to=ir.DataType.FLOAT)
+
+    def input(self, binding: Binding) -> ir.Value:
+        return ir.Value(name=binding.name, shape=self.shape(binding.shape), type=type_of(binding.dtype))
+
+    def output(self, value: ir.Value, binding: Binding) -> ir.Value:
+        """Give a value the name, shape and type of a graph output."""
+        value.name, value.shape, value.type = binding.name, self.shape(binding.shape), type_of(binding.dtype)
+        return value
+
+    def cache_input(self, name: str, axes: Sequence[str]) -> ir.Value:
+        return ir.Value(name=name, shape=self.shape(axes), type=ir.TensorType(self.dtype))
+
+    def shape(self, axes: Sequence[str]) -> ir.Shape:
+        """Axis names, fixed ones as numbers."""
+        return ir.Shape([self.axes.get(axis, axis) for axis in axes])
+
+
+def type_of(dtype: str) -> ir.TensorType:
+    return ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+
+
+def save(model: ir.Model, path: Path, weight_bytes: int, progress: Callable[[str], None]) -> None:
+    """Write a model. Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then
+    told the name of each before it is written. Raises CheckpointError when a weight cannot be used."""
+    external = weight_bytes > EXTERNAL_DATA_BYTES
+    try:
+        ir.save(
+            model,
+            path,
+            external_data=path.name + ".data" if external else None,
+            callback=(lambda tensor, _: progress(tensor.name or "")) if external else None,
+            max_workers=1 if external else None,
+        )
+    except ir.serde.SerdeError as error:
+        # Weights are read inside `save`, which wraps what their reader raises, several times over.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, CheckpointError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None

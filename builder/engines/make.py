@@ -1,0 +1,174 @@
+"""Make one role's engine: an exported graph, packed weights, or a compiled plan; and compare it with
+the torch reference."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...models.acceptance_head import TrainedHead
+from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
+from ...runtime.engines.base import Engine, EngineSpec
+from ...runtime.engines.native.engine import NativeEngine
+from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from ...runtime.engines.openvino import OpenVinoEngine
+from ...runtime.engines.static.compatibility import PACKAGES
+from ...runtime.engines.torch import TorchEngine
+from ..checkpoint import Checkpoint
+from ..options import BuildOptions
+from ..parity import largest_difference
+from ..progress import Begin, Step
+from ..quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
+from .export import export
+from .native import Weights, write_weights
+from .plan import compile_plan, runs_here
+
+EXPORTED = {"onnxruntime": OnnxRuntimeEngine, "openvino": OpenVinoEngine}  # backends whose engine is the graph itself
+SUFFIXES = {"native": "weights", **dict.fromkeys(PACKAGES, "plan")}  # of an engine's file, where it is no graph
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one engine is made from."""
+
+    checkpoint: Checkpoint
+    role: str
+    head: TrainedHead | None
+    backend: str
+    precision: str
+
+    @property
+    def weights(self) -> Weights:
+        """What the engine holds."""
+        if form := FORMATS.get((self.backend, self.precision)):
+            return QuantizedCheckpoint(self.checkpoint, form)
+        if self.backend == "native" and self.precision in HALF:
+            return RoundedCheckpoint(self.checkpoint, self.precision)
+        return self.checkpoint
+
+
+def engine_spec(source: Source, options: BuildOptions, max_length: int) -> EngineSpec:
+    """What one engine is to be."""
+    return EngineSpec(
+        role=source.role,
+        backend=source.backend,
+        file=f"{source.role}.{SUFFIXES.get(source.backend, 'onnx')}",
+        model=source.checkpoint.config,
+        widths=options.widths_of(source.role),
+        capacity=max_length + options.columns,
+        precision=source.precision,
+        outputs=output_names(source.role, source.head is not None, graph_form(source.backend)),
+        max_batch=options.max_batch,
+        prompt_widths=options.prompt_widths_of(source.role),
+    )
+
+
+def make_engine(
+    source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin
+) -> tuple[EngineSpec, float]:
+    """Write an engine's files to `staging`; returns what it is and how far from the reference. Raises BundleError when
+    that is too far."""
+    if spec.backend == "native":
+        return native_engine(source, spec, staging, begin)
+    if spec.backend in EXPORTED:
+        return exported_engine(source, spec, staging, begin)
+    return compiled_engine(source, spec, options, staging, begin)
+
+
+def graph_form(backend: str) -> str:
+    """Which form of the graph a backend runs."""
+    return COMPACT if backend in PACKAGES else ADDITIVE
+
+
+def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
+    """An engine that is its graph; and how far it is from the reference."""
+    write_graph(source, spec, staging / spec.file, begin)
+    # Low-bit engines round activations, too. In fp32 the same file must agree with the reference as closely as any.
+    precisions = ("fp32", spec.precision) if spec.precision in LOW_BIT else (spec.precision,)
+    specs = [replace(spec, precision=precision) for precision in precisions]
+    engines = (EXPORTED[spec.backend](staging / spec.file, each) for each in specs)
+    return spec, check_parity(source, spec, engines, begin)
+
+
+def native_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
+    """An engine that is packed weights; the kernels that read them are no part of a bundle."""
+    advance = begin(Step(f"Packing the {title(spec)}", 1))
+    write_weights(source.weights, spec.capacity, staging / spec.file, source.head)
+    advance()
+    return spec, check_parity(source, spec, [NativeEngine(staging / spec.file, spec)], begin)
+
+
+def compiled_engine(
+    source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin
+) -> tuple[EngineSpec, float]:
+    """An engine that is a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs here."""
+    with graph_folder(options, staging) as folder:
+        graph = Path(folder) / f"{spec.role}.onnx"
+        computed = replace(spec, precision=activations(spec.precision, COMPACT))
+        # ONNX Runtime has no bf16 on a CPU: what is compared then is the same graph in fp32.
+        compared = replace(spec, precision="fp32") if spec.precision == "bf16" else computed
+        write_graph(source, compared, graph, begin, form=COMPACT)
+        alone = replace(compared, capacity=spec.max_batch * spec.capacity)  # one sequence has all the slots
+        difference = check_parity(source, spec, [OnnxRuntimeEngine(graph, alone)], begin)
+        if compared != computed:
+            write_graph(source, computed, graph, begin, form=COMPACT)
+        plan = compile_plan(graph, staging / spec.file, spec.model, options.compile_options(spec.role), begin)
+    spec = replace(spec, plan=plan)
+    if not runs_here(plan):
+        return spec, difference
+    from ...runtime.engines.static.tensorrt import TensorRTEngine
+
+    executed = TensorRTEngine(staging / spec.file, replace(computed, plan=plan))
+    difference = check_parity(source, spec, [executed], begin)
+    return replace(spec, plan=plan._replace(executed=True)), difference
+
+
+def graph_folder(options: BuildOptions, staging: Path) -> AbstractContextManager[str | Path]:
+    """Where graphs lie while they are compiled: for good where that was asked for."""
+    if options.graphs is None:
+        return tempfile.TemporaryDirectory(dir=staging)
+    options.graphs.mkdir(parents=True, exist_ok=True)
+    return nullcontext(options.graphs)
+
+
+def title(spec: EngineSpec) -> str:
+    """A role in the words of a progress bar."""
+    return f"{spec.role} ({spec.model.num_parameters / 1e6:.1f}M parameters, {spec.precision})"
+
+
+def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE) -> None:
+    """Export one role."""
+    advance = begin(Step(f"Exporting the {title(spec)}", 1))
+    weights = source.weights
+    assert not isinstance(weights, RoundedCheckpoint)  # a graph's own type rounds its weights
+    export(
+        weights,
+        spec.role,
+        spec.capacity,
+        file,
+        lambda name: None,
+        head=source.head,
+        form=form,
+        precision=spec.precision,
+        max_batch=spec.max_batch,
+    )
+    advance()
+
+
+def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], begin: Begin) -> float:
+    """Compare engines, one after the other, with the torch reference on the weights they hold, and close them. Returns
+    the difference of the last one."""
+    advance = begin(Step(f"Comparing the {spec.role} with the torch reference", 1))
+    held = replace(spec, precision="fp32", model=source.weights.config)
+    reference = TorchEngine(source.weights.tensor, held, head=source.head)
+    rounding = "fp32" if isinstance(source.weights, RoundedCheckpoint) else None
+    difference = 0.0
+    for engine in engines:
+        difference = largest_difference(engine, reference, rounding)
+        engine.close()
+    reference.close()
+    advance()
+    return difference

@@ -1,0 +1,143 @@
+"""Write a checkpoint as the native engine reads it: packed matrices, one safetensors file for each role."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.acceptance_head import TrainedHead
+from ...models.rope import rope_tables
+from ...plugins.native.packing import LAYOUT, alternated, code_panels, flat, half_panels, joined, panels
+from ...runtime.engines.native.weights import (
+    ACCEPTANCE,
+    ALIGNMENT,
+    DTYPES,
+    EMBEDDING,
+    LAYOUT_KEY,
+    METADATA,
+    Stored,
+    expected_tensors,
+)
+from ..checkpoint import Checkpoint
+from ..quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
+
+Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
+Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
+Read = Callable[[], NDArray[Any]]
+
+
+class Packer:
+    """Contents of everything a native engine reads. What each tensor is called and looks like is said by
+    `expected_tensors`."""
+
+    def __init__(self, checkpoint: Weights, positions: int, head: TrainedHead | None) -> None:
+        self.checkpoint, self.positions, self.head = checkpoint, positions, head
+        self.config = checkpoint.config
+
+    @property
+    def precision(self) -> str:
+        """Of the matrices."""
+        if isinstance(self.checkpoint, QuantizedCheckpoint):
+            return f"int{self.checkpoint.form.bits}"
+        return self.checkpoint.precision if isinstance(self.checkpoint, RoundedCheckpoint) else "fp32"
+
+    def expected(self) -> dict[str, Stored]:
+        """Every tensor of the file, in its order."""
+        blocks = None if self.head is None else self.head.config.layers
+        return dict(expected_tensors(self.config, self.precision, self.positions, blocks))
+
+    def contents(self) -> dict[str, Read]:
+        """Each tensor by its name, read when it is written."""
+        config = self.config
+        cosine, sine = rope_tables(config, self.positions)
+        contents: dict[str, Read] = {"cosine": lambda: cosine, "sine": lambda: sine}
+        for layer in range(config.num_layers):
+            source, name = f"model.layers.{layer}.", f"layers.{layer}."
+            attention, mlp = source + "self_attn.", source + "mlp."
+            contents[name + "input_norm"] = self.vector([source + "input_layernorm.weight"])
+            contents[name + "post_norm"] = self.vector([source + "post_attention_layernorm.weight"])
+            contents |= self.matrix(name + "qkv", [f"{attention}{part}_proj" for part in "qkv"])
+            contents |= self.matrix(name + "output", [attention + "o_proj"])
+            contents |= self.matrix(name + "gate_up", [mlp + "gate_proj", mlp + "up_proj"], in_turn)
+            contents |= self.matrix(name + "down", [mlp + "down_proj"])
+        contents["norm"] = self.vector(["model.norm.weight"])
+        embedding = "model.embed_tokens"
+        contents |= self.matrix("head", [embedding if config.tie_embeddings else "lm_head"])
+        if self.head is not None:
+            contents |= self.acceptance(self.head)
+        contents[EMBEDDING] = lambda: self.checkpoint.tensor(embedding + ".weight")
+        return contents
+
+    def acceptance(self, head: TrainedHead) -> dict[str, Read]:
+        """The SpecDec++ head: each block's panels and bias, then the row that gives the log-odds."""
+        config, weights = head.config, head.weights
+        odds, shift = config.logit_projection(weights["output.weight"], weights["output.bias"])
+        arrays = {"odds": flat(odds.ravel()), "shift": shift}
+        for layer in range(config.layers):
+            block = f"blocks.{config.block_of(layer)}.linear"
+            arrays[f"block.{layer}.weights"] = panels(weights[f"{block}.weight"])
+            arrays[f"block.{layer}.bias"] = flat(weights[f"{block}.bias"])
+        return {ACCEPTANCE + name: partial(np.copy, array) for name, array in arrays.items()}
+
+    def vector(self, sources: Sequence[str], join: Join = joined) -> Read:
+        """fp32, filled up to whole panels."""
+        return lambda: flat(join([self.checkpoint.tensor(source) for source in sources]))
+
+    def matrix(self, name: str, sources: Sequence[str], join: Join = joined) -> dict[str, Read]:
+        """Panels of some matrices over one input, with scales where they are of integers; and their biases, of which
+        only those that the model has are asked for."""
+        weights = [f"{source}.weight" for source in sources]
+        contents: dict[str, Read] = {f"{name}.bias": self.vector([f"{source}.bias" for source in sources], join)}
+        if isinstance(self.checkpoint, QuantizedCheckpoint):
+            checkpoint, bits = self.checkpoint, self.checkpoint.form.bits
+            waiting: list[Quantized] = []  # codes and scales are written one after the other: rounded once
+
+            def codes() -> NDArray[Any]:
+                parts = [checkpoint.quantized(weight) for weight in weights]
+                waiting[:] = [Quantized(join([part.codes for part in parts]), join([part.scales for part in parts]))]
+                return code_panels(waiting[0].codes, bits)
+
+            return contents | {f"{name}.weights": codes, f"{name}.scales": lambda: half_panels(waiting.pop().scales)}
+        packed = lambda: self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights])))  # noqa: E731
+        return contents | {f"{name}.weights": packed}
+
+    def stored(self, weights: NDArray[Any]) -> NDArray[Any]:
+        """As they lie in memory: numpy has no bf16, so 16-bit floats go as their bits."""
+        if isinstance(self.checkpoint, RoundedCheckpoint):
+            return weights.astype(self.checkpoint.dtype).view(np.uint16)
+        return weights
+
+
+def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The panels of gate and up alternate: one thread finishes both."""
+    first, second = parts
+    return alternated(first, second)
+
+
+def write_weights(checkpoint: Weights, positions: int, path: Path, head: TrainedHead | None = None) -> None:
+    """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one tensor in memory at a
+    time. Raises CheckpointError when a weight holds NaN or infinity."""
+    packer = Packer(checkpoint, positions, head)
+    expected, contents = packer.expected(), packer.contents()
+    header: dict[str, Any] = {METADATA: {LAYOUT_KEY: LAYOUT}}
+    end = 0
+    for name, stored in expected.items():
+        header[name] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": (end, end + stored.nbytes)}
+        end += -(-stored.nbytes // ALIGNMENT) * ALIGNMENT
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, stored in expected.items():
+            content = np.ascontiguousarray(contents[name](), DTYPES[stored.dtype])
+            assert content.nbytes == stored.nbytes, name
+            file.write(
+                content.data.cast("B")
+            )  # not numpy's tofile: of a full disk it says only how many bytes it wrote
+            file.write(bytes(-content.nbytes % ALIGNMENT))

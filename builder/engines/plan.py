@@ -1,0 +1,290 @@
+"""ONNX graph -> TensorRT or TensorRT-RTX plan, through Polygraphy.
+
+TensorRT-RTX compiles for GPUs this machine need not have; TensorRT compiles for the GPU it runs on. A plan has one
+optimisation profile per family of widths: within a profile rows, mask columns and scored rows vary; the cache does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ...models import bindings
+from ...models.config import LlamaConfig
+from ...models.errors import ConfigError
+from ...plugins.tree_attention.library import CAPABILITIES, MAGIC
+from ...plugins.tree_attention.plan import MAX_HEAD_DIM
+from ...runtime.engines.static.compatibility import (
+    PACKAGES,
+    RTX_COMPUTE_CAPABILITIES,
+    Kernel,
+    LayerReport,
+    Plan,
+    WidthFamily,
+    obstacle,
+)
+from ..progress import Begin, Step
+from .tensorrt import builder_errors, polygraphy, progress_monitor, tensorrt_module
+
+PRECISIONS = ("fp16", "bf16", "fp32", *bindings.LOW_BIT)  # the default first
+PORTABLE = ("8.0", "8.6", "8.9", "12.0")  # what TensorRT-RTX compiles for when nothing is said
+TREE_ROWS = 16  # widest pass that is tuned as a token tree; wider ones as a piece of prompt
+TYPICAL_TREE = 8  # rows of the default proposal
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What a plan is compiled for. Raises ConfigError for what the package cannot do, before anything is built.
+
+    widths: rows a pass may have. columns: speculative slots a pass may see, its own rows included. max_batch: sequences
+    that its rows may be of, which takes the kernel. compute_capabilities: "8.9"; TensorRT-RTX only, whose default is
+    `PORTABLE`. plugin: attention by our kernel instead of TensorRT's own; None takes it where Triton is there and
+    compiles it for every GPU. workspace: MiB of scratch
+    memory an engine may use at most; None sets no limit. timing_cache: a file that TensorRT reads and extends, so that
+    the next build measures less; TensorRT-RTX measures nothing.
+    """
+
+    backend: str
+    precision: str
+    widths: tuple[int, ...]
+    columns: int
+    compute_capabilities: tuple[str, ...] = ()
+    plugin: bool | None = None
+    workspace: int | None = None
+    timing_cache: Path | None = None
+    max_batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.backend not in PACKAGES:
+            raise ConfigError(f"backend {self.backend!r} is no TensorRT; choose one of {', '.join(PACKAGES)}")
+        if self.precision not in PRECISIONS:
+            choices = ", ".join(PRECISIONS)
+            raise ConfigError(f"precision {self.precision!r} is not available for {self.backend}; choose {choices}")
+        self._check_batch()
+        if self.columns < self.widths[-1]:
+            raise ConfigError(f"a pass of {self.widths[-1]} rows sees more than {self.columns} speculative slots")
+        if self.workspace is not None and self.workspace < 1:
+            raise ConfigError(f"workspace must be at least 1 MiB, not {self.workspace}")
+        if self.backend == "tensorrt":
+            if self.compute_capabilities:
+                raise ConfigError(
+                    "TensorRT compiles for the GPU of this machine: leave out --compute-capability, "
+                    "or compile for other GPUs with --backend tensorrt-rtx"
+                )
+        else:
+            self._check_rtx()
+
+    def _check_batch(self) -> None:
+        if self.max_batch < 1:
+            raise ConfigError(f"--max-batch must be at least 1, not {self.max_batch}")
+        if self.max_batch == 1:
+            return
+        needs = f"--max-batch {self.max_batch} needs our attention kernel"
+        if self.plugin is False:
+            raise ConfigError(
+                f"{needs}, since TensorRT's own would read the slots of all sequences for every row: "
+                "leave out --no-plugin, or --max-batch"
+            )
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError(f"{needs}, and Triton is not installed: pip install 'draftwood[kernel]'")
+        if "7.5" in self.compute_capabilities:
+            raise ConfigError(f"{needs}, which is not for SM 7.5: leave out --compute-capability 7.5, or --max-batch")
+
+    def _check_rtx(self) -> None:
+        for capability in self.targets:
+            if capability not in RTX_COMPUTE_CAPABILITIES:
+                raise ConfigError(
+                    f"TensorRT-RTX compiles for SM {', '.join(RTX_COMPUTE_CAPABILITIES)}, not for {capability}: "
+                    "for other GPUs build with --backend tensorrt on a machine that has one"
+                )
+        if len(set(self.targets)) != len(self.targets):
+            raise ConfigError(f"compute capabilities are named twice: {', '.join(self.targets)}")
+        if "7.5" in self.targets and self.precision not in ("fp16", "int8"):
+            raise ConfigError(
+                f"TensorRT-RTX compiles no {self.precision} for SM 7.5: choose --precision fp16, "
+                "or leave out --compute-capability 7.5"
+            )
+        if self.timing_cache is not None:
+            raise ConfigError("TensorRT-RTX measures nothing while it builds: leave out --timing-cache")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The compute capabilities TensorRT-RTX compiles for."""
+        return self.compute_capabilities or PORTABLE
+
+    @property
+    def families(self) -> tuple[WidthFamily, ...]:
+        """Profiles: token trees and what is smaller, pieces of a prompt."""
+        return width_families(self.widths)
+
+    def takes_plugin(self, head_dim: int, targets: Sequence[str]) -> bool:
+        """Whether attention is to be computed by our kernel, in a plan for GPUs of these compute capabilities. Raises
+        ConfigError where several sequences need it and it cannot be had."""
+        if self.plugin is not None:
+            return self.plugin
+        compilable = head_dim <= MAX_HEAD_DIM and {*map(as_number, targets)} <= {*CAPABILITIES}
+        if self.max_batch > 1 and not compilable:
+            raise ConfigError(
+                f"--max-batch {self.max_batch} needs our attention kernel, which is for SM 8.0 and later and for heads "
+                f"of at most {MAX_HEAD_DIM}: leave out --max-batch"
+            )
+        return compilable and importlib.util.find_spec("triton") is not None
+
+
+def width_families(widths: Sequence[int]) -> tuple[WidthFamily, ...]:
+    """Up to 16 rows, and more, as far as `widths` (ascending) go.
+
+    Families are ranges even where `widths` has one member: a profile of one fixed shape gets weights of its own.
+    """
+    typical = max(width for width in widths if width <= TYPICAL_TREE)
+    largest = widths[-1]
+    tree = WidthFamily(1, typical, min(largest, TREE_ROWS))
+    return (tree,) if largest <= TREE_ROWS else (tree, WidthFamily(TREE_ROWS + 1, largest, largest))
+
+
+def check_compiler(options: CompileOptions) -> None:
+    """Raises ConfigError when this machine lacks what compiling needs, before anything slow is done."""
+    tensorrt_module(options.backend)
+    with polygraphy(options.backend):
+        pass
+    if options.backend == "tensorrt":
+        this_gpu()
+
+
+def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Begin) -> Plan:
+    """Compile the exported graph of `model` (compact form) and write the plan to `output`.
+
+    Raises ConfigError when the package is not installed, or with the package's own words when it cannot compile.
+    """
+    trt = tensorrt_module(options.backend)
+    targets = options.targets if options.backend == "tensorrt-rtx" else (this_gpu(),)
+    kernel = None
+    if options.takes_plugin(model.head_dim, targets):
+        advance = begin(Step(f"Compiling the {graph.stem}: attention kernel", 1))
+        kernel = register_kernel(trt, options, model, targets)
+        advance()
+    with polygraphy(options.backend), builder_errors() as errors:
+        from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
+        from polygraphy.exception import PolygraphyException
+
+        flags = [] if kernel is None else [trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE]
+        monitor = progress_monitor(trt, begin, graph.stem)
+        try:
+            builder, network, parser = network_from_onnx_path(str(graph), flags=flags, strongly_typed=True)
+            allow_decomposition(trt, network)
+            layers = count_layers(trt, network)
+            plan = engine_bytes_from_network(
+                (builder, network, parser), config(trt, options, monitor), save_timing_cache=options.timing_cache
+            )
+        except PolygraphyException as error:
+            if monitor.interruption is None:
+                reason = "; ".join(errors) or str(error)
+                raise ConfigError(f"{options.backend} cannot compile the {graph.stem}: {reason}") from error
+        if monitor.interruption is not None:
+            raise monitor.interruption
+    with output.open("wb") as file:
+        file.write(plan)
+    return Plan(
+        package=options.backend,
+        version=str(trt.__version__),
+        compute_capabilities=targets,
+        kernel=kernel,
+        families=options.families,
+        columns=options.columns,
+        layers=layers,
+        executed=False,
+    )
+
+
+def config(trt: ModuleType, options: CompileOptions, monitor: Any) -> Any:
+    """Polygraphy's loader of a builder configuration."""
+    common: dict[str, Any] = {"profiles": profiles(options), "progress_monitor": monitor}
+    if options.workspace is not None:
+        common["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options.workspace << 20}
+    if options.backend == "tensorrt":
+        from polygraphy.backend.trt import CreateConfig
+
+        return CreateConfig(**common, load_timing_cache=options.timing_cache)
+    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+
+    targets = [tuple(map(int, capability.split("."))) for capability in options.targets]
+    return CreateConfigRTX(compute_capabilities=targets, **common)
+
+
+def profiles(options: CompileOptions) -> list[Any]:
+    """One optimisation profile per family of widths; the caches have one shape only and need no mention."""
+    from polygraphy.backend.trt import Profile
+
+    made = []
+    for family in options.families:
+        rows = tuple(family)
+        axes = {"B": (1, 1, 1), "T": rows, "S": (*rows[:2], options.columns), "R": (1, *rows[1:])}
+        axes |= {"N": (options.max_batch,) * 3, "4": (4, 4, 4)}
+        profile = Profile()
+        for item in bindings.inputs(bindings.COMPACT):
+            profile.add(item.name, *zip(*(axes[axis] for axis in item.shape), strict=True))
+        made.append(profile)
+    return made
+
+
+def allow_decomposition(trt: ModuleType, network: Any) -> None:
+    """Let the builder compute attention in parts where it has no fused kernel: other head sizes than 16 to 256."""
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer  # the documented way down from ILayer
+            layer.attention.decomposable = True
+
+
+def count_layers(trt: ModuleType, network: Any) -> LayerReport:
+    kinds = Counter(network.get_layer(index).type for index in range(network.num_layers))
+    kind = trt.LayerType
+    return LayerReport(
+        network.num_layers, kinds[kind.PLUGIN_V3], kinds[kind.ATTENTION_INPUT], kinds[kind.KV_CACHE_UPDATE]
+    )
+
+
+def this_gpu() -> str:
+    """Compute capability of the GPU that TensorRT compiles for."""
+    from ...runtime.engines.static.tensorrt import this_machine
+
+    capability = this_machine().compute_capability
+    if capability is None:
+        raise ConfigError(
+            "TensorRT compiles on the GPU it compiles for, and this machine has none: build there, "
+            "or here with --backend tensorrt-rtx"
+        )
+    return capability
+
+
+def as_number(capability: str) -> int:
+    """A compute capability as kernels are named by it, 89 for "8.9"."""
+    return int(capability.replace(".", ""))
+
+
+def runs_here(plan: Plan) -> bool:
+    """Whether this machine can execute a plan."""
+    from ...runtime.engines.static.tensorrt import this_machine
+
+    return obstacle(plan, this_machine()) is None
+
+
+def register_kernel(trt: ModuleType, options: CompileOptions, model: LlamaConfig, targets: Sequence[str]) -> Kernel:
+    """Compile the attention kernel for this model and register its plugin. Raises ConfigError."""
+    from ...plugins.tree_attention.library import compile_library
+    from ...plugins.tree_attention.plugin import register
+
+    group = model.num_heads // model.num_kv_heads
+    capabilities = [as_number(target) for target in targets]
+    try:
+        dtype = bindings.activations(options.precision, bindings.COMPACT)
+        library = compile_library(model.head_dim, group, dtype, options.widths[-1], capabilities)
+        register(trt, library)
+    except (ModuleNotFoundError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{error}; --no-plugin builds without our kernel") from error
+    return Kernel(library.fingerprint, MAGIC.decode())

@@ -1,0 +1,169 @@
+"""What the acceptance head learns from (SpecDec++, arXiv 2405.19715, section 4 and appendix): texts, labels, mixing.
+
+For each prompt the target p writes X. The draft q reads prompt + X and draws one token beside each of X's:
+
+    Y_t ~ q(· | prompt, X_<t)        p_acc_t = min(1, p(Y_t) / q(Y_t))        both under that prefix, raw softmax
+
+The draft then reads prompt + Z, where Z_t is X_t with probability r and else Y_t: in use, its context holds its own
+tokens, too. The hidden state of a Y_t in Z is an example, with that token's own p_acc_t as its soft label.
+
+But a head is only asked about Y_t when everything before it was accepted, and such a context reads like X, while Z
+strings together tokens that were each drawn behind another text. "Branched" examples read every Y_t behind prompt +
+X_<t itself, all of them in one pass under a tree mask; what is held out always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...models.bindings import MASKED
+from ...models.llama import Llama, LlamaOutput
+from ..checkpoint import Checkpoint
+
+
+class Responses(NamedTuple):
+    """Texts of the target. prefix int64 [B, P]: prompts, padded on the left. padding int64 [B]. x int64 [B, T]: what
+    the target wrote. p float32 [B, T, V]: its logits before each token. valid bool [B, T]: up to the end of text."""
+
+    prefix: Tensor
+    padding: Tensor
+    x: Tensor
+    p: Tensor
+    valid: Tensor
+
+
+class Labels(NamedTuple):
+    """y int64 [B, T]: one draft token at each place. p_acc float32 [B, T]: probability that the target accepts it."""
+
+    y: Tensor
+    p_acc: Tensor
+
+
+class Examples(NamedTuple):
+    """hidden float32 [N, d]: the draft's state after reading a token of its own. p_acc float32 [N]."""
+
+    hidden: Tensor
+    p_acc: Tensor
+
+
+class Reader:
+    """Texts of a batch, padded on the left, behind one model's KV cache; each is read as if it stood alone."""
+
+    def __init__(self, model: Llama, padding: Tensor, capacity: int) -> None:
+        config = model.config
+        self._model, self._padding, self._read = model, padding, 0
+        shape = (2 * config.num_layers, len(padding), config.num_kv_heads, capacity, config.head_dim)
+        self._cache = torch.zeros(shape)
+
+    def read(self, tokens: Tensor, output_rows: Tensor) -> LlamaOutput:
+        """Append int64 [B, T] to every text and score `output_rows` of them."""
+        start, end = self._read, self._read + tokens.shape[1]
+        rows, columns = torch.arange(start, end)[None, :, None], torch.arange(end)[None, None, :]
+        seen = (columns <= rows) & (columns >= self._padding[:, None, None])
+        mask = torch.where(seen, 0.0, MASKED)[:, None]
+        positions = (torch.arange(start, end)[None] - self._padding[:, None]).clamp(min=0)
+        self._read = end
+        output: LlamaOutput = self._model(tokens, positions, mask, self._cache, start, output_rows)
+        return output
+
+
+@torch.no_grad()
+def collect(
+    target: Llama,
+    draft: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    mixing_ratio: float | None,
+    generator: torch.Generator,
+) -> Examples:
+    """All examples of one batch of prompts; branched ones without a `mixing_ratio`."""
+    responses = sample_responses(target, prompts, max_new_tokens, temperature, generator)
+    prefix, padding, x, p, valid = responses
+    capacity, rows = prefix.shape[1] + x.shape[1], prefix.shape[1] + torch.arange(x.shape[1])
+    # The logits that chose x[t] are those of the row before it.
+    q = Reader(draft, padding, capacity).read(torch.cat((prefix, x), 1), rows - 1).logits
+    y, p_acc = soft_labels(p, q, generator)
+    if mixing_ratio is None:
+        return Examples(branched(draft, responses, y)[valid], p_acc[valid])
+    z, drafted = mix(x, y, mixing_ratio, generator)
+    hidden = Reader(draft, padding, capacity).read(torch.cat((prefix, z), 1), rows).hidden
+    kept = drafted & valid
+    return Examples(hidden[kept], p_acc[kept])
+
+
+@torch.no_grad()
+def sample_responses(
+    target: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, generator: torch.Generator
+) -> Responses:
+    """The target continues every prompt, one token of each at a time, until all ended. temperature: 0 is greedy."""
+    longest = max(map(len, prompts))
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts])
+    prefix = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    eos = torch.tensor(target.config.eos_token_ids, dtype=torch.int64)
+    reader = Reader(target, padding, longest + max_new_tokens)
+    rows, going = prefix, torch.ones(len(prompts), dtype=torch.bool)
+    x, p, valid = [], [], []
+    for _ in range(max_new_tokens):
+        logits = reader.read(rows, torch.tensor([rows.shape[1] - 1])).logits[:, 0]
+        if temperature == 0:
+            rows = logits.argmax(-1, keepdim=True)
+        else:
+            rows = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        x.append(rows[:, 0])
+        p.append(logits)
+        valid.append(going)
+        going = going & ~torch.isin(rows[:, 0], eos)
+        if not going.any():
+            break
+    return Responses(prefix, padding, torch.stack(x, 1), torch.stack(p, 1), torch.stack(valid, 1))
+
+
+def soft_labels(p: Tensor, q: Tensor, generator: torch.Generator) -> Labels:
+    """Y_t ~ q and min(1, p(Y_t) / q(Y_t)) from both models' logits [B, T, V]."""
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    y = torch.multinomial(log_q.exp().flatten(0, 1), 1, generator=generator).view(*q.shape[:2], 1)
+    ratio = (log_p.gather(-1, y) - log_q.gather(-1, y)).clamp(max=0).exp()
+    return Labels(y[..., 0], ratio[..., 0])
+
+
+def mix(x: Tensor, y: Tensor, ratio: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Z [B, T], and where it took Y: at each place X with probability `ratio`."""
+    drafted = torch.rand(x.shape, generator=generator) >= ratio
+    return torch.where(drafted, y, x), drafted
+
+
+def branched(draft: Llama, responses: Responses, y: Tensor) -> Tensor:
+    """The draft's hidden state [B, T, d] after each y[t] behind the prompt and x[:t]: y's rows are leaves of a tree
+    whose trunk is the text."""
+    prefix, padding, x, _, _ = responses
+    trunk, leaves = prefix.shape[1] + x.shape[1], prefix.shape[1] + torch.arange(x.shape[1])
+    positions = torch.cat((torch.arange(trunk), leaves))  # a leaf stands where the token beside it does
+    rows = torch.arange(len(positions))
+    ancestors = (rows < trunk) & (rows < positions[:, None]) | (rows == rows[:, None])
+    seen = ancestors & (rows >= padding[:, None, None])
+    config = draft.config
+    shape = (2 * config.num_layers, len(padding), config.num_kv_heads, len(rows), config.head_dim)
+    output: LlamaOutput = draft(
+        torch.cat((prefix, x, y), 1),
+        (positions - padding[:, None]).clamp(min=0),
+        torch.where(seen, 0.0, MASKED)[:, None],
+        torch.zeros(shape),
+        0,
+        rows[trunk:],
+    )
+    return output.hidden
+
+
+def load_frozen(checkpoint: Checkpoint, positions: int) -> Llama:
+    """A checkpoint as a model that is not trained."""
+    with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
+        model = Llama(checkpoint.config, positions)
+    state = {name: torch.from_numpy(np.array(checkpoint.tensor(name), np.float32)) for name in model.state_dict()}
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False)

@@ -1,0 +1,244 @@
+"""SpecDec++ (arXiv 2405.19715): train the acceptance head of a pair, calibrate it, write it with its curves.
+
+    loss = Σ[w_rej (1 - p_acc)(-log P_0) + p_acc (-log P_1)] / Σ[w_rej (1 - p_acc) + p_acc]
+
+Both models stay frozen, so the draft's hidden states are computed once and the head trains on them alone. What ours
+adds: prompts held out of training, read in the contexts of use, on which the best epoch is chosen and the de-biased
+head's temperature is fitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ...models.acceptance_head import ACCEPT, DESCRIPTION, REJECT, AcceptanceHead, write_head
+from ...models.bindings import DRAFT, TARGET
+from ...models.config import LlamaConfig
+from ...models.errors import CheckpointError, ConfigError, RequestError
+from ...runtime.bundle.staging import staging_folder
+from ..checkpoint import Checkpoint
+from ..pipeline import refuse_different_sizes
+from ..progress import Begin, Step
+from ..tokenizer import convert_tokenizer, same_vocabulary
+from .calibration import Floats, calibration, fit_temperature
+from .data import Examples, collect, load_frozen
+from .plots import training_svg
+from .training import HeadResult, HeadTraining, Point
+
+FIGURES, PLOT = "training.json", "training.svg"
+TRAINING, HELD_OUT = "training", "held-out"
+ROWS_PER_STEP = 512  # examples of one optimizer step
+WARM_UP = 0.03  # share of the steps, as published
+WEIGHT_DECAY = 0.01
+SMALL_MODEL = 30_000_000  # parameters
+
+
+def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> HeadResult:
+    """Train a head and write its folder, all or nothing; `begin` hears of every step.
+
+    The same options, prompts and number of threads give the same head. Raises CheckpointError, ConfigError or
+    RequestError.
+    """
+    start = perf_counter()
+    advance = begin(Step("Reading checkpoints", 2))
+    checkpoints = {}
+    for role, folder in ((TARGET, options.target), (DRAFT, options.draft)):
+        checkpoints[role] = Checkpoint(folder)
+        advance()
+    refuse_different_sizes(checkpoints)
+    encoded = encode(options, checkpoints, prompts)
+    threads = torch_threads(options.threads, checkpoints[TARGET].config)
+    with threads, staging_folder(options.output, DESCRIPTION, CheckpointError) as staging:
+        generator = torch.Generator().manual_seed(options.seed)
+        train, held = [
+            gather(options, checkpoints, part, count, kind, begin, generator)
+            for part, count, kind in split(options, encoded, generator)
+        ]
+        head = AcceptanceHead(options.head(checkpoints[DRAFT].config.hidden_size))
+        training, validation = fit(head, train, held, options, begin, generator)
+        result = judge(head, held, training, validation, train, perf_counter() - start)
+        write_head(staging, head.trained(result.config))
+        write_figures(staging, result)
+    return result
+
+
+def encode(
+    options: HeadTraining, checkpoints: Mapping[str, Checkpoint], prompts: Sequence[str]
+) -> Sequence[Sequence[int]]:
+    """Token ids of every prompt, cut on the left so that prompt and answer fit both models."""
+    room = min(checkpoint.config.max_position for checkpoint in checkpoints.values()) - options.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"max_new_tokens {options.max_new_tokens} leaves no room for a prompt in the models' context: "
+            f"ask for fewer than {room + options.max_new_tokens}"
+        )
+    with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
+        tokenizer = convert_tokenizer(options.target, Path(target))
+        same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(draft)))
+    encoded = [tokenizer.encode(prompt)[-min(room, options.max_prompt_tokens) :] for prompt in prompts]
+    if len(encoded) < 2:
+        raise RequestError("a head needs at least 2 prompts: one to train on and one to hold out")
+    if not all(encoded):
+        raise RequestError("a prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
+    return encoded
+
+
+def split(
+    options: HeadTraining, prompts: Sequence[Sequence[int]], generator: torch.Generator
+) -> list[tuple[Sequence[Sequence[int]], int, str]]:
+    """Prompts to train on and prompts to hold out, at least one each, and how many texts to write from them."""
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    count = min(max(1, round(options.held_out * len(prompts))), len(prompts) - 1)
+    texts = min(max(1, round(options.held_out * options.texts)), options.texts - 1)
+    shuffled = [prompts[index] for index in order]
+    return [(shuffled[count:], options.texts - texts, TRAINING), (shuffled[:count], texts, HELD_OUT)]
+
+
+def gather(
+    options: HeadTraining,
+    checkpoints: Mapping[str, Checkpoint],
+    prompts: Sequence[Sequence[int]],
+    texts: int,
+    kind: str,
+    begin: Begin,
+    generator: torch.Generator,
+) -> Examples:
+    """Write `texts` texts from the prompts in turn and read them: every example of this part."""
+    chosen = sorted((prompts[index % len(prompts)] for index in range(texts)), key=len)  # little padding in a batch
+    batches = [chosen[first : first + options.batch_size] for first in range(0, texts, options.batch_size)]
+    advance = begin(Step(f"Sampling and labelling {texts} {kind} texts", len(batches)))
+    positions = max(map(len, chosen)) + options.max_new_tokens
+    target, draft = (load_frozen(checkpoints[role], positions) for role in (TARGET, DRAFT))
+    ratio = options.mixing_ratio if options.contexts == "mixed" and kind == TRAINING else None
+    parts = []
+    for batch in batches:
+        parts.append(collect(target, draft, batch, options.max_new_tokens, options.temperature, ratio, generator))
+        advance()
+    hidden, p_acc = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    if not len(p_acc):
+        raise ConfigError(f"the {kind} texts hold no draft token: ask for more texts, or a smaller mixing_ratio")
+    return Examples(hidden, p_acc)
+
+
+def acceptance_loss(logits: Tensor, p_acc: Tensor, w_rej: float) -> Tensor:
+    """The weighted cross-entropy of logits [N, 2] with soft labels [N]; see the top of this file."""
+    log_P = logits.log_softmax(-1)
+    reject, accept = w_rej * (1 - p_acc), p_acc
+    return -(reject * log_P[:, REJECT] + accept * log_P[:, ACCEPT]).sum() / (reject + accept).sum()
+
+
+def fit(
+    head: AcceptanceHead,
+    train: Examples,
+    held: Examples,
+    options: HeadTraining,
+    begin: Begin,
+    generator: torch.Generator,
+) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """AdamW with warm-up and cosine decay; leaves the weights of the best epoch. Returns both loss curves."""
+    advance = begin(Step(f"Training the head on {len(train.p_acc)} tokens", options.epochs))
+    w_rej = options.reject_weight
+    # Begin at the best constant, so that a head that learns nothing is an unbiased one.
+    mean = train.p_acc.mean().clamp(1e-4, 1 - 1e-4)
+    with torch.no_grad():
+        head.output.bias[ACCEPT] = mean.logit() - math.log(w_rej)
+    optimizer = torch.optim.AdamW(head.parameters(), options.learning_rate, weight_decay=WEIGHT_DECAY)
+    steps = options.epochs * math.ceil(len(train.p_acc) / ROWS_PER_STEP)
+    training, validation, step = list[Point](), [Point(0, held_out_loss(head, held, w_rej))], 0
+    best = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    for _ in range(options.epochs):
+        order = torch.randperm(len(train.p_acc), generator=generator)
+        for first in range(0, len(order), ROWS_PER_STEP):
+            rows = order[first : first + ROWS_PER_STEP]
+            optimizer.param_groups[0]["lr"] = options.learning_rate * rate(step, steps)
+            loss = acceptance_loss(head(train.hidden[rows]), train.p_acc[rows], w_rej)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            step += 1
+            training.append(Point(step, loss.item()))
+        validation.append(Point(step, held_out_loss(head, held, w_rej)))
+        if validation[-1].loss <= min(point.loss for point in validation):
+            best = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+        advance()
+    head.load_state_dict(best)
+    return tuple(training), tuple(validation)
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the learning rate: linear warm-up, then half a cosine to zero."""
+    warm_up = max(1, round(WARM_UP * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+@torch.no_grad()
+def held_out_loss(head: AcceptanceHead, held: Examples, w_rej: float) -> float:
+    return acceptance_loss(head(held.hidden), held.p_acc, w_rej).item()
+
+
+@torch.no_grad()
+def judge(
+    head: AcceptanceHead,
+    held: Examples,
+    training: tuple[Point, ...],
+    validation: tuple[Point, ...],
+    train: Examples,
+    seconds: float,
+) -> HeadResult:
+    """De-bias, fit the temperature, and measure all three stages on the held-out prompts."""
+    logits, labels = head(held.hidden), as_floats(held.p_acc)
+    raw = as_floats(logits[:, ACCEPT] - logits[:, REJECT])
+    debiased = as_floats(head.config.logit(logits))
+    mean = train.p_acc.double().mean().expand(len(labels))
+    config = replace(head.config, temperature=fit_temperature(debiased, labels))
+    return HeadResult(
+        config,
+        training,
+        validation,
+        min(point.loss for point in validation),
+        calibration(as_floats(mean.logit(1e-9)), labels),
+        calibration(raw, labels),
+        calibration(debiased, labels),
+        calibration(as_floats(config.logit(logits)), labels),
+        len(train.p_acc),
+        len(held.p_acc),
+        float(torch.cat((train.p_acc, held.p_acc)).mean()),
+        seconds,
+    )
+
+
+@contextmanager
+def torch_threads(threads: int, target: LlamaConfig) -> Iterator[None]:
+    """So many threads inside the block. A small model computes less in a pass than threads cost to wake, and they stall
+    each other when something else wants a core: 0 gives it one, and leaves torch's own choice to a large one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or (1 if target.num_parameters < SMALL_MODEL else before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def as_floats(tensor: Tensor) -> Floats:
+    array: Floats = tensor.double().numpy()
+    return array
+
+
+def write_figures(folder: Path, result: HeadResult) -> None:
+    """The figures as JSON and as a picture."""
+    (folder / FIGURES).write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    curves: dict[str, Sequence[tuple[float, float]]] = {"training": result.training, "held out": result.validation}
+    bins = {name: figures.bins for name, figures in result.stages().items()}
+    (folder / PLOT).write_text(training_svg(curves, bins), encoding="utf-8")

@@ -1,0 +1,239 @@
+"""EngineBundle: a folder of compiled engines, tokenizer and manifest; checked when opened, written all or nothing.
+
+Layout: `manifest.json` (written last, and carrying its own checksum), `target.onnx`, `draft.onnx`, with `<name>.data`
+beside them when large, or `target.plan`, `draft.plan`, or `target.weights`, `draft.weights`; `tokenizer.json` and its
+companions. Only files that the manifest lists are read, and none of them is code of ours. `costs.json` may lie beside
+them (`cost.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...models.bindings import DRAFT
+from ...models.errors import BundleError, ConfigError
+from ...models.plain_files import read_object
+from ...models.typed import typed
+from ..engines.base import Engine, EngineSpec
+from ..engines.onnx.file import check_graph
+from ..engines.static.compatibility import PACKAGES
+from ..text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
+from .checks import check_manifest
+
+MANIFEST, COSTS = "manifest.json", "costs.json"
+FORMAT = 1  # raised when an older release could misread a newer bundle
+READ_BYTES = 1 << 20
+MOST_THREADS = {"native": 64}  # of an engine, as in plugins/native/kernels/threads.h
+MOST_THREADS_ELSEWHERE = 1024
+READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE)  # by name, where they are there
+
+
+class Stamp(NamedTuple):
+    """What tells without reading it that a file is another one, or was written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int  # nanoseconds
+
+
+class FileRecord(NamedTuple):
+    """What a file of the bundle must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a bundle holds.
+
+    max_length: tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
+    parity: largest difference, in logits, between each engine and the torch reference when the bundle was built; of a
+    plan that was not executed then, the difference of the graph it was compiled from.
+    files: every file but the manifest, by name.
+    """
+
+    builder: str
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+    engines: Mapping[str, EngineSpec]
+    parity: Mapping[str, float]
+    files: Mapping[str, FileRecord]
+
+    def engine_bytes(self, role: str) -> int:
+        """Size of an engine with its external data."""
+        file = self.engines[role].file
+        return sum(record.bytes for name, record in self.files.items() if name.startswith(file))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what decides how long a pass takes, as far as a bundle does: its files and rows of passes."""
+        files = {name: record.sha256 for name, record in self.files.items()}
+        return checksum({"files": files, "widths": {role: spec.widths for role, spec in self.engines.items()}})
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready content, checksum included."""
+        content = {
+            "format": FORMAT,
+            "builder": self.builder,
+            "max_length": self.max_length,
+            "eos_token_ids": list(self.eos_token_ids),
+            "engines": {role: spec_fields(spec) for role, spec in self.engines.items()},
+            "parity": dict(self.parity),
+            "files": {name: record._asdict() for name, record in self.files.items()},
+        }
+        # Through JSON and back, so that what is hashed is what a reader will see (tuples are lists there).
+        content = dict(json.loads(json.dumps(content)))
+        return content | {"checksum": checksum(content)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Manifest:
+        """The inverse of `to_json`. Raises BundleError for another format and for content that was edited."""
+        version = content.get("format")
+        if version != FORMAT:
+            age = "newer" if isinstance(version, int) and version > FORMAT else "unknown"
+            raise BundleError(
+                f"bundle format {version!r} is {age}; this release reads format {FORMAT}: "
+                "update draftwood, or rebuild the bundle with draftwood build"
+            )
+        unsigned = {name: value for name, value in content.items() if name not in ("checksum", "format")}
+        if content.get("checksum") != checksum({"format": FORMAT, **unsigned}):
+            raise BundleError(f"{MANIFEST} was changed after the build: rebuild the bundle instead of editing it")
+        try:
+            manifest: Manifest = typed(cls, unsigned, MANIFEST)
+        except ValueError as error:
+            raise BundleError(f"{error}: rebuild the bundle") from error
+        check_manifest(manifest)
+        return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBundle:
+    """A bundle whose every file was found to be what its manifest says."""
+
+    folder: Path
+    manifest: Manifest
+    stamps: Mapping[str, Stamp]  # of every file, from before it was read: see bundle_watch.py
+    private: bool = False  # engines copy their weights into memory of their own, where they would map files
+
+    @classmethod
+    def open(cls, folder: Path, private: bool = False) -> EngineBundle:
+        """Check a bundle: format, checksum, and size and digest of every file. Raises BundleError naming the fix."""
+        if not folder.is_dir():
+            raise BundleError(f"{folder} is not a folder: build a bundle there with draftwood build")
+        try:
+            content = read_object(folder / MANIFEST, own=True)
+        except FileNotFoundError as error:
+            raise BundleError(
+                f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "
+                f"run draftwood build --output {folder}"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error
+        manifest = Manifest.from_json(content)
+        if unlisted := [name for name in READ_BESIDE if name not in manifest.files and os.path.lexists(folder / name)]:
+            raise BundleError(f"{folder / unlisted[0]} is not listed in {MANIFEST}: remove it, or rebuild")
+        stamps = {name: stamp(folder / name) for name in manifest.files}
+        for name, record in manifest.files.items():
+            check_file(folder / name, record, stamps[name].size)
+        return cls(folder, manifest, stamps, private)
+
+    def open_engine(self, role: str, threads: int = 0, provider: str = "cpu") -> Engine:
+        """Open the engine of "target" or "draft". threads: 0 lets the backend choose. provider: "cuda" is for ONNX
+        Runtime; TensorRT computes there anyway. Raises EngineError or ConfigError."""
+        spec = self.manifest.engines[role]
+        most = MOST_THREADS.get(spec.backend, MOST_THREADS_ELSEWHERE)
+        if not 0 <= threads <= most:
+            raise ConfigError(f"threads of the {role} must be 0 (the backend chooses) to {most}, not {threads}")
+        if provider != "cpu" and spec.backend not in ("onnxruntime", *PACKAGES):
+            raise ConfigError(
+                f"the {role} runs on {spec.backend}, which has no provider {provider}: leave --provider out, or build "
+                "with --backend onnxruntime"
+            )
+        if spec.backend in ("onnxruntime", "openvino"):
+            check_graph(self.folder / spec.file, spec)
+        if spec.backend == "onnxruntime":
+            from ..engines.onnx.onnxruntime import OnnxRuntimeEngine
+
+            return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider, self.private)
+        if spec.backend == "openvino":
+            from ..engines.openvino import OpenVinoEngine
+
+            return OpenVinoEngine(self.folder / spec.file, spec, threads, self.private)
+        if spec.backend == "native":
+            from ..engines.native.engine import NativeEngine
+
+            return NativeEngine(self.folder / spec.file, spec, threads, self.private)
+        if spec.backend in PACKAGES:
+            from ..engines.static.tensorrt import TensorRTEngine
+
+            return TensorRTEngine(self.folder / spec.file, spec)
+        raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
+
+    def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine:
+        """Open the draft beside a target on `threads`. draft_threads: 0 takes one, since a small draft has less to
+        compute than threads cost to wake; natively as many as the target, since the two share a team."""
+        native = self.manifest.engines[DRAFT].backend == "native"
+        return self.open_engine(DRAFT, draft_threads or (threads if native else 1), provider)
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy what belongs to the bundle, and its costs, into a new folder. Raises OSError."""
+        folder.mkdir()
+        costs = [COSTS] if (self.folder / COSTS).is_file() and not (self.folder / COSTS).is_symlink() else []
+        for name in (MANIFEST, *self.manifest.files, *costs):
+            shutil.copy2(self.folder / name, folder / name)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The last step of a build."""
+    text = json.dumps(manifest.to_json(), indent=2)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def file_record(file: Path) -> FileRecord:
+    """Size and digest of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(READ_BYTES):
+            digest.update(block)
+    return FileRecord(file.stat().st_size, digest.hexdigest())
+
+
+def stamp(file: Path) -> Stamp:
+    """How a file looks from outside. Raises BundleError unless it is a plain file, which a bundle is made of: a link
+    would lead out of it, and a pipe would block who reads it."""
+    try:
+        found = file.lstat()
+    except OSError as error:
+        raise BundleError(f"{file} is missing ({error.strerror}): copy the bundle again, or rebuild it") from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a link" if stat.S_ISLNK(found.st_mode) else "no plain file"
+        raise BundleError(f"{file} is {kind}, which a bundle does not hold: copy the bundle with cp -rL, or rebuild it")
+    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def check_file(file: Path, record: FileRecord, size: int) -> None:
+    """Raises BundleError for another size or digest."""
+    if size != record.bytes:
+        raise BundleError(f"{file} has {size} bytes instead of {record.bytes}: copy the bundle again, or rebuild it")
+    if file_record(file).sha256 != record.sha256:
+        raise BundleError(f"{file} is damaged (its SHA-256 differs): copy the bundle again, or rebuild it")
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON text."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def spec_fields(spec: EngineSpec) -> dict[str, Any]:
+    """JSON-ready content of a spec."""
+    return asdict(spec) | {"plan": None if spec.plan is None else spec.plan.to_json()}

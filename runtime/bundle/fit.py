@@ -1,0 +1,68 @@
+"""Whether a way to speculate fits the engines of a bundle."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from ...models.bindings import ACCEPTANCE, DRAFT, TARGET
+from ...models.errors import ConfigError
+from ..speculation.config import SpeculativeConfig
+from .bundle import EngineBundle
+
+
+def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeConfig:
+    """The configuration for this bundle's engines: default limits are lowered to what the engines were built for, and
+    limits somebody asked for are refused with a ConfigError when they are beyond that."""
+    if not speculative.shaped:
+        speculative = replace(speculative, **lower_defaults(speculative, bundle))
+    refuse_too_large(speculative, bundle)
+    return speculative
+
+
+def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, Any]:
+    """The verify pass holds the root and all tokens, the draft's cache every node that is scored in a round."""
+    target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
+    tokens = target.max_width - 1 - speculative.max_given
+    limits = {
+        "frontier_width": draft.max_width,
+        "max_draft_len": min(tokens, draft_room(bundle) // min(speculative.frontier_width, draft.max_width)),
+        "max_total_draft_tokens": tokens,
+    }
+    defaults = {field.name: field.default for field in fields(SpeculativeConfig)}
+    return {
+        name: max(1, min(limit, getattr(speculative, name)))
+        for name, limit in limits.items()
+        if getattr(speculative, name) == defaults[name]
+    }
+
+
+def refuse_too_large(speculative: SpeculativeConfig, bundle: EngineBundle) -> None:
+    target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
+    if speculative.needs_acceptance and ACCEPTANCE.name not in draft.outputs:
+        raise ConfigError(
+            "this bundle's draft has no acceptance head, which stop_rule='specdec++' and key='head' read: build the "
+            "bundle with --acceptance-head (draftwood train-head makes one), or use stop_rule='confidence'"
+        )
+    if speculative.max_tokens + 1 > target.max_width:
+        raise ConfigError(
+            f"a proposal of {speculative.max_tokens} tokens and its root do not fit the target's widest pass of "
+            f"{target.max_width} rows: propose fewer, or rebuild with larger --widths"
+        )
+    if speculative.max_frontier > draft.max_width:
+        raise ConfigError(
+            f"{speculative.max_frontier} nodes do not fit the draft's widest pass of {draft.max_width} rows: "
+            "lower frontier_width or branching, or rebuild with larger --widths"
+        )
+    room = draft_room(bundle)
+    if speculative.max_draft_rows > room:
+        raise ConfigError(
+            f"a proposal scores up to {speculative.max_draft_rows} rows on the draft, whose cache has room for {room}: "
+            "lower max_draft_len or frontier_width, or rebuild with larger --widths"
+        )
+
+
+def draft_room(bundle: EngineBundle) -> int:
+    """Cache slots the draft has for one round's nodes behind the longest text."""
+    draft = bundle.manifest.engines[DRAFT]
+    return draft.capacity - bundle.manifest.max_length - draft.max_width

@@ -1,0 +1,240 @@
+"""Native: a pass as our own kernels compute it, compiled for the processor at their first use on a machine.
+
+Weights lie in memory as the kernels read them (plugins/native/packing.py). A row's logits have the same bits whatever
+other rows its pass has, however wide it is and wherever in the cache its ancestors lie: speculative text is plain
+decoding's bit for bit, in every precision.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....models import bindings
+from ....models.errors import EngineError
+from ....plugins.native.cache import open_kernels
+from ....plugins.native.compile import CompilerError
+from ....plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
+from ....plugins.native.packing import PANEL, whole_panels
+from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Weights
+from ..base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
+from .weights import ACCEPTANCE, EMBEDDING, read_weights
+
+
+class Results(NamedTuple):
+    """Buffers of a pass that scores R rows, filled by every such pass; `wanted` points to them and to the cache."""
+
+    wanted: Pass
+    logits: NDArray[np.float32]
+    acceptance: NDArray[np.float32] | None
+    top_ids: NDArray[np.int64] | None
+    top_logprobs: NDArray[np.float32] | None
+
+
+class NativeKVCache(StackedKVCache):
+    """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16]: see plugins/native/kernels."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        super().__init__(engine.spec)
+
+    @property
+    def capacity(self) -> int:
+        return min(int(self.values.shape[3]), self.limit)
+
+    def results(self, outputs: int) -> Results:
+        """The buffers of a pass that scores so many rows, allocated on first use."""
+        if outputs not in self._results:
+            self._results[outputs] = self._engine.results(outputs, self)
+        return self._results[outputs]
+
+    def _allocate(self, capacity: int) -> None:
+        model = self._spec.model
+        slots = whole_panels(capacity)
+        heads = (model.num_layers, model.num_kv_heads)
+        self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), np.float32)
+        self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), np.float32)
+        self._results: dict[int, Results] = {}
+
+    def _resize(self, capacity: int, used: int) -> None:
+        keys, values = self.keys, self.values
+        self._allocate(capacity)
+        panels = whole_panels(used) // PANEL
+        self.keys[:, :, :panels] = keys[:, :, :panels]
+        self.values[:, :, :, :used] = values[:, :, :, :used]
+
+    def _move(self, rows: NDArray[np.int64]) -> None:
+        self._engine.move(self, rows)
+
+
+class NativeSoftmax(NumpySoftmax):
+    """In float32, by the kernels; numpy reads logits that do not lie as an engine writes them."""
+
+    dtype: type[np.floating[Any]] = np.float32
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def weights(
+        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
+    ) -> Weights:
+        """See Softmax.weights."""
+        if not self._reads(logits):
+            return super().weights(logits, temperature, values)
+        try:
+            return Weights(values, self._library.softmax(logits, temperature, values))
+        except KernelError as error:
+            raise EngineError(NO_NUMBERS) from error
+
+    def likely(
+        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """See Softmax.likely."""
+        if not self._reads(logits):
+            return super().likely(logits, temperature, share)
+        try:
+            return self._library.likely(logits, temperature, share)
+        except KernelError as error:
+            raise EngineError(NO_NUMBERS) from error
+
+    @staticmethod
+    def _reads(logits: NDArray[np.floating[Any]]) -> bool:
+        return logits.dtype == np.float32 and logits.flags.c_contiguous
+
+
+class NativeEngine:
+    """One role's weights and the kernels that read them."""
+
+    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
+        """Read `path`; the kernels come from this machine's cache. threads: 0 takes one for each core. private:
+        see `read_weights`. Raises EngineError when the weights are unusable, or the kernels cannot be had here."""
+        if threads < 0:
+            raise EngineError(f"threads must be 0, for one on each core, or more, not {threads}")
+        self._handle: int | None = None
+        self._lock = Lock()  # nobody closes an engine in the middle of a pass
+        self.spec = spec
+        self._weights = read_weights(path, spec, private)
+        try:
+            self._library = open_kernels()
+            self.softmax = NativeSoftmax(self._library)
+            self._model = native_model(spec, self._weights)
+            self._handle = self._library.open(self._model, spec.pass_widths[-1], threads or cores())
+        except (KernelError, CompilerError) as error:
+            raise EngineError(str(error)) from error
+
+    def new_cache(self) -> NativeKVCache:
+        return NativeKVCache(self)
+
+    def forward(self, batch: TokenBatch, cache: NativeKVCache) -> ForwardOutput:
+        """See Engine.forward. Rows of padding are not computed: what the output holds for them is undefined. Raises
+        EngineError, too, for tokens and positions this engine does not have."""
+        if batch.num_tokens > len(batch.mask):
+            raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
+        start = cache.reserve(batch)
+        rows, outputs = batch.num_tokens, len(batch.output_rows)
+        results = cache.results(outputs)
+        arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
+        tokens, positions, output_rows, mask = map(np.ascontiguousarray, arrays)
+        wanted = results.wanted
+        wanted.rows, wanted.outputs = rows, 0 if batch.cache_only else min(outputs, rows)
+        wanted.length, wanted.start, wanted.columns = cache.length, start, mask.shape[1]
+        wanted.tokens, wanted.positions = address(tokens), address(positions)
+        wanted.output_rows, wanted.mask = address(output_rows), address(mask)
+        with self._lock:
+            if self._handle is None:
+                raise closed(self.spec)
+            try:
+                self._library.forward(self._handle, wanted)
+            except KernelError as error:
+                raise EngineError(str(error)) from error
+        cache.speculative += rows
+        return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, results.acceptance)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._handle is not None:
+                self._library.close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:
+            self.close()
+
+    def results(self, outputs: int, cache: NativeKVCache) -> Results:
+        """Buffers of a pass over a cache that scores so many rows."""
+        model, names = self.spec.model, self.spec.outputs
+        columns = bindings.top_columns(model.vocab_size)
+        ranked = bindings.TOP_IDS.name in names
+        headed = bindings.ACCEPTANCE.name in names
+        logits = np.zeros((outputs, model.vocab_size), np.float32)
+        acceptance = np.zeros(outputs, np.float32) if headed else None
+        ids = np.zeros((outputs, columns), np.int64) if ranked else None
+        logprobs = np.zeros((outputs, columns), np.float32) if ranked else None
+        wanted = Pass(
+            capacity=cache.values.shape[3], top=columns, keys=address(cache.keys), values=address(cache.values)
+        )
+        wanted.logits, wanted.acceptance = address(logits), address(acceptance)
+        wanted.ids, wanted.logprobs = address(ids), address(logprobs)
+        return Results(wanted, logits, acceptance, ids, logprobs)
+
+    def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
+        """Copy these slots, in this order, behind the committed rows of every layer."""
+        self._library.move(self._model, cache.keys, cache.values, cache.length, np.ascontiguousarray(rows))
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
+    """The C structures that point into `weights`, which are those that the spec says."""
+    model = spec.model
+
+    def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:
+        packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
+        inputs = packed.shape[1] * {"int8": 4, "int4": 8}.get(precision, 1)
+        block = 0 if scales is None else inputs // scales.shape[1]
+        bias, form = weights.get(f"{name}.bias"), FORMATS.index(precision)
+        return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
+
+    def layer(index: int) -> Layer:
+        prefix = f"layers.{index}."
+        inner = 2 * PANEL * (len(weights[f"{prefix}gate_up.weights"]) // 2)
+        return Layer(
+            address(weights[f"{prefix}input_norm"]),
+            address(weights[f"{prefix}post_norm"]),
+            matrix(f"{prefix}qkv", model.query_size + 2 * model.kv_size),
+            matrix(f"{prefix}output", model.hidden_size),
+            matrix(f"{prefix}gate_up", inner),
+            matrix(f"{prefix}down", model.hidden_size),
+        )
+
+    layers = (Layer * model.num_layers)(*map(layer, range(model.num_layers)))
+    headed = bindings.ACCEPTANCE.name in spec.outputs
+    blocks: list[Matrix] = []
+    while headed and f"{ACCEPTANCE}block.{len(blocks)}.weights" in weights:
+        blocks.append(matrix(f"{ACCEPTANCE}block.{len(blocks)}", model.hidden_size, "fp32"))
+    return Model(
+        model.vocab_size,
+        model.hidden_size,
+        whole_panels(layers[0].down.inputs),
+        model.num_layers,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        len(weights["cosine"]),
+        len(blocks),
+        model.norm_eps,
+        float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
+        *(address(weights[name]) for name in (EMBEDDING, "norm", "cosine", "sine")),
+        address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
+        layers,
+        (Matrix * len(blocks))(*blocks),
+        matrix("head", model.vocab_size),
+    )

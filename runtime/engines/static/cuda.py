@@ -1,0 +1,258 @@
+"""A GPU through NVIDIA's driver API (the package cuda-bindings): memory, streams, graphs, and one small kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....models.errors import EngineError
+from .device import RowMove, Stream
+
+MOVE_LIMIT = 256  # rows of one launch: their numbers travel as its arguments, of which CUDA takes 4 KB
+THREADS = 256
+VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes that a thread moves at a time
+
+# Each thread owns a few bytes of every row of one plane (a layer's keys or values of one head) and moves them row after
+# row, in order: what a row overwrites is the same thread's to read, so that no thread waits for another.
+MOVE_ROWS = r"""
+struct Rows { int source[MOVE_LIMIT]; int target[MOVE_LIMIT]; };
+
+extern "C" __global__ void move_rows(char* cache, long long tensor_bytes, int tensors, int heads, int capacity,
+                                     int vectors, int count, Rows rows) {
+    int index = blockIdx.x * blockDim.x + threadIdx.x;
+    int plane = index / vectors;
+    if (plane >= tensors * heads) return;
+    VECTOR* tensor = (VECTOR*)(cache + plane / heads * tensor_bytes);
+    VECTOR* column = tensor + (long long)(plane % heads) * capacity * vectors + index % vectors;
+    for (int row = 0; row < count; ++row)
+        column[(long long)rows.target[row] * vectors] = column[(long long)rows.source[row] * vectors];
+}
+"""
+
+
+class CudaMemory:
+    """Device memory, freed when nothing refers to it."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self.address = device.take(nbytes)
+        # Not at the interpreter's end: the driver may be gone by then, and takes everything back itself.
+        weakref.finalize(self, device.free, self.address).atexit = False
+
+
+class CudaGraph:
+    """A captured graph, ready to be launched; destroyed when nothing refers to it."""
+
+    def __init__(self, device: CudaDevice, handle: Any) -> None:
+        self.handle = handle
+        weakref.finalize(self, device.destroy_graph, handle).atexit = False  # see CudaMemory
+
+
+class CudaDevice:
+    """The GPU that CUDA counts as `index`, through its primary context, which TensorRT and torch share."""
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises EngineError without cuda-bindings, driver or such a GPU."""
+        self._driver = load_driver()
+        self._local = threading.local()
+        handle = self._call("cuDeviceGet", index)
+        self._context = self._call("cuDevicePrimaryCtxRetain", handle)
+        self._enter()
+        self.name = self._call("cuDeviceGetName", 128, handle).split(b"\0")[0].decode()
+        attribute = self._driver.CUdevice_attribute
+        self.compute_capability = "{}.{}".format(
+            *(
+                self._call("cuDeviceGetAttribute", each, handle)
+                for each in (
+                    attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                    attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                )
+            )
+        )
+        self._setup = self.new_stream()
+        self._movers: dict[int, Any] = {}
+
+    def allocate(self, nbytes: int) -> CudaMemory:
+        """See Device.allocate."""
+        return CudaMemory(self, nbytes)
+
+    def take(self, nbytes: int) -> int:
+        """Address of new, zeroed device memory, which its owner frees."""
+        self._enter()
+        try:
+            address = int(self._call("cuMemAlloc", max(nbytes, 1)))
+        except EngineError as error:
+            free, total = self._call("cuMemGetInfo")
+            raise EngineError(
+                f"{self.name} has {free / 1e9:.2f} of {total / 1e9:.2f} GB free and {nbytes / 1e9:.2f} GB are needed: "
+                "rebuild with a smaller --max-length or precision, or free the GPU"
+            ) from error
+        # On a stream of its own: to wait for the whole context is not allowed while another thread captures a graph.
+        self._call("cuMemsetD8Async", address, 0, max(nbytes, 1), self._setup)
+        self._call("cuStreamSynchronize", self._setup)
+        return address
+
+    def free(self, address: int) -> None:
+        self._enter()
+        self._call("cuMemFree", address)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """See Device.pinned."""
+        self._enter()
+        address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
+        block = (ctypes.c_uint8 * nbytes).from_address(address)
+        # Every view keeps `block` alive, and with it the memory.
+        weakref.finalize(block, self._free_pinned, address).atexit = False
+        array: NDArray[np.uint8] = np.ctypeslib.as_array(block)
+        array[:] = 0
+        return array
+
+    def new_stream(self) -> Stream:
+        self._enter()
+        flags = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self._call("cuStreamCreate", flags))
+
+    def upload(self, address: int, array: NDArray[np.uint8], stream: Stream) -> None:
+        self._enter()
+        self._call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
+
+    def download(self, array: NDArray[np.uint8], address: int, stream: Stream) -> None:
+        self._enter()
+        self._call("cuMemcpyDtoHAsync", array.ctypes.data, address, array.nbytes, stream)
+
+    def move_rows(self, move: RowMove, stream: Stream) -> None:
+        """See Device.move_rows; one launch for every 256 rows."""
+        self._enter()
+        width = vector_bytes(move.cache.row_bytes)
+        if width not in self._movers:
+            self._movers[width] = self._compiled(width)
+        blocks = -(-move.cache.tensors * move.cache.heads * (move.cache.row_bytes // width) // THREADS)
+        grid = (blocks, 1, 1, THREADS, 1, 1, 0)
+        for arguments in mover_arguments(move, width):
+            pointers = np.array([argument.ctypes.data for argument in arguments], np.uint64)
+            self._call("cuLaunchKernel", self._movers[width], *grid, stream, pointers.ctypes.data, 0)
+
+    def capture(self, work: Callable[[], None], stream: Stream) -> CudaGraph | None:
+        """See Device.capture."""
+        self._enter()
+        mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._call("cuStreamBeginCapture", stream, mode)
+        try:
+            work()
+        except EngineError:
+            self._driver.cuStreamEndCapture(stream)  # leaves capture mode; there is no graph to be had
+            return None
+        try:
+            captured = self._call("cuStreamEndCapture", stream)
+        except EngineError:
+            return None
+        try:
+            return CudaGraph(self, self._call("cuGraphInstantiate", captured, 0))
+        except EngineError:
+            return None
+        finally:
+            self._call("cuGraphDestroy", captured)  # the executable graph is a copy
+
+    def replay(self, graph: CudaGraph, stream: Stream) -> None:
+        self._enter()
+        self._call("cuGraphLaunch", graph.handle, stream)
+
+    def destroy_graph(self, handle: Any) -> None:
+        self._enter()
+        self._call("cuGraphExecDestroy", handle)
+
+    def synchronize(self, stream: Stream) -> None:
+        self._enter()
+        self._call("cuStreamSynchronize", stream)
+
+    def _free_pinned(self, address: int) -> None:
+        self._enter()
+        self._call("cuMemFreeHost", address)
+
+    def _compiled(self, width: int) -> Any:
+        """The kernel `move_rows` for vectors of `width` bytes, compiled for this GPU."""
+        module = self._call("cuModuleLoadData", compile_mover(width, self.compute_capability))
+        return self._call("cuModuleGetFunction", module, b"move_rows")
+
+    def _enter(self) -> None:
+        """Make the context current in this thread, once."""
+        if not getattr(self._local, "entered", False):
+            self._call("cuCtxSetCurrent", self._context)
+            self._local.entered = True
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """One driver call's result. Raises EngineError with the driver's own words."""
+        status, *results = getattr(self._driver, name)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            message = self._driver.cuGetErrorString(status)[1]
+            raise EngineError(f"{name} failed: {message.decode() if message else status}")
+        if len(results) > 1:
+            return tuple(results)
+        return results[0] if results else None
+
+
+def vector_bytes(row_bytes: int) -> int:
+    """The widest vector that divides a row."""
+    return next(width for width in VECTORS if row_bytes % width == 0)
+
+
+def mover_arguments(move: RowMove, width: int) -> Iterator[list[NDArray[Any]]]:
+    """The kernel's arguments for vectors of `width` bytes, of each of the launches that a move takes."""
+    cache = move.cache
+    for begin in range(0, len(move.sources), MOVE_LIMIT):
+        chunk = slice(begin, begin + MOVE_LIMIT)
+        count = len(move.sources[chunk])
+        sizes = (cache.tensors, cache.heads, cache.capacity, cache.row_bytes // width, count)
+        rows = np.zeros((2, MOVE_LIMIT), np.int32)
+        rows[:, :count] = move.sources[chunk], move.targets[chunk]
+        numbers = [np.array([size], np.int32) for size in sizes]
+        yield [np.array([move.address], np.uint64), np.array([cache.tensor_bytes], np.int64), *numbers, rows]
+
+
+def mover_options(width: int) -> list[str]:
+    """Macros of MOVE_ROWS."""
+    return [f"-DVECTOR={VECTORS[width]}", f"-DMOVE_LIMIT={MOVE_LIMIT}"]
+
+
+def compile_mover(width: int, compute_capability: str) -> bytes:
+    """MOVE_ROWS as a cubin. Raises EngineError when NVRTC is missing or refuses."""
+    from cuda.bindings import nvrtc
+
+    def call(function: Any, *arguments: Any) -> Any:
+        status, *results = function(*arguments)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise EngineError(f"NVRTC cannot compile the cache kernel: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
+        return results[0] if results else None
+
+    options = [f"--gpu-architecture=sm_{compute_capability.replace('.', '')}", *mover_options(width)]
+    encoded = [option.encode() for option in options]
+    try:
+        program = call(nvrtc.nvrtcCreateProgram, MOVE_ROWS.encode(), b"move_rows.cu", 0, [], [])
+    except RuntimeError as error:  # cuda.pathfinder's DynamicLibNotFoundError, which it does not export everywhere
+        raise EngineError(f"the library NVRTC is missing: pip install 'cuda-bindings[all]' ({error})") from error
+    call(nvrtc.nvrtcCompileProgram, program, len(encoded), encoded)
+    cubin: bytes = b" " * call(nvrtc.nvrtcGetCUBINSize, program)
+    call(nvrtc.nvrtcGetCUBIN, program, cubin)
+    return cubin
+
+
+def load_driver() -> Any:
+    """cuda.bindings.driver, initialised. Raises EngineError that says what is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise EngineError(f"the package cuda-bindings is missing ({error}): pip install cuda-bindings") from error
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # DynamicLibNotFoundError
+        raise EngineError(
+            "this machine has no NVIDIA driver (libcuda.so.1): install one, or use a CPU bundle"
+        ) from error
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise EngineError(f"the NVIDIA driver finds no usable GPU ({status.name}): check nvidia-smi")
+    return driver

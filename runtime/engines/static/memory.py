@@ -1,0 +1,134 @@
+"""A static cache on a device, and the passes over it: buffers of fixed addresses, bound once and captured as graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....models import bindings
+from ....plugins.tree_attention.op import SequenceRow
+from ..base import EngineSpec, ForwardOutput, TokenBatch, closed
+from ..feeds import feed_sequences, output_of
+from .device import CacheGeometry, RowMove
+from .layout import Layout, PassShape, aligned
+
+if TYPE_CHECKING:  # it imports this file
+    from .engine import StaticEngine
+
+log = logging.getLogger("draftwood.engines")
+
+
+def cache_geometry(spec: EngineSpec, itemsize: int) -> CacheGeometry:
+    """Keys and values of every sequence that a pass may serve, at full length, in one allocation."""
+    model = spec.model
+    row_bytes, capacity = model.head_dim * itemsize, spec.max_batch * spec.capacity
+    return CacheGeometry(
+        tensors=2 * model.num_layers,
+        heads=model.num_kv_heads,
+        capacity=capacity,
+        row_bytes=row_bytes,
+        tensor_bytes=aligned(model.num_kv_heads * capacity * row_bytes),
+    )
+
+
+class CacheMemory:
+    """One allocation [2 * layers, 1, H_kv, C, D] that every pass reads and writes in place, and the passes over it.
+    Whoever uses it holds the engine's lock."""
+
+    def __init__(self, engine: StaticEngine) -> None:
+        self._engine = engine
+        self._geometry = cache_geometry(engine.spec, engine.program.cache_itemsize)
+        self._memory = engine.device.allocate(self._geometry.nbytes)
+        self._passes: dict[PassShape, StaticPass] = {}
+
+    def bound(self, shape: PassShape) -> StaticPass:
+        """The pass of a shape over this cache, made on first use. Raises EngineError once the engine is closed."""
+        if self._engine.closed:
+            raise closed(self._engine.spec)
+        if shape not in self._passes:
+            self._passes[shape] = StaticPass(self._engine, self._addresses(), shape)
+        return self._passes[shape]
+
+    def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Copy rows of every layer and head, in order; queued, not waited for."""
+        move = RowMove(self._memory.address, self._geometry, sources, targets)
+        self._engine.device.move_rows(move, self._engine.stream)
+
+    def contents(self) -> NDArray[Any]:
+        """A copy in host memory, [2 * layers, 1, H_kv, C, D], of fp32, or of fp16's or bf16's bits as uint16."""
+        device, geometry, head_dim = self._engine.device, self._geometry, self._engine.spec.model.head_dim
+        block = device.pinned(geometry.nbytes)
+        device.download(block, self._memory.address, self._engine.stream)
+        device.synchronize(self._engine.stream)
+        dtype = np.float32 if geometry.row_bytes == 4 * head_dim else np.uint16
+        used = geometry.heads * geometry.capacity * geometry.row_bytes
+        shape = (geometry.tensors, 1, geometry.heads, geometry.capacity, head_dim)
+        return block.reshape(geometry.tensors, -1)[:, :used].copy().view(dtype).reshape(shape)
+
+    def _addresses(self) -> dict[str, int]:
+        """Address of every layer's keys and values, by the names of input and output alike."""
+        names = [(layer, kind) for layer in range(self._engine.spec.model.num_layers) for kind in bindings.KINDS]
+        return {
+            name(kind, layer): self._memory.address + index * self._geometry.tensor_bytes
+            for index, (layer, kind) in enumerate(names)
+            for name in (bindings.past, bindings.present)
+        }
+
+
+class StaticPass:
+    """One shape of pass over one cache: buffers, bindings and, after its first run, the graph that repeats it."""
+
+    def __init__(self, engine: StaticEngine, caches: dict[str, int], shape: PassShape) -> None:
+        self._engine, self._shape, self._caches = engine, shape, caches
+        device, spec = engine.device, engine.spec
+        self._inputs, self._outputs = Layout.inputs(spec, shape), Layout.outputs(spec, shape)
+        self._host_inputs, self._host_outputs = device.pinned(self._inputs.nbytes), device.pinned(self._outputs.nbytes)
+        self._device_inputs = device.allocate(self._inputs.nbytes)
+        self._device_outputs = device.allocate(self._outputs.nbytes)
+        self._feeds = self._inputs.views(self._host_inputs)
+        self._output = output_of(self._outputs.views(self._host_outputs))
+        self._graph: Any | None = None
+        self._may_capture = True
+
+    def run(self, batch: TokenBatch, sequences: Sequence[SequenceRow], start: int, scored: int) -> ForwardOutput:
+        """Score the rows of these sequences, the first at slot `start`; the first `scored` output rows are wanted."""
+        device, stream = self._engine.device, self._engine.stream
+        feed_sequences(self._feeds, batch, sequences, start)
+        if self._graph is None:
+            self._enqueue()
+        else:
+            device.replay(self._graph, stream)
+        needed = self._outputs.needed_bytes(scored, batch.ranking_only)
+        device.download(self._host_outputs[:needed], self._device_outputs.address, stream)
+        device.synchronize(stream)
+        if self._graph is None and self._may_capture:
+            self._capture()
+        return self._output
+
+    def _enqueue(self) -> None:
+        """Queue copy and program. Bindings are made each time: another cache may have used the execution since."""
+        execution, stream = self._engine.execution(self._shape), self._engine.stream
+        blocks = ((self._inputs, self._device_inputs), (self._outputs, self._device_outputs))
+        for layout, memory in blocks:
+            for name, field in layout.fields.items():
+                execution.bind(name, field.shape, memory.address + field.offset)
+        spec = self._engine.spec
+        shape = (1, spec.model.num_kv_heads, spec.max_batch * spec.capacity, spec.model.head_dim)
+        for name, address in self._caches.items():
+            execution.bind(name, shape, address)
+        self._engine.device.upload(self._device_inputs.address, self._host_inputs, stream)
+        execution.enqueue(stream)
+
+    def _capture(self) -> None:
+        """Only after a first run: TensorRT does what it put off then, which no graph may hold."""
+        if self._engine.execution(self._shape).capturable(self._engine.stream):
+            self._graph = self._engine.device.capture(self._enqueue, self._engine.stream)
+        self._may_capture = self._graph is not None
+        if self._graph is None:
+            log.warning(
+                "a pass of %d rows cannot be captured as a CUDA graph; it is queued each time", self._shape.width
+            )

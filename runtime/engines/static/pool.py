@@ -1,0 +1,233 @@
+"""StaticPool: the rows of several sequences in one pass over a cache of fixed size, without any padding between them.
+
+The cache is a region of slots for each sequence, which holds its committed rows in order, and one area behind the
+regions for the speculative rows of all. A pass writes its rows to the next slots of that area, whoever they are of;
+`sequences` tells the attention which rows are whose and where their committed rows lie, so that a row costs the bytes
+of its own text. Committing copies accepted rows to their region: those of all requests in one launch, before the next
+pass. What the area holds of ended or committed proposals is garbage; rows move together where that makes a pass
+narrower.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....models.errors import EngineError
+from ....plugins.tree_attention.op import SequenceRow
+from ..base import ForwardOutput, Pass, TokenBatch, check_mask
+from .layout import PassShape, mask_columns
+from .memory import CacheMemory
+
+if TYPE_CHECKING:  # it imports this file
+    from .engine import StaticEngine
+
+NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+class SharedKVCache:
+    """One sequence. first_slot: where its region begins. drafted: columns of its speculative rows, in order."""
+
+    def __init__(self, pool: StaticPool, first_slot: int) -> None:
+        self._pool = pool
+        self.first_slot = first_slot
+        self.length = 0
+        self.drafted = NOTHING
+
+    @property
+    def speculative(self) -> int:
+        return len(self.drafted)
+
+    @property
+    def buffer(self) -> NDArray[Any]:
+        """A copy of its region in host memory, see CacheMemory.contents."""
+        return self._pool.contents(self)
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """See KVCache.commit. Raises EngineError for a slot never computed, or more rows than the region has slots."""
+        self._pool.commit(self, slots)
+
+    def truncate(self, length: int) -> None:
+        """See KVCache.truncate."""
+        self._pool.truncate(self, length)
+
+
+class StaticPool:
+    """The sequences of one engine that was built for several. Usable from several threads, like the engine."""
+
+    def __init__(self, engine: StaticEngine) -> None:
+        self.spec = engine.spec
+        self._engine = engine
+        self._columns = engine.program.max_columns
+        self._tree_slot = self.spec.max_batch * self.spec.capacity - self._columns
+        self._region = self._tree_slot // self.spec.max_batch
+        self._memory = CacheMemory(engine)
+        self._caches: WeakSet[SharedKVCache] = WeakSet()
+        self._used = 0  # columns
+        self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # slots; queued with the next pass
+
+    @property
+    def share(self) -> int:
+        """Speculative rows that each sequence may have, whatever the others do, and however wide its pass is."""
+        return (self._columns - self.spec.pass_widths[-1]) // self.spec.max_batch
+
+    def new_cache(self) -> SharedKVCache:
+        """Raises EngineError while as many sequences are open as the engine was built for."""
+        with self._engine.lock:
+            first_slot = self._free_region()
+            if first_slot is None:
+                gc.collect()  # of an ended request that is part of a cycle
+                first_slot = self._free_region()
+            if first_slot is None:
+                raise EngineError(
+                    f"all {self.spec.max_batch} sequences that the {self.spec.role} engine was built for are in use: "
+                    "run fewer requests at a time, or rebuild with a larger --max-batch"
+                )
+            cache = SharedKVCache(self, first_slot)
+            self._caches.add(cache)
+            return cache
+
+    def forward(self, batch: TokenBatch, cache: SharedKVCache) -> ForwardOutput:
+        """See Engine.forward."""
+        return self.forward_together([Pass(self, batch, cache)])[0]
+
+    def forward_together(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
+        """Score the batches of several caches in one pass; each output is as its own pass would have given it.
+
+        Raises EngineError when all rows together exceed the widest pass, or one sequence's its region or its share.
+        """
+        for each in passes:
+            self._check(each.batch, each.cache)
+        counts = [each.batch.num_tokens for each in passes]
+        width = self.spec.width_for(sum(counts))
+        with self._engine.lock:
+            first = self._make_room(width)
+            batch, sequences, wanted = self._joined(passes, width, first)
+            self._queue_moves()
+            shape = PassShape.of(batch, self._columns)
+            output = self._memory.bound(shape).run(batch, sequences, self._tree_slot + first, sum(wanted))
+            outputs, scored = [], 0
+            for each, count, rows in zip(passes, counts, wanted, strict=True):
+                each.cache.drafted = np.concatenate((each.cache.drafted, self._used + np.arange(count)))
+                self._used += count
+                outputs.append(copied(output, slice(scored, scored + rows), batch.ranking_only))
+                scored += rows
+        return outputs
+
+    def commit(self, cache: SharedKVCache, slots: Sequence[int]) -> None:
+        """See SharedKVCache.commit."""
+        if any(not 0 <= slot < cache.speculative for slot in slots):
+            raise EngineError(f"slots {list(slots)} were not computed; {cache.speculative} speculative rows exist")
+        length = cache.length + len(slots)
+        if length > self._region:
+            raise too_long(length, self._region)
+        with self._engine.lock:
+            sources = self._tree_slot + cache.drafted[np.asarray(slots, np.int64)]
+            self._moves.append((sources, cache.first_slot + np.arange(cache.length, length)))
+            cache.length, cache.drafted = length, NOTHING
+
+    def truncate(self, cache: SharedKVCache, length: int) -> None:
+        """See SharedKVCache.truncate."""
+        with self._engine.lock:  # another thread's pass may be moving rows together
+            cache.length, cache.drafted = min(cache.length, length), NOTHING
+
+    def contents(self, cache: SharedKVCache) -> NDArray[Any]:
+        """See SharedKVCache.buffer."""
+        with self._engine.lock:
+            self._queue_moves()
+            return self._memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self._region]
+
+    def close(self) -> None:
+        """The engine, and with it the memory, stays its owner's to close."""
+
+    def _free_region(self) -> int | None:
+        taken = {cache.first_slot for cache in self._caches}
+        regions = (number * self._region for number in range(self.spec.max_batch))
+        return next((first_slot for first_slot in regions if first_slot not in taken), None)
+
+    def _check(self, batch: TokenBatch, cache: SharedKVCache) -> None:
+        """Refuse what would harm other sequences, or what the engine was not compiled for."""
+        check_mask(self.spec, batch.mask, cache.speculative)
+        # A row is committed to the slot of its position, so that a text which fits does so row by row.
+        last = int(batch.position_ids[: batch.num_tokens].max())
+        if last >= self._region:
+            raise too_long(last + 1, self._region)
+        if (rows := cache.speculative + batch.num_tokens) > self.share:
+            raise EngineError(
+                f"{rows} speculative rows exceed the {self.share} that the {self.spec.role}'s plan has for each of "
+                f"{self.spec.max_batch} sequences: propose fewer tokens, or rebuild with larger --widths"
+            )
+
+    def _make_room(self, width: int) -> int:
+        """The column of the next pass's first row. Rows move together where the mask of this pass is then narrower: a
+        launch costs less than a wide mask does, and passes have fewer shapes. There is room by each one's `share`."""
+        live = sum(cache.speculative for cache in self._caches)
+        needed = mask_columns(width, live + width, self._columns)
+        if self._used + width > needed:
+            self._compact()
+        return self._used
+
+    def _compact(self) -> None:
+        """Move live speculative rows to the first columns, in their order."""
+        live = np.sort(np.concatenate([NOTHING, *(cache.drafted for cache in self._caches)]))
+        columns = np.arange(len(live))
+        stay = live == columns
+        self._moves.append((self._tree_slot + live[~stay], self._tree_slot + columns[~stay]))
+        for cache in self._caches:
+            cache.drafted = np.searchsorted(live, cache.drafted)
+        self._used = len(live)
+
+    def _queue_moves(self) -> None:
+        """What was committed and compacted since the last pass, in one launch."""
+        if self._moves:
+            sources, targets = map(np.concatenate, zip(*self._moves, strict=True))
+            if len(sources):
+                self._memory.move(sources, targets)
+            self._moves.clear()
+
+    def _joined(
+        self, passes: Sequence[Pass], width: int, first: int
+    ) -> tuple[TokenBatch, list[SequenceRow], list[int]]:
+        """All rows as one batch whose first row gets column `first`, whose they are, and how many of each are scored.
+        Scored rows come first in the output, so that no others need be copied to the host."""
+        token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
+        mask = np.zeros((width, first + width), np.bool_)
+        sequences: list[SequenceRow] = []
+        scored: list[NDArray[np.int64]] = []
+        row = 0
+        for _, batch, cache, _ in passes:
+            count = batch.num_tokens
+            rows = slice(row, row + count)
+            seen = np.concatenate((cache.drafted, first + np.arange(row, row + count)))
+            mask[rows, seen] = batch.mask[:count, : len(seen)]
+            token_ids[rows], position_ids[rows] = batch.token_ids[:count], batch.position_ids[:count]
+            sequences.append(SequenceRow(row, cache.first_slot, cache.length, self._tree_slot))
+            scored.append(np.arange(row + count - 1 if len(batch.output_rows) == 1 else row, row + count))
+            row += count
+        wanted = np.concatenate(scored)
+        output_rows = wanted if len(wanted) == 1 else np.resize(wanted, width)
+        ranking_only = all(each.batch.ranking_only for each in passes)
+        joined = TokenBatch(token_ids, position_ids, mask, output_rows, row, ranking_only)
+        return joined, sequences, [len(each) for each in scored]
+
+
+def copied(output: ForwardOutput, rows: slice, ranking_only: bool) -> ForwardOutput:
+    """The results of neighbouring rows. Another thread's pass may overwrite the buffers, which all sequences share."""
+
+    def part(array: NDArray[Any] | None) -> NDArray[Any] | None:
+        return None if array is None else array[rows].copy()
+
+    logits = output.logits[rows] if ranking_only and output.top_ids is not None else output.logits[rows].copy()
+    return ForwardOutput(logits, part(output.top_ids), part(output.top_logprobs), part(output.acceptance))
+
+
+def too_long(rows: int, slots: int) -> EngineError:
+    return EngineError(
+        f"{rows} rows exceed the {slots} cache slots that this engine has for a sequence: "
+        "shorten the request or rebuild with a larger --max-length"
+    )

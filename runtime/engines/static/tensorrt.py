@@ -1,0 +1,241 @@
+"""TensorRT and TensorRT-RTX: a plan of the bundle behind the Engine protocol. The logic of passes is `static.py`'s."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from ....models import bindings
+from ....models.errors import EngineError
+from ....plugins.tensorrt import load_tensorrt, tensorrt_logger
+from ....plugins.tree_attention.library import MAGIC
+from ....plugins.tree_attention.plugin import register
+from ..base import EngineSpec
+from . import compatibility
+from .compatibility import PACKAGES, Plan, WidthFamily
+from .cuda import CudaDevice
+from .device import Stream
+from .engine import StaticEngine, missing_tensors
+
+log = logging.getLogger("draftwood.engines")
+RUNTIME_CACHE = ".{}.runtime-cache"  # beside the bundle, never inside: a bundle's files are listed and checked
+
+
+class TensorRTEngine(StaticEngine):
+    """A plan on the first GPU."""
+
+    def __init__(self, path: Path, spec: EngineSpec) -> None:
+        """Check and load `path`. Raises EngineError that names the fix when this machine cannot run the plan."""
+        plan = required_plan(spec)
+        device = open_device(plan)
+        program = TensorRTProgram(path, spec, plan, device)
+        super().__init__(spec, program, device)
+
+
+class TensorRTProgram:
+    """A deserialised plan and its workspace, which all its executions share: they run one after the other."""
+
+    def __init__(self, path: Path, spec: EngineSpec, plan: Plan, device: CudaDevice) -> None:
+        """Raises EngineError when TensorRT refuses the plan or the plan is not what this release binds."""
+        try:
+            self._trt = load_tensorrt(spec.backend)
+            self._runtime = self._trt.Runtime(tensorrt_logger(spec.backend))
+            if plan.kernel is not None:
+                register(self._trt)
+        except (ModuleNotFoundError, RuntimeError) as error:
+            raise EngineError(str(error)) from error
+        self._families = plan.families
+        self._is_rtx = spec.backend == "tensorrt-rtx"
+        content = path.read_bytes()
+        self.weight_bytes = len(content)
+        self._engine = self._runtime.deserialize_cuda_engine(content)
+        if self._engine is None:
+            raise EngineError(f"{path.name} is refused by {plan.package} {plan.version}: {self._verdict(content)}")
+        del content
+        check_tensors(self._engine, path.name, spec)
+        dtype = self._engine.get_tensor_dtype(bindings.past(bindings.KINDS[0], 0))
+        self.cache_itemsize = int(dtype.itemsize)
+        self.max_columns = narrowest_mask(self._engine)
+        self.workspace_bytes = int(self._engine.device_memory_size_v2)
+        self._workspace = device.allocate(self.workspace_bytes)
+        self._cache_file = RuntimeCacheFile(path, spec.role) if self._is_rtx else None
+        self._cache: Any = None
+
+    def execution(self, width: int, stream: Stream) -> TensorRTExecution:
+        """An execution context with the optimisation profile for `width` rows."""
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self._is_rtx:
+            self._configure_rtx(config)
+        context = self._engine.create_execution_context(config)
+        if context is None:
+            raise EngineError("TensorRT cannot make an execution context: see the log messages of draftwood.tensorrt")
+        context.set_device_memory(self._workspace.address, self.workspace_bytes)
+        if not context.set_optimization_profile_async(profile_for(self._families, width), stream):
+            raise EngineError(f"TensorRT refuses the optimisation profile of {width} rows: rebuild the bundle")
+        return TensorRTExecution(context, input_names(self._engine, self._trt), self._is_rtx)
+
+    def close(self) -> None:
+        if self._cache_file is not None and self._cache is not None:
+            self._cache_file.write(bytes(memoryview(self._cache.serialize())))
+        del self._engine, self._runtime
+
+    def _configure_rtx(self, config: Any) -> None:
+        """RTX compiles its kernels here, on first use: all of them before a pass is captured, and kept in a cache. The
+        graphs are captured here, with the copies in them, and not by RTX itself."""
+        trt = self._trt
+        config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+            stored = None if self._cache_file is None else self._cache_file.read()
+            if stored and not self._cache.deserialize(stored):
+                log.info("the stored kernels of TensorRT-RTX belong to another GPU or version; they are compiled anew")
+        config.set_runtime_cache(self._cache)
+
+    def _verdict(self, content: bytes) -> str:
+        """Why a plan could not be loaded, as far as TensorRT says."""
+        if self._is_rtx:
+            header = content[: self._runtime.engine_header_size]
+            validity, diagnostics = self._runtime.get_engine_validity(header)
+            return f"{validity.name}, diagnostics {diagnostics:#x}; rebuild the bundle on this machine"
+        return "the reason is in the log messages of draftwood.tensorrt; rebuild the bundle on this machine"
+
+
+class TensorRTExecution:
+    """An execution context."""
+
+    def __init__(self, context: Any, inputs: Set[str], is_rtx: bool) -> None:
+        self._context, self._inputs, self._is_rtx = context, inputs, is_rtx
+
+    def bind(self, name: str, shape: tuple[int, ...], address: int) -> None:
+        """See Execution.bind."""
+        if name in self._inputs and not self._context.set_input_shape(name, shape):
+            raise EngineError(f"TensorRT refuses {name} of shape {shape}: rebuild the bundle for these widths")
+        if not self._context.set_tensor_address(name, address):
+            raise EngineError(
+                f"TensorRT refuses to bind {name} at {address:#x}; a cache's input and output must share one address: "
+                "rebuild the bundle with this release"
+            )
+
+    def enqueue(self, stream: Stream) -> None:
+        if not self._context.execute_async_v3(stream):
+            raise EngineError("TensorRT could not run a pass: see the log messages of draftwood.tensorrt")
+
+    def capturable(self, stream: Stream) -> bool:
+        return not self._is_rtx or bool(self._context.is_stream_capturable(stream))
+
+
+class RuntimeCacheFile:
+    """Kernels that TensorRT-RTX compiled on this machine, in a file beside the bundle: opening it again is then fast.
+    Nothing depends on the file, so that failing to read or write it is no error."""
+
+    def __init__(self, plan: Path, role: str) -> None:
+        bundle = plan.resolve().parent
+        self.file = bundle.with_name(RUNTIME_CACHE.format(bundle.name)) / f"{role}.bin"
+
+    def read(self) -> bytes | None:
+        try:
+            return self.file.read_bytes()
+        except OSError:
+            return None
+
+    def write(self, content: bytes) -> None:
+        """Replace the file's content, or leave it as it is."""
+        if content == self.read():
+            return
+        partial = self.file.with_suffix(".partial")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
+            partial.replace(self.file)
+        except OSError as error:
+            log.info("compiled kernels are not kept: %s", error)
+
+
+def required_plan(spec: EngineSpec) -> Plan:
+    if spec.plan is None:
+        raise EngineError(f"the manifest says nothing about the {spec.role}'s {spec.backend} plan: rebuild the bundle")
+    return spec.plan
+
+
+def open_device(plan: Plan) -> CudaDevice:
+    """The GPU, if the plan can run on it. Raises EngineError that names the fix."""
+    try:
+        device = CudaDevice()
+    except EngineError as error:
+        raise EngineError(f"{compatibility.obstacle(plan, machine_with(None))} ({error})") from error
+    if problem := compatibility.obstacle(plan, machine_with(device)):
+        raise EngineError(problem)
+    return device
+
+
+def this_machine() -> compatibility.Device:
+    """What this machine has, for `compatibility.obstacle`."""
+    try:
+        return machine_with(CudaDevice())
+    except EngineError:
+        return machine_with(None)
+
+
+def machine_with(device: CudaDevice | None) -> compatibility.Device:
+    """A machine with this GPU and the packages that are installed here."""
+    name, capability = (None, None) if device is None else (device.name, device.compute_capability)
+    return compatibility.Device(name, capability, installed_packages(), MAGIC.decode())
+
+
+def installed_packages() -> Mapping[str, str]:
+    """Versions of the TensorRT packages that are installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def check_tensors(engine: Any, file: str, spec: EngineSpec) -> None:
+    """Refuse a plan that lacks a tensor, or whose cache outputs are not their inputs' memory: those would be written
+    elsewhere, or copied in every pass. Raises EngineError."""
+    if missing := missing_tensors(spec, tensor_names(engine)):
+        raise EngineError(f"{file} has no tensor {missing[0]!r}: this release did not build it; rebuild the bundle")
+    for layer in range(spec.model.num_layers):
+        for kind in bindings.KINDS:
+            output, expected = bindings.present(kind, layer), bindings.past(kind, layer)
+            found = engine.get_aliased_input_tensor(output)
+            if found != expected:
+                raise EngineError(
+                    f"{file} does not update its key/value cache in place: {output} is aliased to {found or 'nothing'} "
+                    f"instead of {expected}; rebuild with a TensorRT that makes KV cache updates of TensorScatter"
+                )
+
+
+def tensor_names(engine: Any) -> list[str]:
+    return [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+
+
+def input_names(engine: Any, trt: Any) -> Set[str]:
+    return {name for name in tensor_names(engine) if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT}
+
+
+def narrowest_mask(engine: Any) -> int:
+    """Columns of a tree mask that every profile allows."""
+    profiles = range(engine.num_optimization_profiles)
+    largest = (engine.get_tensor_profile_shape(bindings.TREE_MASK.name, profile)[2] for profile in profiles)
+    return min(int(shape[2]) for shape in largest)
+
+
+def profile_for(families: Sequence[WidthFamily], width: int) -> int:
+    """Index of the profile that holds `width`, tuned for as many rows or the fewest more. Raises EngineError."""
+    fitting = [
+        (family.optimum < width, family.maximum, index)
+        for index, family in enumerate(families)
+        if family.minimum <= width <= family.maximum
+    ]
+    if not fitting:
+        raise EngineError(f"the plan has no optimisation profile for {width} rows: rebuild the bundle")
+    return min(fitting)[2]

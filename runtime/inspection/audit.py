@@ -1,0 +1,108 @@
+"""Audit: decode once more without the draft, and say where and by how much the two outputs part, if they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.bindings import TARGET
+from ...models.errors import RequestError
+from ..decoding.decoder import SpeculativeDecoder
+from ..decoding.round import Round
+from ..decoding.stats import SpecDecodeStats
+from ..llm import LLM, Prompt
+from ..sampling.random import seeded_streams
+from ..sampling.sampler import Sampler, SamplingParams
+
+NOISE = 1e-3  # in logits: what passes of different widths may differ by, since they add up in different orders
+
+
+class AuditReport(NamedTuple):
+    """How a speculative output compares with plain decoding.
+
+    num_tokens: equal tokens, from the first one on. position: of the first output token that differs, None where none
+    does. speculative_token, plain_token: the tokens there, None for the side that ended. logit_gap: how much larger the
+    target's logit for the plain token is, in plain decoding and after the request's processors; None where one ended.
+    """
+
+    equal: bool
+    num_tokens: int
+    position: int | None = None
+    speculative_token: int | None = None
+    plain_token: int | None = None
+    logit_gap: float | None = None
+
+    @property
+    def numeric_noise(self) -> bool:
+        """Whether the divergence is no larger than what passes of different widths may differ by; otherwise a bug."""
+        return self.logit_gap is not None and self.logit_gap < NOISE
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, JSON-ready; numeric_noise is null where nothing differs."""
+        gap = self.logit_gap
+        finite = gap if gap is None or np.isfinite(gap) else None
+        return self._asdict() | {"logit_gap": finite, "numeric_noise": None if self.equal else self.numeric_noise}
+
+
+def audit(llm: LLM, prompt: Prompt, params: SamplingParams) -> AuditReport:
+    """Generate speculatively, then plainly over the same open target engine, and compare.
+
+    Raises RequestError above temperature 0, and when `llm` does not speculate.
+    """
+    check_auditable(llm.speculative is not None, params)
+    result = llm.generate(prompt, params)
+    return audit_output(llm, result.prompt_token_ids, params, result.token_ids)
+
+
+def audit_output(llm: LLM, prompt: Sequence[int], params: SamplingParams, token_ids: Sequence[int]) -> AuditReport:
+    """Compare an output that `llm` generated already. Raises like `audit`."""
+    check_auditable(llm.speculative is not None, params)
+    manifest = llm.bundle.manifest
+    sampler = Sampler(params, prompt, manifest.eos_token_ids, manifest.engines[TARGET].model.vocab_size)
+    return compare(llm.plain_decoder(), prompt, sampler, token_ids)
+
+
+def check_auditable(speculates: bool, params: SamplingParams) -> None:
+    """Raises RequestError when there is nothing to compare token by token."""
+    if not params.greedy:
+        raise RequestError(
+            "an audit compares greedy decoding token by token: set temperature to 0 (that sampling keeps the target's "
+            "distribution is proved by enumeration, in tests/test_lossless.py)"
+        )
+    if not speculates:
+        raise RequestError("there is nothing to audit in plain decoding: turn speculation on, or leave out the audit")
+
+
+def compare(
+    plain: SpeculativeDecoder, prompt: Sequence[int], sampler: Sampler, token_ids: Sequence[int]
+) -> AuditReport:
+    """Decode `prompt` by `plain` up to the first token that differs from `token_ids`."""
+    probs: list[NDArray[np.float64]] = []
+
+    def observe(round: Round) -> None:
+        probs[:] = [round.target_probs[0]]
+
+    position = 0
+    # A stop string ends a text outside of the decoder, so that plain decoding would go on behind it.
+    stopped_by_text = bool(sampler.params.stop)
+    for chunk in plain.generate(prompt, sampler, seeded_streams(0), SpecDecodeStats(), observe):
+        (token,) = chunk.token_ids
+        if position == len(token_ids):
+            return AuditReport(False, position, position, None, token)
+        if token_ids[position] != token:
+            gap = float(np.log(probs[0][token]) - log(probs[0][token_ids[position]]))
+            return AuditReport(False, position, position, token_ids[position], token, gap)
+        position += 1
+        if position == len(token_ids) and stopped_by_text:
+            break
+    if position < len(token_ids):
+        return AuditReport(False, position, position, token_ids[position], None)
+    return AuditReport(True, position)
+
+
+def log(probability: float) -> float:
+    """Natural logarithm; -inf for zero."""
+    return float(np.log(probability)) if probability > 0 else -np.inf

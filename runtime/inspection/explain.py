@@ -1,0 +1,192 @@
+"""Explanation of one request: what was drafted, accepted and rejected in every round, as plain data and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from ..decoding.round import Round
+from ..decoding.stats import SpecDecodeStats
+from ..sampling.sampler import SamplingParams
+from ..speculation.config import SpeculativeConfig
+from ..speculation.token_graph import ROOT, Edge, TokenGraph
+
+ACCEPTED, REJECTED, NOT_SENT = "accepted", "rejected", "not sent"
+
+
+class DraftedNode(NamedTuple):
+    """One node of a round's graph. parent: -1 for the root. draft_prob and target_prob: of its token in its parent's
+    context; None where the draft gave none, and where the target was not asked. status: "accepted", "rejected", or
+    "not sent": drafted, but left out of what the target scored. given: looked up in the text instead of drafted."""
+
+    node: int
+    token_id: int
+    text: str
+    depth: int
+    parent: int
+    draft_prob: float | None
+    target_prob: float | None
+    status: str
+    given: bool
+
+
+class MergeEdge(NamedTuple):
+    """A second way to a node. target_prob: of the node's token in this context, None where it was not scored."""
+
+    parent: int
+    child: int
+    draft_prob: float | None
+    target_prob: float | None
+    accepted: bool
+
+
+class ExplainedRound(NamedTuple):
+    """One round. nodes: in creation order, the root first. path: the accepted nodes in order, below the root.
+    own_token: the target's own, behind the path, with its probability there. num_tokens: emitted, fewer than the path
+    and the own token where the text ended inside."""
+
+    nodes: list[DraftedNode]
+    merge_edges: list[MergeEdge]
+    path: list[int]
+    own_token_id: int
+    own_text: str
+    own_prob: float
+    num_tokens: int
+    finish_reason: str | None
+    growth_end: str
+    draft_ms: float
+    target_ms: float
+    host_ms: float
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.nodes) - 1
+
+    @property
+    def texts(self) -> list[tuple[str, bool]]:
+        """What the round emitted, token by token, and whether it was drafted."""
+        tokens = [*((self.nodes[node].text, True) for node in self.path), (self.own_text, False)]
+        return tokens[: self.num_tokens]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, JSON-ready."""
+        lists = {
+            "nodes": [node._asdict() for node in self.nodes],
+            "merge_edges": [edge._asdict() for edge in self.merge_edges],
+        }
+        return self._asdict() | lists
+
+
+class Explanation(NamedTuple):
+    """One request. settings and totals: name -> value, ready to be shown."""
+
+    prompt: str
+    settings: Mapping[str, Any]
+    totals: Mapping[str, Any]
+    rounds: list[ExplainedRound]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything a page shows, JSON-ready."""
+        return {
+            "prompt": self.prompt,
+            "settings": dict(self.settings),
+            "totals": dict(self.totals),
+            "rounds": [round.to_dict() for round in self.rounds],
+        }
+
+
+class RoundRecorder:
+    """Collects the rounds of one request: hand `observe` to `LLM.generate` or `LLM.stream`."""
+
+    def __init__(self, text_of: Callable[[int], str]) -> None:
+        """text_of: a token's text by its id, see `token_texts`."""
+        self._text_of = text_of
+        self.rounds: list[ExplainedRound] = []
+
+    def observe(self, round: Round) -> None:
+        """One more round. Only numbers of its nodes are kept, no distributions."""
+        tree, graph = round.proposal.tree, round.proposal.graph
+        probs = [0.0] + [
+            float(round.target_probs[tree.parents[row]][tree.token_ids[row]]) for row in range(1, len(tree))
+        ]
+        # An edge leads to as many rows as there are paths over it: shown is the accepted one, else the first.
+        accepted = {(tree.nodes[tree.parents[row]], tree.nodes[row]): row for row in round.acceptance.rows}
+        rows = {
+            (tree.nodes[tree.parents[row]], tree.nodes[row]): row for row in reversed(range(1, len(tree)))
+        } | accepted
+        path = [tree.nodes[row] for row in round.acceptance.rows]
+        sent, on_path = set(tree.nodes), {ROOT, *path}
+        nodes = [
+            DraftedNode(ROOT, graph.tokens[ROOT], self._text_of(graph.tokens[ROOT]), 0, -1, None, None, ACCEPTED, False)
+        ]
+        merges = []
+        ranked = any(value != 0 for value in graph.values)
+        for parent, edges in enumerate(graph.edges):
+            for edge in edges:
+                row = rows.get((parent, edge.child))
+                q, p = draft_probability(graph, parent, edge, ranked), None if row is None else probs[row]
+                if graph.parents[edge.child] != parent:
+                    merges.append(MergeEdge(parent, edge.child, q, p, (parent, edge.child) in accepted))
+                    continue
+                status = ACCEPTED if edge.child in on_path else REJECTED if edge.child in sent else NOT_SENT
+                token, depth = graph.tokens[edge.child], graph.depths[edge.child]
+                text = self._text_of(token)
+                nodes.append(DraftedNode(edge.child, token, text, depth, parent, q, p, status, edge.certain))
+        own, last = round.acceptance.next_token, round.acceptance.rows[-1] if round.acceptance.rows else 0
+        self.rounds.append(
+            ExplainedRound(
+                nodes=sorted(nodes),
+                merge_edges=merges,
+                path=path,
+                own_token_id=own,
+                own_text=self._text_of(own),
+                own_prob=float(round.target_probs[last][own]),
+                num_tokens=len(round.token_ids),
+                finish_reason=round.finish_reason,
+                growth_end=round.proposal.growth_end,
+                draft_ms=1000 * round.draft_seconds,
+                target_ms=1000 * round.target_seconds,
+                host_ms=1000 * round.host_seconds,
+            )
+        )
+
+    def explanation(
+        self, prompt: str, config: SpeculativeConfig | None, params: SamplingParams, stats: SpecDecodeStats
+    ) -> Explanation:
+        """What was collected, with the request it belongs to."""
+        return Explanation(prompt, settings(config, params), stats.to_dict(), list(self.rounds))
+
+
+def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) -> float | None:
+    """The draft's probability of an edge's token. None for a given token, and in a shape that was filled without noting
+    any (ranked: whether the graph's values are log-probabilities at all)."""
+    if edge.certain:
+        return None
+    if parent in graph.draft_probs:
+        return graph.draft_probs[parent].probability(graph.tokens[edge.child])
+    return math.exp(edge.gain) if ranked else None
+
+
+def settings(config: SpeculativeConfig | None, params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults, by name, and what matters in any case; a processor is shown by its name."""
+    chosen: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
+    defaults = asdict(SamplingParams())
+    for name in defaults:
+        value = getattr(params, name)
+        if name == "logits_processors":
+            value = [getattr(processor, "__name__", type(processor).__name__) for processor in value]
+        if list_of(value) != list_of(defaults[name]):
+            chosen[name] = list_of(value)
+    if config is None:
+        return chosen | {"speculation": "off"}
+    plain = asdict(SpeculativeConfig())
+    given = {name: list_of(value) for name, value in asdict(config).items()}
+    always = ("grow", "merge", "stop_rule", "verify", "max_draft_len", "max_total_draft_tokens")
+    return chosen | {name: value for name, value in given.items() if name in always or value != list_of(plain[name])}
+
+
+def list_of(value: Any) -> Any:
+    """Tuples as JSON knows them."""
+    return list(value) if isinstance(value, tuple) else value

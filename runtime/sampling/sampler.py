@@ -1,0 +1,324 @@
+"""SamplingParams, and Sampler: logits of a node -> the distribution, or the token, of that node's own path.
+
+The order is vLLM's: logits processors, min_tokens, penalties, (greedy: arg-max) temperature, min-p, top-k, top-p.
+Draft and target go through the same Sampler, so p and q at a node are what the request's settings make of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.errors import RequestError, shown
+from .random import RandomStream
+from .softmax import NumpySoftmax, Softmax, Weights, best
+
+LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
+REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
+# Above 0, which is greedy. Softmax in fp32 is exact between them: 1 / T, and a logit over T, are far from its limits.
+TEMPERATURES = (1e-6, 100.0)
+LARGEST_COUNT = 2**31 - 1  # of tokens, whose number is an int32 wherever it leaves Python
+LARGEST_SEED = 2**64 - 1
+LARGEST_LOGIT = float(np.finfo(np.float32).max)  # engines' softmax reads fp32
+MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings, characters: every token's text is searched for them
+MAX_STOP_TOKENS = 1024
+NEGLIGIBLE = 1e-4  # of the most probable token's probability: a draft without such tokens is accepted as often
+LIKELY = 12.0  # nats below the best: sorting so much of a vocabulary is nearly always enough
+# What a setting's annotation accepts, numpy's numbers included, and its name. Every other setting is a tuple.
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((Integral,), "a whole number"),
+    "int | None": ((Integral, NoneType), "None or a whole number"),
+    "float": ((Real,), "a number"),
+    "bool": ((bool,), "True or False"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """vLLM's names and meanings. Raises RequestError when a value is out of range or of another type.
+
+    temperature 0 is greedy; others are in TEMPERATURES. top_k 0 (or -1) and top_p 1 keep everything. min_p is relative
+    to the most probable token. The repetition penalty (1 = none) counts prompt and output, presence and frequency count
+    the output alone. Stop strings and stop tokens end the text before themselves; the token that did is the last of the
+    output's. logprobs: how many alternatives to report per token; None reports nothing. A logits processor gets the
+    output so far, this path included, and float64 logits [V]; it returns logits [V], which are copied. Where several
+    values may stand, one alone, a list and None are taken, too.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in ((field.name, str(field.type)) for field in fields(self)):
+            value = getattr(self, name)
+            if kind not in KINDS:
+                object.__setattr__(self, name, as_tuple(value))  # the one place where frozen fields are normalised
+                continue
+            types, expected = KINDS[kind]
+            require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        most_tokens = f"not more than {LARGEST_COUNT}"
+        require("max_tokens", self.max_tokens, 1 <= self.max_tokens <= LARGEST_COUNT, f"at least 1 and {most_tokens}")
+        coldest, hottest = TEMPERATURES
+        in_range = self.temperature == 0 or coldest <= self.temperature <= hottest
+        require("temperature", self.temperature, in_range, f"0 (greedy) or between {coldest:g} and {hottest:g}")
+        require("top_k", self.top_k, 0 <= self.top_k <= LARGEST_COUNT, f"0 (off) or positive and {most_tokens}")
+        require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        least, most = REPETITION_PENALTIES
+        in_range = least <= self.repetition_penalty <= most
+        require("repetition_penalty", self.repetition_penalty, in_range, f"between {least:g} and {most:g}")
+        require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
+        require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
+        require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        require("stop", self.stop, len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
+        require("stop", self.stop, all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
+        longest = max(map(len, self.stop), default=0)
+        require("stop", self.stop, longest <= MAX_STOP_LENGTH, f"strings of at most {MAX_STOP_LENGTH} characters")
+        few = len(self.stop_token_ids) <= MAX_STOP_TOKENS
+        require("stop_token_ids", self.stop_token_ids, few, f"at most {MAX_STOP_TOKENS} token ids")
+        require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
+        require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
+        seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
+        require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
+        require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "None or in [0, 20]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def as_tuple(value: object) -> tuple[Any, ...]:
+    """Several values, or one of them, or None."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def token_id(value: Any) -> int:
+    """A token id as Python's own number, whoever made it (numpy, torch); negative for what is none."""
+    try:
+        return -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return -1
+
+
+def require(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} must be {expected}, not {shown(value)}")
+
+
+class Candidates(NamedTuple):
+    """A distribution without its zeros: token ids int64 [K], ascending, and their probabilities float64 [K]."""
+
+    ids: NDArray[np.int64]
+    probs: NDArray[np.float64]
+
+    def place(self, token: int) -> int:
+        """Where a token is that these probabilities allow. Raises ValueError for any other one: a proposal that was not
+        drawn from them would be accepted by the probability of another token."""
+        place = bisect_left(self.ids, token)
+        if place == len(self.ids) or self.ids[place] != token:
+            raise ValueError(f"token {token} is none of the {len(self.ids)} that may be drawn here")
+        return place
+
+    def probability(self, token: int) -> float:
+        """Of any token of the vocabulary."""
+        return float(self.probs[self.ids == token].sum())
+
+
+class Sampler:
+    """One request's settings over its history. A path is the tokens between the committed text and a node."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], eos: Sequence[int], vocab_size: int) -> None:
+        for token in params.stop_token_ids:
+            require("stop_token_ids", token, token < vocab_size, f"below the vocabulary size {vocab_size}")
+        self.params = params
+        self.output: list[int] = []
+        ending = {token for token in (*eos, *params.stop_token_ids) if 0 <= token < vocab_size}
+        self._ending = np.array(sorted(ending), np.int64)
+        self._prompt = np.array(sorted(set(prompt)), np.int64)
+        self._counts = np.zeros(vocab_size, np.int64)
+        self._softmax: Softmax = NumpySoftmax()
+        self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each length of a path
+        self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
+        self._penalises = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+
+    @property
+    def follows_path(self) -> bool:
+        """Whether logits are changed depending on the tokens before them."""
+        return self._penalises or bool(self.params.logits_processors) or self.params.min_tokens > len(self.output)
+
+    def use(self, softmax: Softmax) -> None:
+        """From now on, instead of numpy's."""
+        self._softmax, self._buffers = softmax, []
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Tokens that became output."""
+        self.output.extend(tokens)
+        for token in tokens:
+            self._counts[token] += 1
+
+    def choose(self, logits: NDArray[np.float32], path: Sequence[int], stream: RandomStream) -> int:
+        """The next token after `path`, from logits [V]."""
+        if self.params.greedy:
+            return best(self._scores(logits, path))
+        if self._truncates:
+            ids, probs = self._truncated(self._scores(logits, path), path)
+            return int(ids[stream.categorical(probs)])
+        weights, total = self.weights(logits, path)
+        weights /= total
+        return stream.categorical(weights)
+
+    def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
+        """Probabilities [V] float64 of the token after `path`; one-hot when greedy."""
+        weights, total = self.weights(logits, path)
+        return np.asarray(weights, np.float64) / total
+
+    def weights(self, logits: NDArray[np.float32], path: Sequence[int]) -> Weights:
+        """The same up to a factor, in a buffer that the next call with a path of this length overwrites."""
+        scores, weights = self._scores(logits, path), self._buffer(path)
+        if not (self.params.greedy or self._truncates):
+            return self._softmax.weights(scores, self.params.temperature, weights)
+        ids, probs = self._truncated(scores, path)
+        weights.fill(0.0)
+        weights[ids] = probs
+        return Weights(weights, 1.0)
+
+    def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
+        """What a draft draws the token after `path` from, above temperature 0: the same distribution without its tail.
+        Drafts may draw from whatever they like, as long as verification knows what it was."""
+        return self._likely(self._scores(logits, path), max(self.params.min_p, NEGLIGIBLE))
+
+    def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
+        """Log-probabilities [V] after processors and penalties, before temperature and truncation."""
+        scores = self._processed(logits, path)
+        scores -= scores.max()
+        return np.asarray(scores - np.log(np.exp(scores).sum()))
+
+    def _scores(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
+        """Logits [V] after all that changes them at this path."""
+        return self._processed(logits, path) if self.follows_path else logits
+
+    def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
+        """For a row behind this path: verifiers hold at most one of each length at a time."""
+        while len(self._buffers) <= len(path):
+            self._buffers.append(np.empty(len(self._counts), self._softmax.dtype))
+        return self._buffers[len(path)]
+
+    def _truncated(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
+        """The distribution of processed scores [V] after temperature, and min-p, top-k or top-p; or the best token,
+        when greedy. Only likely tokens are sorted, which nearly always suffices."""
+        params = self.params
+        if params.greedy:
+            return Candidates(np.array([best(scores)]), np.ones(1))
+        if params.min_p > 0:
+            return self._likely(scores, params.min_p)
+        if params.top_k > 0:
+            ids = np.sort(largest(scores, params.top_k))
+            peak = scores[best(scores)]
+            return self._cut(ids, np.exp((scores[ids].astype(np.float64) - peak) / params.temperature))
+        every, total = self._softmax.weights(scores, params.temperature, self._buffer(path))
+        ids, weights = self._softmax.likely(scores, params.temperature, NEGLIGIBLE)
+        if weights.sum() < params.top_p * total:
+            ids, weights = np.arange(len(every)), np.asarray(every, np.float64)
+        kept = nucleus(weights, params.top_p * total)
+        return Candidates(ids[kept], weights[kept] / weights[kept].sum())
+
+    def _likely(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
+        """The same with this `min_p`, which is positive."""
+        return self._cut(*self._softmax.likely(scores, self.params.temperature, min_p))
+
+    def _cut(self, ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Candidates:
+        """The distribution over these tokens [K] alone after top-k and top-p."""
+        params = self.params
+        if 0 < params.top_k < len(ids):
+            kept = at_least(weights, np.sort(weights)[-params.top_k], params.top_k)
+            ids, weights = ids[kept], weights[kept]
+        if params.top_p < 1:
+            kept = nucleus(weights, params.top_p * weights.sum())
+            ids, weights = ids[kept], weights[kept]
+        return Candidates(ids, weights / weights.sum())
+
+    def _processed(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
+        """Logits [V] in float64 after processors, min_tokens and penalties."""
+        params = self.params
+        scores: NDArray[np.float64] = logits.astype(np.float64)
+        for processor in params.logits_processors:
+            # A copy: what comes back may be the processor's own array, and what follows writes into it.
+            scores = np.array(processor([*self.output, *path], scores), np.float64)
+            if scores.shape != logits.shape:
+                raise RequestError(f"a logits processor returned shape {scores.shape} instead of {logits.shape}")
+        if len(self.output) + len(path) < params.min_tokens:
+            scores[self._ending] = -np.inf
+        if self._penalises:
+            with np.errstate(over="ignore"):  # what overflows is refused below
+                scores = self._penalised(scores, path)
+        highest = scores.max()
+        if highest == -np.inf:
+            raise RequestError("no token is left to choose from: logits processors or min_tokens removed all of them")
+        if not abs(highest) <= LARGEST_LOGIT:
+            raise RequestError(
+                f"the largest logit became {highest}: logits processors must return numbers of fp32, or -inf"
+            )
+        scores[scores < -LARGEST_LOGIT] = -np.inf  # as fp32 has them
+        return scores
+
+    def _penalised(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:
+        params = self.params
+        counts = self._counts
+        if path:
+            counts = counts + np.bincount(path, minlength=len(counts))
+        if params.repetition_penalty != 1:
+            seen = counts > 0
+            seen[self._prompt] = True
+            penalised = np.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+            scores = np.where(seen, penalised, scores)
+        charge = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        return np.asarray(scores - charge)
+
+
+def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
+    """Where the `count` largest scores are, best first; equal ones in their order."""
+    likely = (scores > scores.max() - LIKELY).nonzero()[0]
+    if len(likely) < count:
+        likely = np.arange(len(scores))
+    return np.asarray(likely[np.argsort(-scores[likely], kind="stable")[:count]])
+
+
+def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
+    """Where the heaviest tokens are that together reach `mass`, in their order; of equal ones the first."""
+    descending = np.sort(weights)[::-1]
+    count = 1 + int(descending[:-1].cumsum().searchsorted(mass))
+    return at_least(weights, descending[count - 1], count)
+
+
+def at_least(weights: NDArray[np.float64], least: np.float64, count: int) -> NDArray[np.int64]:
+    """Where the `count` largest weights are, none below `least`, in their order; of equal ones the first."""
+    places = (weights >= least).nonzero()[0]
+    surplus = len(places) - count
+    return np.delete(places, (weights[places] == least).nonzero()[0][-surplus:]) if surplus else places

@@ -1,0 +1,93 @@
+"""Softmax of a row of logits, up to a factor: what tokens are drawn from, before truncation.
+
+Verification needs it for every row of an accepted path, over the whole vocabulary, so an engine may bring a faster one
+than numpy's (`BringsSoftmax`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.errors import EngineError
+
+NO_NUMBERS = (
+    "the model computed a logit that is NaN or infinite: its weights are damaged, or too large for their type; build "
+    "it again, from another copy or with --precision fp32"
+)
+
+
+class Weights(NamedTuple):
+    """Probabilities [V] up to a factor, and their sum."""
+
+    values: NDArray[np.floating[Any]]
+    total: float
+
+
+class Softmax(Protocol):
+    """Of logits [V], at a positive temperature. dtype: of all weights that are written. Raises EngineError when a logit
+    is NaN or +inf, or all are -inf."""
+
+    dtype: type[np.floating[Any]]
+
+    def weights(
+        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
+    ) -> Weights:
+        """exp((logits - max) / temperature), written to `values` [V]."""
+
+    def likely(
+        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Tokens at least `share` times as probable as the best one: ids [K], ascending, and their weights [K]."""
+
+
+@runtime_checkable
+class BringsSoftmax(Protocol):
+    """An engine with a softmax of its own."""
+
+    @property
+    def softmax(self) -> Softmax: ...
+
+
+class NumpySoftmax:
+    """In float64."""
+
+    dtype: type[np.floating[Any]] = np.float64
+
+    def weights(
+        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
+    ) -> Weights:
+        """See Softmax.weights."""
+        peak = float(logits[best(logits)])
+        with np.errstate(over="ignore"):  # where a difference becomes -inf, its weight is nothing
+            # In float64, whatever `values` are: 0 / 1e-46 is 0 / 0 in float32.
+            np.subtract(logits, peak, out=values, dtype=np.float64, casting="same_kind")
+            np.divide(values, temperature, out=values, dtype=np.float64, casting="same_kind")
+        np.exp(values, out=values)
+        return Weights(values, float(values.sum(dtype=np.float64)))
+
+    def likely(
+        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """See Softmax.likely."""
+        peak = float(logits[best(logits)])
+        lowest = -float(np.finfo(logits.dtype).max)  # a token at -inf is never likely
+        ids = (logits >= max(peak + temperature * math.log(share), lowest)).nonzero()[0]
+        with np.errstate(over="ignore"):
+            return ids, np.exp((logits[ids].astype(np.float64) - peak) / temperature)
+
+
+def best(logits: NDArray[np.floating[Any]]) -> int:
+    """Where the largest logit is, the first of equal ones. Raises EngineError when it is infinite, or any is NaN."""
+    place = int(logits.argmax())  # of the first NaN, if there is one
+    if not math.isfinite(logits[place]):
+        raise EngineError(NO_NUMBERS)
+    return place
+
+
+def softmax_of(engine: object) -> Softmax:
+    """The fastest one beside this engine."""
+    return engine.softmax if isinstance(engine, BringsSoftmax) else NumpySoftmax()

@@ -1,0 +1,287 @@
+"""The OpenAI-compatible HTTP application over AsyncLLM: completions, chat, models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from ....models.bindings import TARGET
+from ....models.errors import DraftwoodError, RequestError, shown
+from ...llm import Prompt
+from ...requests.async_llm import AsyncLLM, RequestStream
+from ...requests.scheduler import most_of_one
+from ...speculation.config import SpeculativeConfig
+from ..json_text import pieces
+from .answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts, as_json
+from .errors import Refusal, add_errors, refusal_of
+from .guard import REQUEST_ID, Limits, RequestGuard
+from .protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from .route import JsonRoute
+from .streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connected
+from .tokens import TokensApi
+
+COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when max_tokens is left out
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}},
+    "4XX": {"description": "refused", "content": {"application/json": {}}},
+    "5XX": {"description": "not now", "content": {"application/json": {}}},
+}
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # nginx would hold events back
+log = logging.getLogger(__name__)
+
+
+def create_app(
+    async_llm: AsyncLLM,
+    model: str,
+    limits: Limits,
+    request_seconds: float | None = None,
+    allowed_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """The ASGI application.
+
+    model: the name clients ask for. request_seconds: until a request ends with an error. allowed_origins: of web pages
+    whose scripts may use it, "*" for any.
+    """
+    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
+    app.router.route_class = JsonRoute
+    add_errors(app)
+    add_state(app, async_llm)
+    api = OpenAIApi(async_llm, model, request_seconds)
+    app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
+    app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
+    tokens = TokensApi(async_llm, api.other_model)
+    posted: dict[str, Callable[..., Awaitable[Response]]] = {
+        "/v1/completions": api.complete,
+        "/v1/chat/completions": api.chat,
+        "/tokenize": tokens.tokenize,
+        "/detokenize": tokens.detokenize,
+    }
+    for path, route in posted.items():
+        app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
+    guard: ASGIApp = RequestGuard(app, limits)
+    if limits.trusted_proxies:  # uvicorn's types of the same protocol are its own
+        guard = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, guard), list(limits.trusted_proxies)))
+    if not allowed_origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("retry-after", REQUEST_ID),
+    )
+
+
+def add_state(app: FastAPI, async_llm: AsyncLLM) -> None:
+    """What orchestrators and Prometheus ask for."""
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", response_class=PlainTextResponse, responses=ANSWERS)
+    async def health() -> Response:
+        """Whether this process is of any use. Restart it otherwise."""
+        return state("ok", async_llm.trouble)
+
+    @app.head("/health/ready", include_in_schema=False)
+    @app.get("/health/ready", response_class=PlainTextResponse, responses=ANSWERS)
+    async def ready() -> Response:
+        """Whether new requests should be sent here."""
+        return state("ready", async_llm.trouble or (None if async_llm.accepting else "stopping"))
+
+    @app.get("/version")
+    async def release() -> dict[str, str]:
+        return {"version": version("draftwood")}
+
+    @app.head("/metrics", include_in_schema=False)
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(async_llm.to_prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def state(well: str, trouble: str | None) -> Response:
+    return PlainTextResponse(trouble or well, 200 if trouble is None else 503)
+
+
+class OpenAIApi:
+    """The endpoints below /v1."""
+
+    def __init__(self, async_llm: AsyncLLM, model: str, request_seconds: float | None) -> None:
+        self._async_llm = async_llm
+        self._llm = async_llm.llm
+        self._request_seconds = request_seconds
+        self._max_length = self._llm.bundle.manifest.max_length
+        self._vocab_size = self._llm.bundle.manifest.engines[TARGET].model.vocab_size
+        self._texts = TokenTexts(self._llm.tokenizer)
+        self._card = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "draftwood",
+            "max_model_len": self._max_length,
+        }
+
+    async def models(self) -> Response:
+        return as_json({"object": "list", "data": [self._card]})
+
+    async def model(self, name: str) -> Response:
+        return self.other_model(name) or as_json(self._card)
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        if refused := self.other_model(body.model):
+            return refused
+        config = self._checked(body, len(body.prompts))
+        try:
+            prompts = [await while_connected(request, self._async_llm.encode(prompt)) for prompt in body.prompts]
+            echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+        shape = CompletionShape(self._texts, body.logprobs is not None)
+        return await self._answer(request, body, config, shape, prompts, echoes, COMPLETION_TOKENS)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        if refused := self.other_model(body.model):
+            return refused
+        config = self._checked(body, 1)
+        try:
+            prompt = await while_connected(request, self._async_llm.encode_chat(body.conversation))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+        shape = ChatShape(self._texts, body.logprobs)
+        default_max_tokens = min(self._max_length, self._async_llm.max_tokens_behind(prompt))
+        return await self._answer(request, body, config, shape, [prompt], [""], default_max_tokens)
+
+    def other_model(self, name: str | None) -> Response | None:
+        """The refusal of a model that is not this one."""
+        if name in (None, self._card["id"]):
+            return None
+        message = f"the model {shown(name)} does not exist; this server has {self._card['id']!r}"
+        refusal = Refusal(404, message, param="model", code="model_not_found")
+        return Response(refusal.body, refusal.status, refusal.headers)
+
+    def _checked(self, body: GenerationBody, num_prompts: int) -> SpeculativeConfig | None:
+        """How to speculate, after everything was checked that costs nothing to check. Raises RequestError, also for
+        more choices than there could ever be room for, or ConfigError."""
+        body.check()
+        running, total = self._async_llm.max_running, num_prompts * body.n
+        room = running + most_of_one(self._async_llm.max_requests - running)
+        if total > room:
+            raise RequestError(
+                f"{total} choices are more than the {room} this server runs and queues for one client: "
+                "send fewer prompts or a smaller n"
+            )
+        return self._llm.resolved(body.speculation())
+
+    async def _echo(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await self._async_llm.texts.compute(lambda: self._llm.tokenizer.decode(prompt), len(prompt))
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationBody,
+        config: SpeculativeConfig | None,
+        shape: Shape,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[str],
+        default_max_tokens: int,
+    ) -> Response:
+        """Generate `n` choices per prompt and send them the way the client asked for."""
+        streams = await self._submit(body, request.state.client, prompts, config, default_max_tokens)
+        proposal = 0 if config is None else config.max_tokens
+        echoed = [echo for echo in echoes for _ in range(body.n)]
+        answer = Answer(shape, self._texts, str(self._card["id"]), prompts, echoed, proposal)
+        chunks = merged(streams)
+        try:
+            if not body.stream:
+                return await while_connected(request, collected(answer, chunks))
+            # Until there is a first chunk, an error still is an HTTP status.
+            first = await while_connected(request, anext(chunks))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+        events = server_sent(answer, first, chunks, body.stream_options)
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+
+    async def _submit(
+        self,
+        body: GenerationBody,
+        client: str,
+        prompts: Sequence[list[int]],
+        config: SpeculativeConfig | None,
+        default_max_tokens: int,
+    ) -> list[RequestStream]:
+        """Queue every choice, or none."""
+        params = body.sampling_params(default_max_tokens, self._vocab_size)
+        streams: list[RequestStream] = []
+        call = object()
+        try:
+            for prompt in prompts:
+                for choice in range(body.n):
+                    seeded = replace(params, seed=None if params.seed is None else params.seed + choice)
+                    stream = self._async_llm.generate(
+                        prompt,
+                        seeded,
+                        speculative=config,
+                        deadline_s=self._request_seconds,
+                        client=client,
+                        user=body.client,
+                        cache_salt=body.cache_salt,
+                        call=call,
+                    )
+                    streams.append(stream)
+        except DraftwoodError:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return streams
+
+
+async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> Response:
+    """The whole answer. It is written beside the event loop, since it may have many megabytes."""
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            answer.note(index, chunk)
+    return await asyncio.to_thread(answer.whole)
+
+
+async def server_sent(
+    answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None], options: StreamOptions
+) -> AsyncIterator[bytes]:
+    """The answer as server-sent events. An error in the middle is an event of its own."""
+
+    def accounted(chunk: dict[str, Any]) -> bytes:
+        if options.include_usage:
+            chunk["usage"] = answer.usage() if options.continuous_usage_stats else None
+        return event(chunk)
+
+    try:
+        async with aclosing(chunks):
+            for opening in answer.openings():
+                yield accounted(opening)
+            if chunk := answer.add(*first):
+                yield accounted(chunk)
+            async for index, added in chunks:
+                if chunk := answer.add(index, added):
+                    yield accounted(chunk)
+        if options.include_usage:
+            yield event(answer.last())
+    except Exception as error:
+        if not isinstance(error, DraftwoodError):
+            log.exception("a request failed while it was answered")
+        yield b"data: " + refusal_of(error).body + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    return f"data: {''.join(pieces(content))}\n\n".encode()

@@ -1,0 +1,105 @@
+"""Errors in OpenAI's form, whatever went wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from ....models.errors import ConfigError, RequestError
+from ...requests.async_llm import DeadlineError, QueueFullError, ShutdownError
+from ...requests.memory import OutOfMemoryError
+
+FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic puts the branches of a union among the fields
+MAX_NAME = 100  # characters of a field's name that are quoted
+PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
+MAX_SHOWN = 200  # characters of what was asked for
+RETRY_SECONDS = 1  # a place is free again after the shortest of the running requests
+
+
+class Refusal(NamedTuple):
+    """An error as an answer. retry_after: seconds, for clients that may come again. closing: the connection, too."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+    closing: bool = False
+
+    @property
+    def body(self) -> bytes:
+        """ASCII, since a message may quote half of a surrogate pair, which UTF-8 cannot carry."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json"}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.closing:
+            headers["connection"] = "close"
+        return headers
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """The answer to an exception. What is not the client's doing is not described to the client."""
+    if isinstance(error, (RequestError, ConfigError)):
+        return Refusal(400, str(error))
+    if isinstance(error, QueueFullError):
+        return Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=RETRY_SECONDS)
+    if isinstance(error, (MemoryError, OutOfMemoryError)):
+        message = str(error) or "there is too little memory for this request just now: send it again later"
+        return Refusal(503, message, "server_error", code="out_of_memory", retry_after=RETRY_SECONDS)
+    if isinstance(error, ShutdownError):
+        return Refusal(503, str(error), "server_error", code="shutting_down", retry_after=RETRY_SECONDS)
+    if isinstance(error, DeadlineError):
+        return Refusal(504, str(error), "server_error", code="deadline_exceeded")
+    return Refusal(500, "the server failed to answer this request; its log says why", "server_error")
+
+
+def invalid(error: RequestValidationError) -> Refusal:
+    """What is wrong with a body: of several things, and of the branches of a union, the most specific one, which a
+    value has that is of the right type and there at all."""
+    worst = max(error.errors(), key=lambda item: (len(item["loc"]), specific(item["type"])))
+    if worst["type"] == "json_invalid":
+        return Refusal(400, f"the body is not valid JSON: {worst['ctx']['error']}")
+    names = [name if isinstance(name, int) else name[:MAX_NAME] for name in worst["loc"]]
+    if worst["type"] == "extra_forbidden":
+        return Refusal(400, f"{names[-1]} is not supported by this server: leave it out", param=str(names[-1]))
+    place = [str(name) for name in names[1:] if isinstance(name, int) or FIELD.fullmatch(name)]
+    if not place:
+        return Refusal(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    return Refusal(400, f"{'.'.join(place)}: {worst['msg']}", param=place[0])
+
+
+def specific(kind: str) -> int:
+    """How much a kind of pydantic's errors says."""
+    return 0 if kind.endswith("_type") else 1 if kind == "missing" else 2
+
+
+def add_errors(app: FastAPI) -> None:
+    """Make every error of `app` a Refusal."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            refusal = invalid(error)
+        elif isinstance(error, HTTPException):
+            asked = f"{request.method} {request.url.path}"[:MAX_SHOWN]
+            refusal = Refusal(error.status_code, f"{error.detail}: {asked}; {PLACES}")
+        else:
+            refusal = refusal_of(error)
+        return Response(refusal.body, refusal.status, refusal.headers)
+
+    expected = (RequestError, ConfigError, QueueFullError, ShutdownError, DeadlineError, MemoryError, OutOfMemoryError)
+    for kind in (*expected, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

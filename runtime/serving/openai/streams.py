@@ -1,0 +1,80 @@
+"""Asynchronous plumbing of the HTTP application: several choices as one stream, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi import Request
+
+from ...requests.async_llm import RequestStream
+from ...requests.stream import contained
+from ...text.writer import StreamChunk
+
+CLIENT_CLOSED = 499  # nginx' name for the status that nobody reads
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Numbered(NamedTuple):
+    """A chunk, and which of the streams it came from."""
+
+    choice: int
+    chunk: StreamChunk
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[Numbered, None]:
+    """Chunks of all streams as they come. However it ends, every stream is closed; an error in one ends all."""
+    arrived: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
+
+    async def forward(index: int, stream: RequestStream) -> None:
+        try:
+            async for chunk in stream:
+                arrived.put_nowait(Numbered(index, chunk))
+            arrived.put_nowait(None)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # whatever it is: who waits for this choice must not wait for ever
+            arrived.put_nowait(contained(error))
+
+    tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(streams)
+        while running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task, stream in zip(tasks, streams, strict=True):
+            task.cancel()
+            await stream.aclose()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises ClientGone then."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(gone(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def gone(request: Request) -> None:
+    """Returns when the client has closed its connection. The body must have been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

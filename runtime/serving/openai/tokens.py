@@ -1,0 +1,101 @@
+"""Text to tokens and back over HTTP, as vLLM has it: /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from threading import Event
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from ....models.errors import RequestError
+from ...requests.async_llm import AsyncLLM
+from ...requests.memory import refuse_without_memory
+from ...text.conversation import to_template
+from ...text.prompt import too_long
+from .answers import as_json
+from .protocol import Body, Message, TokenIds, conversation
+from .streams import CLIENT_CLOSED, ClientGone, while_connected
+
+
+class TokenizeBody(Body):
+    """POST /tokenize. Either a text, which gets the tokens that /v1/completions would put around it, or a conversation,
+    which gets what /v1/chat/completions makes of it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, fail_fast=True)
+    add_special_tokens: bool = Field(True, description="of a text: whether it begins with the begin-of-text token")
+    add_generation_prompt: bool = Field(True, description="of a conversation: whether an answer begins at its end")
+    return_token_strs: bool = Field(False, description="every token's own text, too")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class TokensApi:
+    """Both endpoints. other_model: the refusal of a model's name.
+
+    What could never fit the model is refused, as in completions: to read megabytes of text takes many seconds.
+    """
+
+    def __init__(self, async_llm: AsyncLLM, other_model: Callable[[str | None], Response | None]) -> None:
+        self._texts = async_llm.texts
+        self._tokenizer = async_llm.llm.tokenizer
+        self._max_length = async_llm.llm.bundle.manifest.max_length
+        self._other_model = other_model
+
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
+        if refused := self._other_model(body.model):
+            return refused
+        try:
+            return await while_connected(request, self._tokenized(body))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        if refused := self._other_model(body.model):
+            return refused
+        return await self._texts.compute(lambda: self._detokenized(body), len(body.tokens))
+
+    async def _tokenized(self, body: TokenizeBody) -> Response:
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("send either a prompt or messages")
+        if body.messages is None:
+            text, special = body.prompt or "", body.add_special_tokens
+        else:
+            text, special = await self._texts.write(partial(self._written, body.messages, body)), False
+        return await self._texts.compute(lambda: self._answer(text, special, body.return_token_strs), len(text))
+
+    def _written(self, messages: list[Message], body: TokenizeBody, given_up: Event) -> str:
+        written = to_template(conversation(messages))
+        return self._tokenizer.apply_chat_template(written, body.add_generation_prompt, given_up)
+
+    def _answer(self, text: str, add_special_tokens: bool, with_texts: bool) -> Response:
+        tokens = self._encode(text, add_special_tokens)
+        content: dict[str, Any] = {"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens}
+        if with_texts:
+            content["token_strs"] = [self._tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        return as_json(content)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if (least := self._tokenizer.fewest_tokens(text)) >= self._max_length:
+            raise too_long(f"at least {least}", self._max_length)
+        refuse_without_memory(text)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def _detokenized(self, body: DetokenizeBody) -> Response:
+        size = self._tokenizer.vocab_size
+        if len(body.tokens) > self._max_length:
+            raise too_long(str(len(body.tokens)), self._max_length)
+        for token in body.tokens:
+            if not 0 <= token < size:
+                raise RequestError(f"{token} is not a token id between 0 and {size - 1}: leave it out")
+        return as_json({"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)})

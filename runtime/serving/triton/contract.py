@@ -1,0 +1,139 @@
+"""What a draftwood model looks like to Triton Inference Server: its tensors, and its settings in config.pbtxt.
+
+Names, types and shapes are those of TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` models, with the additions of
+Triton's vLLM backend: a client of either finds what it sends and reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from ....models.errors import ConfigError
+from ...decoding.loop import MAX_RUNNING
+from ...requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
+from ...requests.scheduler import Scheduler
+from ...speculation.config import SpeculativeConfig
+
+VARIABLE = (-1,)
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of config.pbtxt. dims: without the batch axis, which comes first and is always 1; -1 is any length."""
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...] = (1,)
+
+
+PROMPT = TensorSpec("text_input", "TYPE_STRING")
+OPTIONAL_INPUTS = (
+    TensorSpec("max_tokens", "TYPE_INT32"),
+    TensorSpec("min_tokens", "TYPE_INT32"),
+    TensorSpec("min_length", "TYPE_INT32"),  # the older name of min_tokens
+    TensorSpec("stream", "TYPE_BOOL"),
+    TensorSpec("stop_words", "TYPE_STRING", VARIABLE),
+    TensorSpec("bad_words", "TYPE_STRING", VARIABLE),
+    TensorSpec("end_id", "TYPE_INT32"),
+    TensorSpec("pad_id", "TYPE_INT32"),
+    TensorSpec("top_k", "TYPE_INT32"),
+    TensorSpec("top_p", "TYPE_FP32"),
+    TensorSpec("temperature", "TYPE_FP32"),
+    TensorSpec("repetition_penalty", "TYPE_FP32"),
+    TensorSpec("presence_penalty", "TYPE_FP32"),
+    TensorSpec("frequency_penalty", "TYPE_FP32"),
+    TensorSpec("length_penalty", "TYPE_FP32"),
+    TensorSpec("seed", "TYPE_UINT64"),
+    TensorSpec("beam_width", "TYPE_INT32"),
+    TensorSpec("num_return_sequences", "TYPE_INT32"),
+    TensorSpec("num_draft_tokens", "TYPE_INT32"),
+    TensorSpec("use_draft_logits", "TYPE_BOOL"),
+    TensorSpec("exclude_input_in_output", "TYPE_BOOL"),
+    TensorSpec("return_log_probs", "TYPE_BOOL"),
+    TensorSpec("return_context_logits", "TYPE_BOOL"),
+    TensorSpec("return_generation_logits", "TYPE_BOOL"),
+    TensorSpec("return_perf_metrics", "TYPE_BOOL"),
+    TensorSpec("return_num_input_tokens", "TYPE_BOOL"),
+    TensorSpec("return_num_output_tokens", "TYPE_BOOL"),
+    TensorSpec("return_finish_reason", "TYPE_BOOL"),
+    TensorSpec("sampling_parameters", "TYPE_STRING"),  # JSON, as vLLM's backend takes it
+)
+OUTPUTS = (
+    TensorSpec("text_output", "TYPE_STRING", VARIABLE),
+    TensorSpec("cum_log_probs", "TYPE_FP32", VARIABLE),
+    TensorSpec("output_log_probs", "TYPE_FP32", (-1, -1)),
+    TensorSpec("finish_reason", "TYPE_STRING", VARIABLE),
+    TensorSpec("sequence_index", "TYPE_INT32"),
+    TensorSpec("batch_index", "TYPE_INT32"),
+    TensorSpec("num_input_tokens", "TYPE_INT32"),
+    TensorSpec("num_output_tokens", "TYPE_INT32"),
+    TensorSpec("acceptance_rate", "TYPE_FP32"),
+    TensorSpec("total_accepted_draft_tokens", "TYPE_INT32"),
+    TensorSpec("total_draft_tokens", "TYPE_INT32"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """How a model is served; each field is a parameter of config.pbtxt.
+
+    bundle: its folder, absolute or relative to the model's folder. speculative: how requests are decoded that do not
+    say otherwise; None leaves the draft closed. threads, draft_threads, provider: see LLM. max_running: requests
+    decoded at the same time; max_waiting: requests that wait for one of them to end before more are refused.
+    kv_cache_bytes, prefix_cache_slots: see AsyncLLM; 0 bytes are its default. Raises ConfigError.
+    """
+
+    bundle: str
+    speculative: SpeculativeConfig | None = SpeculativeConfig()  # noqa: RUF009 - frozen
+    threads: int = 0
+    draft_threads: int = 0
+    provider: str = "cpu"
+    max_running: int = MAX_RUNNING
+    max_waiting: int = MAX_WAITING
+    kv_cache_bytes: int = 0
+    prefix_cache_slots: int = PREFIX_CACHE_SLOTS
+
+    def __post_init__(self) -> None:
+        Scheduler(self.max_running, self.max_waiting)  # refuses limits under which nothing could run
+
+    def to_parameters(self) -> dict[str, str]:
+        """Every field as the text config.pbtxt holds."""
+        values = {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        return values | {"speculative": json.dumps(changed(self.speculative))}
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> ModelSettings:
+        """The inverse of `to_parameters`; what is left out keeps its default. Raises ConfigError."""
+        try:
+            values: dict[str, Any] = {"bundle": parameters["bundle"]}
+            numbers = ("threads", "draft_threads", "max_running", "max_waiting", "kv_cache_bytes", "prefix_cache_slots")
+            for name in numbers:
+                if name in parameters:
+                    values[name] = int(parameters[name])
+            if "provider" in parameters:
+                values["provider"] = parameters["provider"]
+            if "speculative" in parameters:
+                values["speculative"] = changed_from(json.loads(parameters["speculative"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a parameter of config.pbtxt is missing or not what it should be ({error}): "
+                "write the model again with `draftwood triton`"
+            ) from error
+        return cls(**values)
+
+
+def changed(config: SpeculativeConfig | None) -> dict[str, Any] | None:
+    """The fields that differ from their defaults, JSON-ready; None for None."""
+    if config is None:
+        return None
+    values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def changed_from(content: Mapping[str, Any] | None) -> SpeculativeConfig | None:
+    """The inverse of `changed` after a way through JSON."""
+    if content is None:
+        return None
+    return SpeculativeConfig(**content)

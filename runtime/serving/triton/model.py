@@ -1,0 +1,208 @@
+"""TritonModel: a Triton python-backend model over AsyncLLM. A model repository's `model.py` derives from it.
+
+Decoupled: `execute` hands requests to an event loop in a thread of its own and returns; responses are sent as rounds
+end. Only that thread touches Triton's metrics: two threads at a time crash the whole server (seen with 24.10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic, sleep
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
+
+from ....models.errors import DraftwoodError
+from ...decoding.stats import SpecDecodeStats
+from ...llm import LLM
+from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
+from ...requests.memory import OutOfMemoryError
+from ...requests.stream import contained
+from ...sampling.sampler import SamplingParams
+from ...text.writer import StreamChunk
+from ..json_text import parsed as parsed_json
+from .contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
+from .metrics import TritonMetrics
+from .request import parse_request
+from .response import ResponseWriter
+
+POLL_SECONDS = 0.05  # how often to look whether the client of a request without chunks has gone, and at the load
+NAMELESS = ""  # the client of every request that names none
+WARM_UP = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+
+
+class CancelledError(DraftwoodError):
+    """The client took its request back, or is gone."""
+
+
+class TritonModel:
+    """One instance of a model: one process with its own copy of the engines.
+
+    backend: the module triton_python_backend_utils, which exists only inside Triton; model.py sets it.
+    """
+
+    backend: ClassVar[Any]
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Open the bundle and decode a few tokens, so that the model is warm when Triton calls it ready."""
+        if args["model_instance_kind"] == "GPU":  # set before anything looks for devices
+            os.environ["CUDA_VISIBLE_DEVICES"] = args["model_instance_device_id"]
+        parameters = json.loads(args["model_config"])["parameters"]
+        settings = ModelSettings.from_parameters({name: value["string_value"] for name, value in parameters.items()})
+        bundle = Path(args["model_repository"]) / settings.bundle
+        self._llm = LLM(bundle, settings.speculative, settings.threads, settings.draft_threads, settings.provider)
+        self._llm.generate("0", WARM_UP)
+        self._engine = AsyncLLM(
+            self._llm,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            kv_cache_bytes=settings.kv_cache_bytes or None,
+            prefix_cache_slots=settings.prefix_cache_slots,
+        )
+        labels = {
+            "model": args["model_name"],
+            "version": args["model_version"],
+            "instance": args["model_instance_name"],
+        }
+        self._metrics = TritonMetrics(self.backend.MetricFamily, labels)
+        self._loop = asyncio.new_event_loop()
+        self._unloading = Event()
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take requests over; each is answered through its own response sender."""
+        for request in requests:
+            asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
+
+    def is_ready(self) -> bool:
+        """Whether anybody can expect a text. Triton asks it for the model's readiness since python_backend's pull
+        request 430 of 2026; older ones, 24.10 among them, never do."""
+        return self._engine.trouble is None
+
+    def finalize(self) -> None:
+        """Triton unloads the model; by then every request is answered."""
+        self._unloading.set()
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+        self._engine.close()
+        self._llm.close()
+
+    async def _serve(self, request: Any) -> None:
+        """One request, from its tensors to its final response, whatever happens on the way."""
+        call = Call(request, self.backend, self._metrics)
+        try:
+            await call.answer(self._engine)
+        except BaseException as error:  # anything: a request without a final response keeps its client waiting for ever
+            call.fail(contained(error))
+
+    def _run(self) -> None:
+        """The thread of the event loop, which goes on with its requests whatever was raised in it."""
+        while not self._unloading.is_set():
+            try:
+                self._loop.run_until_complete(self._watch())
+            except BaseException as error:
+                self.backend.Logger.log_error(f"the event loop was interrupted: {error!r}")
+                sleep(POLL_SECONDS)
+
+    async def _watch(self) -> None:
+        """The event loop's main task: it keeps the gauges true, which change without an event here, until unloading."""
+        while not self._unloading.is_set():
+            self._metrics.record_now(self._engine.num_running, self._engine.num_waiting, self.is_ready())
+            await asyncio.sleep(POLL_SECONDS)
+
+
+class Call:
+    """One request that is being answered."""
+
+    def __init__(self, request: Any, backend: Any, metrics: TritonMetrics) -> None:
+        self._request = request
+        self._sender = request.get_response_sender()
+        self._backend = backend
+        self._metrics = metrics
+        self._arrived = monotonic()
+        self._stats = SpecDecodeStats()
+
+    async def answer(self, engine: AsyncLLM) -> None:
+        """Send responses as rounds end. Raises whatever ends the request early; then nothing final was sent."""
+        parameters = parsed_json(self._request.parameters() or "{}")
+        parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
+        deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
+        prompt = await engine.encode(parsed.prompt)
+        sequence = self._request.correlation_id()  # 0 and "" for none
+        stream = engine.generate(
+            prompt,
+            parsed.params,
+            speculative=parsed.speculative,
+            deadline_s=deadline,
+            client=parsed.client or (str(sequence) if sequence else NAMELESS),
+            cache_salt=parsed.cache_salt,
+        )
+        self._metrics.record_start(stream.num_prompt_tokens)
+        writer = ResponseWriter(parsed, stream.num_prompt_tokens)
+        last, finish_reason = self._arrived, None
+        while finish_reason is None:
+            chunk = await next_chunk(stream, self._sender.is_cancelled)
+            now, self._stats, finish_reason = monotonic(), chunk.stats, chunk.finish_reason
+            self._metrics.record_round(len(chunk.token_ids), now - last, first=last == self._arrived)
+            last = now
+            tensors = writer.write(chunk)
+            if tensors is not None:
+                self._send(tensors, final=finish_reason is not None)
+        self._metrics.record_end(finish_reason, monotonic() - self._arrived, self._stats)
+
+    def fail(self, error: Exception) -> None:
+        """Send an error as the final response."""
+        code, reason = classify(error)
+        self._metrics.record_end(reason, monotonic() - self._arrived, self._stats)
+        if reason == "error":
+            self._backend.Logger.log_error(f"request {self._request.request_id()!r}: {error!r}")
+        described = self._backend.TritonError(str(error) or repr(error), getattr(self._backend.TritonError, code))
+        self._sender.send(self._backend.InferenceResponse(error=described), flags=self._final)
+
+    def _tensors(self) -> dict[str, NDArray[Any]]:
+        """The inputs that were sent."""
+        found = {
+            spec.name: self._backend.get_input_tensor_by_name(self._request, spec.name)
+            for spec in (PROMPT, *OPTIONAL_INPUTS)
+        }
+        return {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+
+    def _send(self, tensors: Mapping[str, NDArray[Any]], final: bool) -> None:
+        outputs = [self._backend.Tensor(name, tensor) for name, tensor in tensors.items()]
+        self._sender.send(self._backend.InferenceResponse(outputs), flags=self._final if final else 0)
+
+    @property
+    def _final(self) -> int:
+        return int(self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+async def next_chunk(stream: RequestStream, is_cancelled: Callable[[], bool]) -> StreamChunk:
+    """The next chunk, however long it takes. Raises CancelledError, and frees the engine, when the client has gone."""
+    pending = asyncio.ensure_future(anext(stream))
+    while True:
+        await asyncio.wait((pending,), timeout=POLL_SECONDS)
+        if is_cancelled():
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            await stream.aclose()
+            raise CancelledError("the client cancelled this request")
+        if pending.done():
+            return pending.result()
+
+
+def classify(error: Exception) -> tuple[str, str]:
+    """The code of a TritonError, and the reason TritonMetrics counts."""
+    if isinstance(error, CancelledError):
+        return "CANCELLED", "abort"
+    if isinstance(error, DeadlineError):
+        return "CANCELLED", "deadline"
+    if isinstance(error, (QueueFullError, ShutdownError, OutOfMemoryError, MemoryError)):
+        return "UNAVAILABLE", "refused"
+    return ("INVALID_ARG", "refused") if isinstance(error, DraftwoodError) else ("INTERNAL", "error")

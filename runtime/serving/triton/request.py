@@ -1,0 +1,273 @@
+"""One Triton request -> prompt, SamplingParams, speculation, wanted outputs. Pure: tensors in, a TritonRequest out.
+
+A setting may come as an input tensor, as a request parameter (over HTTP any other field of the JSON body), or inside
+`sampling_parameters`, the JSON text of Triton's vLLM backend; more than once only with the same value. What is not
+served and would change the output is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from types import NoneType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....models.errors import RequestError, shown
+from ...sampling.sampler import SamplingParams
+from ...speculation.bounds import MAX_PROPOSAL, check_bounds
+from ...speculation.config import SpeculativeConfig
+from ..json_text import parsed
+from .contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
+
+ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
+# Settings of other servers that are taken where they ask for nothing: name -> values that mean so.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "beam_width": (1,),
+    "best_of": (1, None),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": (None, {}),
+    "logprobs": (None,),  # there is no output for alternatives; return_log_probs reports the tokens' own
+    "n": (1,),
+    "num_return_sequences": (1,),
+    "prompt_logprobs": (None,),
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+    "skip_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+# On padding, on beams, and on which of two exact ways to accept.
+WITHOUT_EFFECT = {"pad_id", "length_penalty", "use_draft_logits"}
+LARGEST = 2**64  # of integers: a seed is the largest that anything takes
+MAX_TEXT_BYTES = 4 << 20  # of one text; to read it as tokens takes seconds, and Triton itself lets gigabytes pass
+
+
+@dataclass(frozen=True, slots=True)
+class TritonRequest:
+    """What a client asked for. returns: names of its `return_…` flags that are set. deadline_s: seconds it has, client:
+    whose request it is, cache_salt: see AsyncLLM.generate; None when it does not say."""
+
+    prompt: str
+    params: SamplingParams
+    speculative: SpeculativeConfig | None
+    stream: bool
+    exclude_input_in_output: bool
+    returns: frozenset[str]
+    deadline_s: float | None
+    client: str | None
+    cache_salt: str | None
+
+
+def parse_request(
+    tensors: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any], own: SpeculativeConfig | None
+) -> TritonRequest:
+    """The request in these input tensors and request parameters.
+
+    tensors: by name, [1, 1] or [1, n], strings as bytes. own: how the model speculates when a request does not say.
+    Raises RequestError or ConfigError.
+    """
+    given = {name: read(name, tensor) for name, tensor in tensors.items()}
+    prompt = given.pop(PROMPT.name)
+    content = given.pop("sampling_parameters", None)
+    values = merged(given, parameters, {} if content is None else json_object(content))
+    params = sampling_params(values, greedy=content is None)
+    return TritonRequest(
+        prompt=prompt,
+        params=params,
+        speculative=speculation(values, own),
+        stream=values.get("stream", False),
+        exclude_input_in_output=values.get("exclude_input_in_output", False),
+        returns=frozenset(name for name, value in values.items() if name.startswith("return_") and value),
+        deadline_s=values["timeout"] / 1e6 if "timeout" in values else None,
+        client=values.get("client"),
+        cache_salt=values.get("cache_salt"),
+    )
+
+
+def read(name: str, tensor: NDArray[Any]) -> Any:
+    """A tensor's only value, or the list of its values where the contract allows several."""
+    items = [plain(name, item) for item in tensor.reshape(-1)]
+    if name in LISTS:
+        return [item for item in items if item]  # clients send one empty string for none
+    if len(items) != 1:
+        raise RequestError(f"{name} must hold one value, not {len(items)}: send one request per prompt")
+    return items[0]
+
+
+def plain(name: str, item: Any) -> Any:
+    """An element of a tensor as Python has it."""
+    if isinstance(item, np.float32):
+        return float(str(item))  # 0.7 is meant, not the nearest number of 32 bits
+    if not isinstance(item, bytes):
+        return item.item()
+    if len(item) > MAX_TEXT_BYTES:
+        raise RequestError(f"{name} has {len(item)} bytes and may have {MAX_TEXT_BYTES}: shorten it")
+    try:
+        return item.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not UTF-8 text ({error}): encode it as UTF-8") from error
+
+
+def json_object(content: str) -> dict[str, Any]:
+    try:
+        settings = parsed(content)
+    except RequestError as error:
+        raise RequestError(f"sampling_parameters is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise RequestError(f"sampling_parameters must be a JSON object, not {shown(content)}")
+    return settings
+
+
+def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was asked for, under its own name and of its own type. Raises RequestError for what is not served
+    and for sources that disagree."""
+    values: dict[str, Any] = {}
+    for source in sources:
+        for sent, value in source.items():
+            name = ALIASES.get(sent, sent)
+            if asks_for_nothing(name, value):
+                continue
+            converted = convert(name, value)
+            if values.setdefault(name, converted) != converted:
+                raise RequestError(
+                    f"{name} is given twice, as {shown(values[name])} and {shown(converted)}: send it once"
+                )
+    return values
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a setting may be left out. Raises RequestError when it may not, and is not served."""
+    if name in NEUTRAL and str(value).lower() not in {str(neutral).lower() for neutral in NEUTRAL[name]}:
+        raise RequestError(f"{name}={shown(value)} is not served: leave it out")
+    return name in NEUTRAL or name in WITHOUT_EFFECT
+
+
+def sampling_params(values: Mapping[str, Any], greedy: bool) -> SamplingParams:
+    """greedy: whether a request that names no sampling setting is decoded greedily, as TensorRT-LLM does; vLLM draws
+    at temperature 1."""
+    chosen = {name: value for name, value in values.items() if name in SAMPLING}
+    if chosen.get("top_k") == -1:  # vLLM's way to keep all
+        chosen["top_k"] = 0
+    if chosen.get("top_p") == 0:  # TensorRT-LLM's
+        chosen["top_p"] = 1.0
+    draws = "temperature" in chosen or any(values.get(name, 0) > 0 for name in ("top_k", "top_p", "min_p"))
+    if chosen.get("top_k") == 1 or (greedy and not draws):
+        chosen["temperature"] = 0.0  # the same token, without a draw
+    if "end_id" in values:  # instead of the model's own; none ends the text at -1
+        ends = () if values["end_id"] == -1 else (values["end_id"],)
+        chosen |= {"ignore_eos": True, "stop_token_ids": (*chosen.get("stop_token_ids", ()), *ends)}
+    if values.get("return_log_probs"):
+        chosen["logprobs"] = 0
+    return SamplingParams(**chosen)
+
+
+def speculation(values: Mapping[str, Any], own: SpeculativeConfig | None) -> SpeculativeConfig | None:
+    """The model's way to speculate, as the request changes it. num_draft_tokens: of one proposal, 0 decodes plainly."""
+    changes = {name: value for name, value in values.items() if name in SPECULATION}
+    limit = values.get("num_draft_tokens")
+    check_bounds(changes, RequestError)
+    if limit is not None and not 0 <= limit <= MAX_PROPOSAL:
+        raise RequestError(f"num_draft_tokens must be at least 0 and not more than {MAX_PROPOSAL}, but is {limit}")
+    if limit == 0:
+        return None
+    config = own if own is not None or not (changes or limit) else SpeculativeConfig()
+    if config is None:
+        return None
+    if limit is not None:
+        depth = limit if changes.get("grow", config.grow) == "chain" else min(limit, config.max_draft_len)
+        changes = {"max_total_draft_tokens": limit, "max_draft_len": depth} | changes
+    return replace(config, **changes)
+
+
+def convert(name: str, value: Any) -> Any:
+    """A value as the type its setting has; numbers and lists may come as text. Raises RequestError."""
+    kind = KINDS.get(name)
+    if kind is None:
+        similar = ", ".join(get_close_matches(name, KINDS))
+        raise RequestError(
+            f"{shown(name)} is no setting of this model: leave it out{similar and f', or send {similar}'}"
+        )
+    try:
+        return kind(value)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise RequestError(f"{name} must be {kind.__doc__}, not {shown(value)}") from error
+
+
+def boolean(value: Any) -> bool:
+    """true or false"""
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+def integer(value: Any) -> int:
+    """an integer"""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(value)
+    if not -LARGEST <= (number := int(value)) <= LARGEST:
+        raise ValueError(value)
+    return number
+
+
+def number(value: Any) -> float:
+    """a number"""
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """text"""
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
+def named(value: Any) -> str:
+    """text that is not empty"""
+    if not text(value):
+        raise ValueError(value)
+    return text(value)
+
+
+def integers(value: Any) -> tuple[int, ...]:
+    """a list of integers"""
+    if isinstance(value, Mapping):
+        raise ValueError(value)
+    return tuple(integer(item) for item in (value.split(",") if isinstance(value, str) else value))
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """text or a list of texts"""
+    if isinstance(value, Mapping):
+        raise ValueError(value)
+    return (value,) if isinstance(value, str) else tuple(text(item) for item in value)
+
+
+KIND_OF: dict[type, Callable[[Any], Any]] = {
+    bool: boolean,
+    int: integer,
+    float: number,
+    str: text,
+    tuple: integers,
+    NoneType: integer,
+}
+LISTS = {spec.name for spec in OPTIONAL_INPUTS if spec.dims == VARIABLE}
+FLAGS = {spec.name for spec in OPTIONAL_INPUTS if spec.data_type == "TYPE_BOOL"} - {*NEUTRAL, *WITHOUT_EFFECT}
+SAMPLING = {field.name: KIND_OF[type(field.default)] for field in fields(SamplingParams)} | {"stop": texts}
+SPECULATION = {field.name: KIND_OF[type(field.default)] for field in fields(SpeculativeConfig)}
+# Everything a request may set -> how its value is read.
+KINDS: dict[str, Callable[[Any], Any]] = {
+    **{name: kind for name, kind in SAMPLING.items() if name not in ("logits_processors", "logprobs")},
+    **SPECULATION,
+    **{name: boolean for name in sorted(FLAGS)},
+    "cache_salt": named,
+    "client": named,
+    "end_id": integer,
+    "num_draft_tokens": integer,
+    "timeout": integer,  # in microseconds, as Triton has it
+}

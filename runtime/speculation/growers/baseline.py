@@ -1,0 +1,232 @@
+"""Growers without a paper of their own here: drawn static trees (chain, k-ary, Sequoia's) and the best-first tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engines.base import ForwardOutput
+from ...sampling.random import RandomStream
+from ...sampling.sampler import Sampler, largest
+from ..token_graph import ROOT, Best, TokenGraph
+from .drawing import drawings
+from .gsd import NO_MERGER, Merger
+
+
+class Grower(Protocol):
+    """Decides which nodes the draft scores next, and which children they get."""
+
+    def frontier(self, graph: TokenGraph) -> list[int]:
+        """Nodes for the next draft pass; empty when growth has ended."""
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        """Add children to `nodes`; row i of `output` is the draft's prediction after nodes[i]."""
+
+
+class StaticTree:
+    """A shape fixed before anything is drawn; children are drawn from the draft without replacement.
+
+    topology[i] is the parent of position i + 1; position 0 is the root, parents come first. (0, 1, 2, …) is the chain
+    of speculative decoding; `k_ary` and `sequoia` below make wider ones. With a merger, what a position's token recurs
+    with takes its place.
+    """
+
+    def __init__(self, topology: Sequence[int], merger: Merger = NO_MERGER) -> None:
+        self._merger = merger
+        self._children: list[list[int]] = [[] for _ in range(len(topology) + 1)]
+        for position, parent in enumerate(topology, start=1):
+            self._children[parent].append(position)
+        self._positions = {ROOT: 0}  # graph node -> position
+        self._layer: list[int] = []
+
+    def frontier(self, graph: TokenGraph) -> list[int]:
+        return [node for node in self._layer if self._children[self._positions[node]]]
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        self._layer = []
+        for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
+            for position in self._children[self._positions[node]]:
+                if drawing.exhausted:  # fewer tokens than children have any probability
+                    break
+                token, share, R = drawing.draw(stream)
+                self._place(graph, node, token, share, position, R)
+
+    def _place(
+        self,
+        graph: TokenGraph,
+        parent: int,
+        token: int,
+        share: float,
+        position: int,
+        R: NDArray[np.float64] | None = None,
+    ) -> None:
+        match = self._merger.match(graph, parent, token)
+        if match is not None:
+            graph.link(parent, match, 0.0, R)
+            return
+        child = graph.add(parent, token, 0.0, share, R=R)  # everything is kept: no token is worth more than another
+        self._positions[child] = position
+        self._layer.append(child)
+
+
+class RankedStaticTree(StaticTree):
+    """The same shape with each node's most probable tokens as its children, best first: for temperature 0."""
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        self._layer = []
+        most = max(len(self._children[self._positions[node]]) for node in nodes)
+        ids, logprobs = ranked(graph, nodes, output, sampler, most)
+        for row, node in enumerate(nodes):
+            for column, position in enumerate(self._children[self._positions[node]][: ids.shape[1]]):
+                self._place(graph, node, int(ids[row, column]), math.exp(logprobs[row, column]), position)
+
+
+class BestFirst:
+    """Chosen tokens: each pass scores the `width` most probable nodes of the last layer, each of which offers its most
+    probable children; `unroll` keeps the best `size` of all (EAGLE-2's expansion and rerank, 2406.16858).
+
+    width 1 is the greedy chain. Layer by layer, so `depth` passes whatever the size. With a merger this is GSD's
+    deterministic draft: children less probable than `sibling_share` of their best sibling are pruned, nodes less
+    probable than `leaf_share` after their parent are not drafted further, and recurring sequences are linked.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        depth: int,
+        width: int,
+        merger: Merger,
+        sibling_share: float = 0.0,
+        leaf_share: float = 0.0,
+    ) -> None:
+        self.depth, self.width = depth, width
+        self._best = Best(size)
+        self._merger = merger
+        self._log_sibling, self._log_leaf = log(sibling_share), log(leaf_share)
+        self._layer: list[int] = []
+
+    def frontier(self, graph: TokenGraph) -> list[int]:
+        if not self._layer or graph.depths[self._layer[0]] >= self.depth:
+            return []
+        useful = [node for node in self._layer if self._best.admits(graph.values[node])]
+        return sorted(useful, key=lambda node: -graph.values[node])[: self.width]
+
+    def expand(
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+    ) -> None:
+        ids, logprobs = ranked(graph, nodes, output, sampler, self.width)
+        offered = []
+        for node, tokens, gains in zip(nodes, ids.tolist(), logprobs.tolist(), strict=True):
+            value, least = graph.values[node], gains[0] + self._log_sibling
+            offered += [
+                (value + gain, node, token, gain) for token, gain in zip(tokens, gains, strict=True) if gain >= least
+            ]
+        offered.sort(key=itemgetter(0), reverse=True)
+        self._layer = []
+        for value, node, token, gain in offered:
+            if not self._best.admits(value):
+                break  # and the ones behind it are no better
+            self._best.offer(value)
+            match = self._merger.match(graph, node, token)
+            if match is not None:
+                graph.link(node, match, gain)
+                continue
+            child = graph.add(node, token, gain, math.exp(gain))
+            if gain >= self._log_leaf:
+                self._layer.append(child)
+
+
+def ranked(
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, width: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The most probable tokens after each node and their log-probabilities, each [nodes, <= width], best first: the
+    draft's own ranking unless the request's processors change it."""
+    columns = 0 if output.top_ids is None else output.top_ids.shape[1]
+    if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path and width <= columns:
+        return output.top_ids[: len(nodes), :width], output.top_logprobs[: len(nodes), :width].astype(np.float64)
+    ids, logprobs = [], []
+    for row, node in enumerate(nodes):
+        scores = sampler.log_probabilities(output.logits[row], graph.path(node))
+        best = largest(scores, width)
+        ids.append(best)
+        logprobs.append(scores[best])
+    return np.stack(ids), np.stack(logprobs)
+
+
+def chain(length: int) -> tuple[int, ...]:
+    """Topology of one hypothesis."""
+    return tuple(range(length))
+
+
+def k_ary(branching: Sequence[int]) -> tuple[int, ...]:
+    """Topology with branching[d] children per node at depth d (SpecInfer's expansion configuration, 2305.09781)."""
+    topology: list[int] = []
+    layer = [0]
+    for children in branching:
+        parents = [parent for parent in layer for _ in range(children)]
+        layer = list(range(len(topology) + 1, len(topology) + 1 + len(parents)))
+        topology += parents
+    return tuple(topology)
+
+
+def sequoia(acceptance: Sequence[float], size: int, depth: int) -> tuple[int, ...]:
+    """Sequoia's optimal topology (2402.12374) for a measured acceptance vector.
+
+    acceptance[b]: the share of rounds in which child b of a node is the one accepted. T[l][n]: the largest expected
+    number of accepted nodes in a tree of n nodes and depth at most l, its root counted as one, by dynamic programming
+    over the last child's subtree: T[l][n, b] = max over m of T[l][n - m, b - 1] + acceptance[b] · max_b' T[l-1][m, b'].
+    """
+    ranks = len(acceptance)
+    best = np.full((depth + 1, size + 2), -np.inf)  # best[l, n]: over all numbers of children
+    last: dict[tuple[int, int, int], int] = {}  # (l, n, children) -> nodes in the last child's subtree
+    chosen: dict[tuple[int, int], int] = {}  # (l, n) -> children of the root
+    best[:, 1] = 1.0
+    for level in range(1, depth + 1):
+        with_children = np.full((size + 2, ranks + 1), -np.inf)
+        with_children[1, 0] = 1.0
+        for nodes in range(2, size + 2):
+            for children in range(1, min(ranks, nodes - 1) + 1):
+                for m in range(1, nodes):
+                    if best[level - 1, m] == -np.inf:  # no tree of this depth has so many nodes
+                        continue
+                    value = with_children[nodes - m, children - 1] + acceptance[children - 1] * best[level - 1, m]
+                    if value > with_children[nodes, children]:
+                        with_children[nodes, children] = value
+                        last[level, nodes, children] = m
+            chosen[level, nodes] = int(with_children[nodes].argmax())
+            best[level, nodes] = with_children[nodes].max()
+    total = int(best[depth].argmax())
+    topology: list[int] = []
+
+    def build(position: int, level: int, nodes: int) -> None:
+        subtrees = []
+        children = chosen.get((level, nodes), 0) if nodes > 1 else 0
+        while children:
+            m = last[level, nodes, children]
+            subtrees.append(m)
+            nodes, children = nodes - m, children - 1
+        positions = []
+        for _ in subtrees:
+            topology.append(position)
+            positions.append(len(topology))
+        for child, m in zip(positions, reversed(subtrees), strict=True):
+            build(child, level - 1, m)
+
+    build(0, depth, total)
+    return tuple(topology)
+
+
+def log(share: float) -> float:
+    """Natural logarithm; -inf for zero."""
+    return math.log(share) if share > 0 else -math.inf

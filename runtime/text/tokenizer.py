@@ -1,0 +1,199 @@
+"""Tokenizer: a `tokenizer.json` with the special tokens and the chat template that stand beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerJson
+
+from ...models.errors import BundleError, RequestError
+from ...models.plain_files import read_object
+from .chat_template import ChatTemplate
+from .token_length import BYTES, longest_token, parts
+from .tokenizer_check import check_file, check_tokenizer, is_failure
+
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+
+class Tokenizer:
+    """Text to token ids and back; usable from several threads."""
+
+    def __init__(
+        self, backend: TokenizerJson, special_tokens: Mapping[str, str] | None = None, chat_template: str | None = None
+    ) -> None:
+        """special_tokens: text of "bos_token", "eos_token" and their like. chat_template: Jinja source."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        empty: list[int] = backend.encode("").ids
+        bos = self._special_tokens.get("bos_token")
+        self.bos_token_id: int | None = backend.token_to_id(bos) if bos is not None else next(iter(empty), None)
+        self.adds_bos = bool(empty)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
+        self.byte_values = byte_values(backend)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a folder's tokenizer. Raises BundleError when it is missing or damaged."""
+        settings = read_settings(folder / SETTINGS)
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several named ones; "default" is the conversation's
+            named = [item for item in template if isinstance(item, dict)]
+            template = next((item.get("template") for item in named if item.get("name") == "default"), None)
+        if (folder / TEMPLATE).is_file():
+            try:
+                template = (folder / TEMPLATE).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise BundleError(f"{folder / TEMPLATE} is not readable text ({error}): rebuild the bundle") from error
+        if template is not None and not isinstance(template, str):
+            raise BundleError(f"{folder / SETTINGS}: chat_template is no text: correct it and rebuild the bundle")
+        return cls(read_backend(folder / TOKENIZER), special_tokens(settings), template)
+
+    def close(self) -> None:
+        """End the processes that write conversations."""
+        if self._chat_template is not None:
+            self._chat_template.close()
+
+    def __enter__(self) -> Tokenizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the begin-of-text token where the model wants one.
+
+        Raises RequestError for half a surrogate pair, which JSON can carry and UTF-8 cannot, and for a text at which
+        this tokenizer fails.
+        """
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError("the text holds half of a surrogate pair, which is no character: send valid Unicode")
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise RequestError(
+                f"this model's tokenizer cannot read the text ({error}): send another one, or rebuild the bundle with "
+                f"a {TOKENIZER} that knows every character"
+            ) from error
+        return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens a text has at the very least, known from its length alone; 0 where that says nothing."""
+        return 0 if self._longest_token is None else -(-len(text) // self._longest_token)
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(self._backend)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD. Raises BundleError for tokens at which this
+        tokenizer fails."""
+        try:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise BundleError(
+                f"the bundle's {TOKENIZER} cannot write these tokens ({error}): correct its decoder and rebuild the "
+                "bundle"
+            ) from error
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added ones included."""
+        tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return tokens
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        given_up: Event | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """A conversation of {"role", "content"} messages as the model was taught to read it.
+
+        The template comes with the model and runs in a sandbox, in a process that is ended when it takes too long.
+        Raises RequestError when there is none, when it refuses the conversation, or when it tries to leave the sandbox
+        or exceeds its limits. given_up: see ChatTemplate.render. kwargs: what else the template reads, such as `tools`.
+        """
+        if self._chat_template is None:
+            raise RequestError("this model has no chat template: pass plain text instead of a conversation")
+        # As in transformers: templates tell "no tools" by `tools is none`, not by its being undefined.
+        variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        return self._chat_template.render(variables, given_up)
+
+
+def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
+    """The byte that a token stands for by itself, where the decoder knows such tokens (SentencePiece's)."""
+    if not any(part["type"] == "ByteFallback" for part in parts(backend.decoder)):
+        return {}
+    ids = [backend.token_to_id(token) for token in BYTES]
+    return {index: bytes([byte]) for byte, index in enumerate(ids) if index is not None}
+
+
+def read_backend(file: Path) -> TokenizerJson:
+    """Open a tokenizer.json. Raises BundleError."""
+    if not file.is_file():
+        raise BundleError(f"{file} is missing: rebuild the bundle")
+    check_file(file)
+    try:
+        backend = TokenizerJson.from_file(str(file))
+    except BaseException as error:  # the library raises nothing more specific, and panics
+        if not is_failure(error):
+            raise
+        raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
+    backend.no_truncation()
+    backend.no_padding()
+    check_tokenizer(backend, file)
+    return backend
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """tokenizer_config.json, empty where there is none. Raises BundleError."""
+    if not file.is_file():
+        return {}
+    try:
+        return read_object(file)
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{file} is not readable JSON ({error}): rebuild the bundle") from error
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens; older files wrap them in an object."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """A token's own text: with the leading space that decoding it alone would drop, and special tokens by name. Bytes
+    that are no character by themselves are shown the way the vocabulary writes them."""
+    names = {index: name for name, index in tokenizer.vocabulary().items()}
+
+    def text_of(token: int) -> str:
+        alone = tokenizer.decode([token], skip_special_tokens=False)
+        twice = tokenizer.decode([token, token], skip_special_tokens=False)
+        if not alone or "\ufffd" in twice or not twice.startswith(alone) or token in tokenizer.special_token_ids:
+            return names.get(token, f"#{token}")
+        return twice[len(alone) :]
+
+    return text_of
