@@ -52,7 +52,7 @@ QUICK := floors config sampling sampling_params verifier gsd dyspec baseline spe
 	openai_client openai_failures openai_guard
 
 quick: .venv/dev
-	$(PY) -m pytest -m 'not full' $(QUICK:%=tests/test_%.py)
+	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))
 
 test: .venv/dev
 	$(PY) -m pytest -m 'not full'
@@ -63,8 +63,8 @@ SOAK_SECONDS ?= 3600
 
 full: .venv/dev
 	$(PY) -m pytest
-	$(PY) tests/mutation.py --mutants $(MUTANTS) --output benchmarks/results/mutation.json
-	$(PY) tests/soak.py --seconds $(SOAK_SECONDS) --output benchmarks/results/soak.json
+	$(PY) tests/support/mutation.py --mutants $(MUTANTS) --output benchmarks/results/mutation.json
+	$(PY) tests/support/soak.py --seconds $(SOAK_SECONDS) --output benchmarks/results/soak.json
 
 lint: .venv/dev
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""What the kernels' matrices of integers compute, in numpy: the oracle of tests/test_native_kernels.py."""
+"""What the kernels' matrices of integers compute, in numpy: the oracle of tests/plugins/test_native_kernels.py."""
 
 from __future__ import annotations
 

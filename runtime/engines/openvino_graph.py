@@ -9,7 +9,7 @@ are scored apart and the scores put in their columns. Values are, because of the
 Why not softmax: it sums in vector lanes, so that a row's denominator depends on which slots the row's path happens to
 have. A matrix product adds slot after slot, and a slot of weight 0 changes nothing. Numerator and denominator therefore
 come from one each, and a row gives the same bits in a chain or in a tree, at any width of two rows or more, and in a
-cache of any capacity; `tests/test_openvino.py` holds it to that.
+cache of any capacity; `tests/runtime/engines/test_openvino.py` holds it to that.
 """
 
 from __future__ import annotations

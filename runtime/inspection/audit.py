@@ -70,7 +70,7 @@ def check_auditable(speculates: bool, params: SamplingParams) -> None:
     if not params.greedy:
         raise RequestError(
             "an audit compares greedy decoding token by token: set temperature to 0 (that sampling keeps the target's "
-            "distribution is proved by enumeration, in tests/test_lossless.py)"
+            "distribution is proved by enumeration, in tests/runtime/decoding/test_lossless.py)"
         )
     if not speculates:
         raise RequestError("there is nothing to audit in plain decoding: turn speculation on, or leave out the audit")

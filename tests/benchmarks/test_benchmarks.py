@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from bundling import ROOT
 
 from benchmarks.papers.methods import BUDGETS, RANKS, PairBenchmark, make_configurations, summarise
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -35,7 +36,7 @@ def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
 
 
 def test_the_index_lists_every_script_and_every_result() -> None:
-    folder = Path(__file__).resolve().parent.parent / "benchmarks"
+    folder = ROOT / "benchmarks"
     index = (folder / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\((results/[^)]+)\)", index))
     committed = subprocess.run(["git", "ls-files", "results"], cwd=folder, capture_output=True, text=True, check=True)

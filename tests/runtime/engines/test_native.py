@@ -1,4 +1,4 @@
-"""The native engine: the same bits for a row wherever it is scored. tests/test_engines.py holds it to the contract."""
+"""The native engine: the same bits for a row wherever it is scored. `test_engines.py` holds it to the contract."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from draftwood.runtime.engines.torch import TorchEngine
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 MODELS = ("gqa", "mha", "mqa", "demo target")  # of the bits; what every shape computes is compared with torch
-# Odd head sizes leave a matrix whose inputs are no multiple of a block: those are refused (tests/test_quantize.py).
+# Odd head sizes leave a matrix whose inputs are no multiple of a block: those are refused (test_quantize.py).
 KINDS = [(model, kind) for model in SHAPES for kind in PRECISIONS if not (kind in LOW_BIT and "head_dim" in model)]
 few = settings(max_examples=6)
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)

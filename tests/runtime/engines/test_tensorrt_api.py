@@ -66,7 +66,7 @@ def rtx() -> Names:
 @pytest.fixture(scope="module")
 def listed() -> Names:
     """Names of TensorRT 11.4, written by tensorrt_names.py."""
-    return from_text((Path(__file__).parent / "tensorrt_11_names.txt").read_text(encoding="utf-8"))
+    return from_text((ROOT / "tests" / "support" / "tensorrt_11_names.txt").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """The public names of a TensorRT Python package, and those that this project uses.
 
-`python tests/tensorrt_names.py tensorrt_bindings > tests/tensorrt_11_names.txt` wrote the list beside this file: names
-and numbers of parameters of release 11.4.0.106, nothing else. The bindings import where the libraries they are linked
-to can be opened, without a GPU.
+`python tests/support/tensorrt_names.py tensorrt_bindings > tests/support/tensorrt_11_names.txt` wrote the list
+beside this file: names and numbers of parameters of release 11.4.0.106, nothing else. The bindings import where the
+libraries they are linked to can be opened, without a GPU.
 """
 
 from __future__ import annotations

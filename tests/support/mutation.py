@@ -4,7 +4,7 @@ Mutants are made from the syntax tree (Python) or by pattern (the native engine'
 each by the tests that TESTS names. A mutant that makes them hang is noticed, too. `mutants_equivalent.json` lists
 mutants that no test can notice, each with the reason.
 
-    python tests/mutation.py --mutants 300 --output benchmarks/results/mutation.json
+    python tests/support/mutation.py --mutants 300 --output benchmarks/results/mutation.json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 KERNELS = ("test_native_kernels", "test_native", "test_softmax")
@@ -246,7 +246,8 @@ class Tree:
             file.write_bytes(original)
 
     def _run(self, tests: Iterable[str], seconds: float) -> bool:
-        files = [f"tests/{name}.py" for name in tests if (self._folder / f"tests/{name}.py").exists()]
+        found = [self._folder.glob(f"tests/**/{name}.py") for name in tests]
+        files = [str(file) for each in found for file in each]
         options = ["-x", "-q", "-m", "not full and not gpu", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
         command = [sys.executable, "-m", "pytest", *options, *files]
         unseen = subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""OpenVINO: what other engines cannot promise, and what it refuses. tests/test_engines.py holds it to the contract."""
+"""OpenVINO: what other engines cannot promise, and what it refuses. `test_engines.py` holds it to the contract."""
 
 from __future__ import annotations
 

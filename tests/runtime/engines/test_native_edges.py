@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from bundling import ROOT
 from checkpoints import VOCAB_SIZE, edit_weights, write_checkpoint
 from native_parts import held, kernels, open_native, spec_of
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.native.engine import NativeEngine
 
 LANES, WHOLE = 16, 256  # kernels/vector.h, kernels/attention.h
-DRIVER = Path(__file__).parent / "native_edges.c"
+DRIVER = ROOT / "tests" / "support" / "native_edges.c"
 PROCESSORS = ("-march=native", "-march=x86-64-v3", "-march=x86-64")
 
 

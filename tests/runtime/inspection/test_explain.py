@@ -28,13 +28,13 @@ from draftwood.runtime.decoding.round import (
     Round,
 )
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.inspection.explain import ExplainedRound, Explanation, RoundRecorder, token_texts
+from draftwood.runtime.inspection.explain import ExplainedRound, Explanation, RoundRecorder
 from draftwood.runtime.inspection.explain_html import HEIGHT, WIDTH, lay_out, to_html
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.cost import CostModel
-from draftwood.runtime.text.tokenizer import Tokenizer
+from draftwood.runtime.text.tokenizer import Tokenizer, token_texts
 
 V, PROMPT = 6, (0, 1, 2)
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

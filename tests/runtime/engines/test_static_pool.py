@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import test_engines as contract
 from checkpoints import VOCAB_SIZE, Reference, transformers_logits, write_checkpoint
 from engine_parts import BUSHY, TOLERANCE, WIDTHS, Open, engine_spec, filled, random_text, score
 from host_device import HostDevice, static_engine
@@ -31,6 +30,7 @@ from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.layout import mask_columns
 from draftwood.runtime.engines.static.memory import cache_geometry
 from draftwood.runtime.engines.static.pool import SharedKVCache, StaticPool
+from tests.runtime.engines import test_engines as contract
 
 BATCH, CAPACITY, COLUMNS = 3, 256, 192  # sequences, slots of each, columns of all: regions of 192 slots, shares of 53
 

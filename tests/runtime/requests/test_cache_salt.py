@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_async_prefix import remembering_engine
-from test_prefix import VOCAB, churn, read, shared_pool, text_of
 from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import RequestError
@@ -20,6 +18,8 @@ from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.serving.openai.protocol import MAX_SALT, CompletionBody
 from draftwood.runtime.serving.triton.request import parse_request
+from tests.runtime.engines.test_prefix import VOCAB, churn, read, shared_pool, text_of
+from tests.runtime.requests.test_async_prefix import remembering_engine
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SALTS = st.sampled_from([None, "a", "b", "c"])

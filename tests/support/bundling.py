@@ -14,7 +14,7 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, checksum, file_record
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEST_DATA = "DRAFTWOOD_TEST_DATA"  # the environment variable that names the folder of optional data
 SHARED = Path(os.environ.get(TEST_DATA, ROOT.parent / "shared" / "data"))
 DEMO = ROOT / "models" / "demo"

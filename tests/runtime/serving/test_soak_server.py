@@ -1,4 +1,4 @@
-"""Half a minute of everything at once against a real server. `tests/soak.py` is the same for an hour."""
+"""Half a minute of everything at once against a real server. `tests/support/soak.py` is the same for an hour."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_cancelling_frees_the_engine(server: TritonServer) -> None:
 def test_a_client_that_is_killed_frees_the_engine(server: TritonServer) -> None:
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
 from triton_client import Call, inputs
 call = Call({server.grpc!r}, {FAULTY!r}, inputs("hello", **{LONG!r}))
 while True:

@@ -23,7 +23,7 @@ from draftwood.runtime.serving.triton.repository import Placement, write_model
 from draftwood.runtime.serving.triton.server import Distribution, TritonServer
 
 OWN = SpeculativeConfig(budget="fixed")  # proposals that do not depend on how fast this machine is at the moment
-MANIFEST = Path(__file__).parent.parent / "deploy" / "kubernetes" / "triton.yaml"
+MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "triton.yaml"
 PLAIN, FAULTY = "draftwood", "faulty"
 SLOW, RAISES, DIES, BREAKS = 1001, 1002, 1003, 1004  # seeds that make the faulty model misbehave
 WAIT_SECONDS = 20.0

@@ -13,7 +13,6 @@ from typing import cast
 
 import numpy as np
 import pytest
-import test_engines as contract
 from checkpoints import Reference, transformers_logits, write_checkpoint
 from engine_parts import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec, filled, random_text, score
 from host_device import HostDevice, OnnxProgram, static_engine
@@ -30,6 +29,7 @@ from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.layout import Layout, PassShape
 from draftwood.runtime.engines.static.memory import cache_geometry
 from draftwood.runtime.engines.torch import TorchEngine
+from tests.runtime.engines import test_engines as contract
 
 BACKENDS = ["tensorrt", "torch"]
 
