@@ -11,7 +11,7 @@ from ..models.errors import ConfigError
 from ..plugins.native.cache import check_available
 from ..plugins.native.compile import CompilerError
 from ..plugins.native.library import KernelError
-from ..runtime.engines.static.compatibility import PACKAGES
+from ..runtime.engines.compatibility import PACKAGES
 from .engines.plan import PRECISIONS, CompileOptions
 
 # Precisions each backend can build, the default first.

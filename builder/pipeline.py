@@ -14,7 +14,7 @@ from ..models.config import token_ids
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
-from ..runtime.engines.static.compatibility import PACKAGES
+from ..runtime.engines.compatibility import PACKAGES
 from .checkpoint import Checkpoint, read_json
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from ..models import bindings
 from ..models.errors import ConfigError
 from ..runtime.engines import openvino
+from ..runtime.engines.compatibility import PACKAGES
 from ..runtime.engines.native import weights as native_weights
-from ..runtime.engines.static.compatibility import PACKAGES
 from .checkpoint import Checkpoint, tensor_shapes
 from .engines.graph import GraphWriter
 

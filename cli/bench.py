@@ -19,15 +19,16 @@ from rich.table import Table
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
 from ..runtime.bundle.bundle import EngineBundle
+from ..runtime.bundle.costs import fingerprint, stored_costs
 from ..runtime.bundle.fit import fitted
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.base import Engine
+from ..runtime.prompt import checked_prompt
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
-from ..runtime.speculation.planning.cost import CostModel, assumed, fingerprint, stored_costs
-from ..runtime.text.prompt import checked_prompt
+from ..runtime.speculation.planning.cost import CostModel, assumed
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, write
 from .live import costs_note

@@ -23,11 +23,11 @@ from ..plugins.native.cache import check_available
 from ..plugins.native.compile import CompilerError
 from ..plugins.native.library import KernelError
 from ..runtime.bundle.bundle import EngineBundle
+from ..runtime.bundle.costs import stored_costs
 from ..runtime.engines.base import EngineSpec
+from ..runtime.engines.compatibility import PACKAGES, Plan
 from ..runtime.engines.native.weights import check_weights
 from ..runtime.engines.onnx.file import check_graph
-from ..runtime.engines.static.compatibility import PACKAGES, Plan
-from ..runtime.speculation.planning.cost import stored_costs
 from .options import DRAFT_THREADS, PROVIDER, THREADS
 
 EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ..models.errors import DraftwoodError
 from ..models.printable import printable
-from ..runtime.speculation.planning.cost import release
+from ..runtime.bundle.costs import release
 from . import bench, build, generate, inspect, profile, serve, train_head, triton
 from .termination import termination_unwinds
 

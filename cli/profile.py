@@ -17,8 +17,9 @@ from ..builder.profile import CONTEXTS, Pair, measure
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import BundleError
 from ..runtime.bundle.bundle import EngineBundle
+from ..runtime.bundle.costs import fingerprint, write_costs
 from ..runtime.bundle.staging import advice
-from ..runtime.speculation.planning.cost import CostModel, PassCosts, fingerprint
+from ..runtime.speculation.planning.cost import CostModel, PassCosts
 from .options import add_engines, integers
 from .progress import progress
 
@@ -63,7 +64,7 @@ def profile(
         pair = Pair({TARGET: target, DRAFT: draft}, bundle.manifest.max_length, machine)
         costs = measure(pair, begin, contexts)
     try:
-        costs.write(bundle.folder)
+        write_costs(costs, bundle.folder)
     except OSError as error:
         raise BundleError(
             f"the costs cannot be stored in {bundle.folder} ({error.strerror}): {advice(error, 'make it writable')}"

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..models.errors import ConfigError
 from ..runtime.decoding.loop import MAX_RUNNING
+from ..runtime.engines.shared.memory import CACHE_SHARE, share_arenas
 from ..runtime.llm import LLM
 from ..runtime.requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS, AsyncLLM
-from ..runtime.requests.memory import CACHE_SHARE, share_arenas
 from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.http.hosts import AllowedHosts, is_loopback
@@ -143,9 +143,9 @@ def run(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
+    from ..runtime.serving.http.guard import Limits
     from ..runtime.serving.http.server import listen, serve
     from ..runtime.serving.openai.app import create_app
-    from ..runtime.serving.openai.guard import Limits
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     share_arenas()

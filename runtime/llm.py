@@ -13,23 +13,24 @@ from typing import Literal, NamedTuple, TypeGuard, cast, overload
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError
 from .bundle.bundle import EngineBundle
+from .bundle.costs import stored_costs
 from .bundle.fit import fitted
 from .decoding.decoder import SpeculativeDecoder, Steps, alone, drive
 from .decoding.loop import MAX_RUNNING, drive_together
-from .decoding.result import GenerationResult, result_of
 from .decoding.round import Observer
 from .decoding.stats import SpecDecodeStats
 from .engines.base import Engine, ForwardOutput, Pass
+from .engines.shared.memory import refuse_without_memory
 from .engines.shared.pool import PooledEngine
 from .engines.static.engine import StaticEngine
-from .requests.memory import refuse_without_memory
+from .prompt import checked_prompt, too_long
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler, SamplingParams
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.controller import Experience
-from .speculation.planning.cost import CostModel, assumed, stored_costs
+from .speculation.planning.cost import CostModel, assumed
 from .text.conversation import Conversation, is_conversations, to_template
-from .text.prompt import checked_prompt, too_long
+from .text.result import GenerationResult, result_of
 from .text.tokenizer import Tokenizer
 from .text.writer import StreamChunk, TextWriter
 

@@ -28,13 +28,14 @@ from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.cli.bench import read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, TokenBatch
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning.cost import CostModel, assumed, read_costs
+from draftwood.runtime.speculation.planning.cost import CostModel, assumed
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 ACCEPTANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)

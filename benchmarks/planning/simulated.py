@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
+from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.speculation.planning.controller import Controller, Experience, Plan
-from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts, read_costs
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import Choice, Shapes
 
 ACCEPTANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)

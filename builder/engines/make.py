@@ -12,10 +12,10 @@ from pathlib import Path
 from ...models.acceptance_head import TrainedHead
 from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
 from ...runtime.engines.base import Engine, EngineSpec
+from ...runtime.engines.compatibility import PACKAGES
 from ...runtime.engines.native.engine import NativeEngine
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from ...runtime.engines.openvino import OpenVinoEngine
-from ...runtime.engines.static.compatibility import PACKAGES
 from ...runtime.engines.torch import TorchEngine
 from ..checkpoint import Checkpoint
 from ..options import BuildOptions

@@ -19,7 +19,7 @@ from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
 from ...plugins.tree_attention.library import CAPABILITIES, MAGIC
 from ...plugins.tree_attention.plan import MAX_HEAD_DIM
-from ...runtime.engines.static.compatibility import (
+from ...runtime.engines.compatibility import (
     PACKAGES,
     RTX_COMPUTE_CAPABILITIES,
     Kernel,

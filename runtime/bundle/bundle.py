@@ -23,8 +23,8 @@ from ...models.errors import BundleError, ConfigError
 from ...models.plain_files import read_object
 from ...models.typed import typed
 from ..engines.base import Engine, EngineSpec
+from ..engines.compatibility import PACKAGES
 from ..engines.onnx.file import check_graph
-from ..engines.static.compatibility import PACKAGES
 from ..text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 from .checks import check_manifest
 

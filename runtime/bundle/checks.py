@@ -15,7 +15,7 @@ from ...models.bindings import ADDITIVE, COMPACT, DTYPES, LOW_BIT, ROLES, output
 from ...models.config import LlamaConfig
 from ...models.errors import BundleError
 from ..engines.base import EngineSpec
-from ..engines.static.compatibility import PACKAGES, Plan
+from ..engines.compatibility import PACKAGES, Plan
 
 if TYPE_CHECKING:
     from .bundle import Manifest

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
-from .static.compatibility import Plan
+from .compatibility import Plan
 
 FIRST_CAPACITY = 256  # slots a growing cache starts with; it doubles from there
 

@@ -22,7 +22,7 @@ from ...models.errors import EngineError
 from ...models.llama import Llama, LlamaOutput, TreeAttention
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 from .feeds import feed, output_of
-from .static.layout import Layout, PassShape, refuse_growth
+from .layout import Layout, PassShape, refuse_growth
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

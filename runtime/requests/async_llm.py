@@ -13,11 +13,11 @@ from uuid import uuid4
 from ...models.errors import ConfigError, RequestError
 from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING
+from ..engines.shared.memory import CacheBudget, cache_budget
 from ..engines.shared.pool import PooledEngine
 from ..llm import LLM, Engines, Prompt, Speculation
 from ..sampling.sampler import SamplingParams
 from .engine_thread import EngineThread
-from .memory import CacheBudget, cache_budget
 from .scheduler import QueueFullError, Scheduler
 from .stream import DeadlineError, Request, RequestStream, ShutdownError
 from .text_threads import TextThreads

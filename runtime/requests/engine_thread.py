@@ -12,11 +12,11 @@ from time import monotonic
 from ..decoding.loop import Waiting, next_together, recalled, run_together
 from ..decoding.stats import SpecDecodeStats
 from ..engines.base import Engine, ForwardOutput, Pass
+from ..engines.shared.memory import CacheBudget, OutOfMemoryError
 from ..engines.shared.pool import PooledEngine, PooledKVCache
 from ..llm import LLM, Engines
 from ..text.writer import StreamChunk
 from .health import EngineHealth
-from .memory import CacheBudget, OutOfMemoryError
 from .metrics import Drafted, ServingMetrics
 from .scheduler import Scheduler
 from .stream import DeadlineError, Request, ShutdownError, contained, without_frames

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Lock
 from typing import TypeVar
 
-from .memory import LONG_TEXT
+from ..engines.shared.memory import LONG_TEXT
 from .stream import ShutdownError, contained
 
 # A text longer than LONG_TEXT waits for other long ones: four million characters take ten seconds, and a gigabyte.

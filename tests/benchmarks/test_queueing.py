@@ -27,6 +27,7 @@ from benchmarks.load.simulation import (
     simulate,
     summarise,
 )
+from draftwood.runtime.bundle.costs import write_costs
 from draftwood.runtime.speculation.planning.cost import HostCosts, PassCosts
 
 
@@ -144,7 +145,7 @@ def test_the_knee_is_where_power_is_greatest() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     costs = table(0.01, 0.1, row=0.0005)
-    replace(costs, machine={"cores": 2}).write(tmp_path)
+    write_costs(replace(costs, machine={"cores": 2}), tmp_path)
     return tmp_path
 
 

@@ -27,7 +27,7 @@ from draftwood.models import bindings
 from draftwood.models.errors import ConfigError
 from draftwood.plugins.tensorrt import tensorrt_logger
 from draftwood.plugins.tree_attention import library
-from draftwood.runtime.engines.static.compatibility import RTX_COMPUTE_CAPABILITIES, LayerReport, Plan, WidthFamily
+from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES, LayerReport, Plan, WidthFamily
 
 # Not importorskip: the package must be imported by load_tensorrt alone, see plugins/tensorrt.py.
 if not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))):

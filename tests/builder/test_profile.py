@@ -19,8 +19,8 @@ from draftwood.cli.main import main
 from draftwood.models.bindings import ROLES
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, SamplingParams
-from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.speculation.planning.cost import FILE, fingerprint, read_costs
+from draftwood.runtime.bundle.bundle import COSTS, EngineBundle
+from draftwood.runtime.bundle.costs import fingerprint, read_costs, write_costs
 
 
 def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_command_stores_what_generate_then_reads(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    (bundle / FILE).unlink(missing_ok=True)
+    (bundle / COSTS).unlink(missing_ok=True)
     assert main(["profile", str(bundle), "--contexts", "8", "--threads", "1"]) == 0
     assert "rows of a pass" in capsys.readouterr().out
     assert main(["profile", str(bundle), "--contexts", "8,32", "--json"]) == 0
@@ -113,7 +113,7 @@ def test_a_table_of_another_bundle_is_noticed(tiny_bundle: Path, no_bos_bundle: 
     """Of one architecture: a table that fits would not show it."""
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     machine = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 0)
-    replace(table(), machine=machine).write(bundle)
+    write_costs(replace(table(), machine=machine), bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and llm.stale_costs[0].startswith("bundle ")
 
@@ -122,7 +122,7 @@ def test_a_damaged_table_is_one_clear_line(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    (bundle / FILE).write_text("{}")
+    (bundle / COSTS).write_text("{}")
     assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 2
     assert "draftwood profile" in capsys.readouterr().err
 
@@ -135,7 +135,7 @@ def test_costs_from_another_machine_are_noticed(
 
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     foreign = {**fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 0), "processor": "abacus"}
-    replace(table(), machine=foreign).write(bundle)
+    write_costs(replace(table(), machine=foreign), bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]
     assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 0

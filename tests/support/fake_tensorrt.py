@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from host_device import Bound, HostDevice, OnnxProgram
 
-from draftwood.runtime.engines.static.compatibility import WidthFamily
+from draftwood.runtime.engines.compatibility import WidthFamily
 
 HEADER = b"plan:"  # followed by the path of a graph
 

@@ -20,11 +20,12 @@ from draftwood import builder, models, plugins
 from draftwood.cli.bench import parse_config
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
-from draftwood.runtime.speculation.planning.cost import assumed, read_costs
+from draftwood.runtime.speculation.planning.cost import assumed
 
 TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
 DIGEST_FILE = "code"  # beside a kept bundle: a digest of the code that built it

@@ -13,7 +13,7 @@ from ....models import bindings
 from ....models.errors import EngineError
 from ..base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 from ..feeds import feed, output_of
-from ..static.layout import refuse_growth
+from ..layout import refuse_growth
 from .file import EXTERNAL
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

@@ -17,8 +17,8 @@ from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.tree_attention.op import SequenceRow
 from ..base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
+from ..layout import Layout, PassShape, refuse_growth
 from .device import Device, Execution, Program
-from .layout import Layout, PassShape, refuse_growth
 from .memory import CacheMemory, cache_geometry
 from .pool import SharedKVCache, StaticPool
 

@@ -13,8 +13,8 @@ from ....models import bindings
 from ....plugins.tree_attention.op import SequenceRow
 from ..base import EngineSpec, ForwardOutput, TokenBatch, closed
 from ..feeds import feed_sequences, output_of
+from ..layout import Layout, PassShape, aligned
 from .device import CacheGeometry, RowMove
-from .layout import Layout, PassShape, aligned
 
 if TYPE_CHECKING:  # it imports this file
     from .engine import StaticEngine

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ....models.errors import EngineError
 from ....plugins.tree_attention.op import SequenceRow
 from ..base import ForwardOutput, Pass, TokenBatch, check_mask
-from .layout import PassShape, mask_columns
+from ..layout import PassShape, mask_columns
 from .memory import CacheMemory
 
 if TYPE_CHECKING:  # it imports this file

@@ -13,9 +13,9 @@ from ....models.errors import EngineError
 from ....plugins.tensorrt import load_tensorrt, tensorrt_logger
 from ....plugins.tree_attention.library import MAGIC
 from ....plugins.tree_attention.plugin import register
+from .. import compatibility
 from ..base import EngineSpec
-from . import compatibility
-from .compatibility import PACKAGES, Plan, WidthFamily
+from ..compatibility import PACKAGES, Plan, WidthFamily
 from .cuda import CudaDevice
 from .device import Stream
 from .engine import StaticEngine, missing_tensors

@@ -18,10 +18,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..openai.errors import RETRY_SECONDS, Refusal
-from ..openai.guard import HEALTH, IN_PROGRESS, refuse
 from .clients import network_of
 from .connection_limit import RESERVE
+from .errors import RETRY_SECONDS, Refusal
+from .guard import HEALTH, IN_PROGRESS, refuse
 
 STATE = (*HEALTH, "/metrics")  # what the reserve answers
 HEAD_SECONDS = 30.0  # at least, until a connection on which no whole request head arrives is closed; twice that at most

@@ -23,10 +23,10 @@ from ...llm import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...requests.scheduler import most_of_one
 from ...speculation.config import SpeculativeConfig
+from ..http.errors import Refusal, add_errors, refusal_of
+from ..http.guard import REQUEST_ID, Limits, RequestGuard
 from ..json_text import pieces
 from .answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts, as_json
-from .errors import Refusal, add_errors, refusal_of
-from .guard import REQUEST_ID, Limits, RequestGuard
 from .protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from .route import JsonRoute
 from .streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connected

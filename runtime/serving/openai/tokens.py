@@ -12,10 +12,10 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ....models.errors import RequestError
+from ...engines.shared.memory import refuse_without_memory
+from ...prompt import too_long
 from ...requests.async_llm import AsyncLLM
-from ...requests.memory import refuse_without_memory
 from ...text.conversation import to_template
-from ...text.prompt import too_long
 from .answers import as_json
 from .protocol import Body, Message, TokenIds, conversation
 from .streams import CLIENT_CLOSED, ClientGone, while_connected

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from ....models.errors import DraftwoodError
 from ...decoding.stats import SpecDecodeStats
+from ...engines.shared.memory import OutOfMemoryError
 from ...llm import LLM
 from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
-from ...requests.memory import OutOfMemoryError
 from ...requests.stream import contained
 from ...sampling.sampler import SamplingParams
 from ...text.writer import StreamChunk

@@ -1,38 +1,17 @@
-"""CostModel: what a pass of either engine costs on this machine, by rows and context; measured, stored, looked up.
-
-The table of a bundle is `costs.json` beside the manifest, written by `draftwood profile`. It belongs to a machine and a
-bundle, both of which it names, so it is not sealed with the bundle: who copies either of them measures anew, and is
-told so.
-"""
+"""CostModel: what a pass of either engine costs, by rows and context. Pure; `bundle/costs.py` stores it."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-import secrets
 from bisect import bisect_left
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....models.bindings import ROLES
 from ....models.config import LlamaConfig
-from ....models.errors import BundleError
-from ....models.plain_files import read_object
-from ....models.typed import typed
-from ....plugins.native.cache import kernel_identity
-from ...bundle.bundle import COSTS, EngineBundle, Manifest
 
-FILE = COSTS
-FORMAT = 1
 MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # of a pass, and of its rows or context
 BYTES_PER_SECOND = 40e9  # of a machine nobody has measured: a small server's memory
 ROW_SHARE = 0.06  # what each further row adds to a pass there, as a share of the first
@@ -103,8 +82,8 @@ class HostCosts:
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Costs of both engines on one machine. greedy, sampled: host time at temperature 0 and above. machine: see
-    `fingerprint`; empty where nothing was measured. spread: upper quartile / least of the seconds a pass took when it
-    was repeated, the median over all passes; None where it is not known."""
+    `fingerprint` of `bundle/costs.py`; empty where nothing was measured. spread: upper quartile / least of the seconds
+    a pass took when it was repeated, the median over all passes; None where it is not known."""
 
     target: PassCosts
     draft: PassCosts
@@ -116,85 +95,6 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.spread is not None and not 0 < self.spread < math.inf:
             raise ValueError(f"spread must be a number above 0, not {self.spread}")
-
-    def write(self, folder: Path) -> None:
-        """Replace the bundle's table; a reader never sees half of it. Raises OSError."""
-        staging = folder / f".{FILE}.{secrets.token_hex(4)}"
-        try:
-            staging.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
-            staging.replace(folder / FILE)
-        finally:
-            staging.unlink(missing_ok=True)  # of a full disk, half of it
-
-
-class StoredCosts(NamedTuple):
-    """measured: the table beside a bundle, None where nobody measured. differences: between what it was measured with
-    and what is here, in words."""
-
-    measured: CostModel | None
-    differences: list[str]
-
-
-def stored_costs(bundle: EngineBundle, provider: str, threads: int, draft_threads: int) -> StoredCosts:
-    """For engines that are opened like this. Raises BundleError when the table cannot be read."""
-    measured = read_costs(bundle.folder)
-    if measured is None:
-        return StoredCosts(None, [])
-    here = fingerprint(bundle.manifest, provider, threads, draft_threads)
-    return StoredCosts(measured, differences(measured.machine, here))
-
-
-def read_costs(folder: Path) -> CostModel | None:
-    """The table of a bundle, None when nobody has measured. Raises BundleError when it cannot be read."""
-    file = folder / FILE
-    if not os.path.lexists(file):
-        return None
-    try:
-        content = read_object(file, own=True)
-        if content.pop("format", None) != FORMAT:
-            raise ValueError("it is of another format")
-        costs: CostModel = typed(CostModel, content, FILE)
-        return costs
-    except (OSError, ValueError) as error:
-        raise BundleError(f"{file} is damaged ({error}): run draftwood profile {folder}, or delete it") from error
-
-
-def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
-    """What a table depends on: processor, cores this process may use, threads, the backends' releases, provider, and
-    the bundle."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    backends = dict.fromkeys(manifest.engines[role].backend for role in ROLES)
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": cores,
-        "threads": threads,
-        "draft_threads": draft_threads,
-        "backend": ", ".join(map(release, backends)),
-        "provider": provider,
-        "bundle": manifest.digest[:12],
-    }
-
-
-def release(backend: str) -> str:
-    """A backend with its version; the native engine's is what its kernels were compiled from, for and by."""
-    if backend == "native":
-        return f"native {kernel_identity()}"
-    for package in (backend, f"{backend}-gpu"):  # onnxruntime-gpu provides onnxruntime, too
-        with suppress(PackageNotFoundError):
-            return f"{backend} {version(package)}"
-    return backend
-
-
-def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]) -> list[str]:
-    """How this machine and bundle differ from those a table was measured on, in words; empty when the table holds."""
-    return [
-        f"{name} {measured[name]} there, {value} here" if name in measured else f"{name} not recorded there"
-        for name, value in here.items()
-        if measured.get(name) != value
-    ]
 
 
 def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:

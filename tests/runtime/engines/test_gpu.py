@@ -79,7 +79,7 @@ def test_a_bundle_generates_with_tensorrt(
         pytest.skip(f"needs the package {backend}")
     from draftwood.builder.options import BuildOptions
     from draftwood.builder.pipeline import build
-    from draftwood.runtime.engines.static.compatibility import RTX_COMPUTE_CAPABILITIES
+    from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES
 
     targets: tuple[str, ...] = ()
     if backend == "tensorrt-rtx":

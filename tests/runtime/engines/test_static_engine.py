@@ -24,9 +24,9 @@ from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
+from draftwood.runtime.engines.layout import Layout, PassShape
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.static.engine import StaticEngine
-from draftwood.runtime.engines.static.layout import Layout, PassShape
 from draftwood.runtime.engines.static.memory import cache_geometry
 from draftwood.runtime.engines.torch import TorchEngine
 from tests.runtime.engines import test_engines as contract

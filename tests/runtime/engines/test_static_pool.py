@@ -25,9 +25,9 @@ from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
+from draftwood.runtime.engines.layout import mask_columns
 from draftwood.runtime.engines.static.device import Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
-from draftwood.runtime.engines.static.layout import mask_columns
 from draftwood.runtime.engines.static.memory import cache_geometry
 from draftwood.runtime.engines.static.pool import SharedKVCache, StaticPool
 from tests.runtime.engines import test_engines as contract

@@ -23,8 +23,8 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.compatibility import LayerReport, Plan
 from draftwood.runtime.engines.static import tensorrt
-from draftwood.runtime.engines.static.compatibility import LayerReport, Plan
 from draftwood.runtime.engines.static.pool import StaticPool
 from draftwood.runtime.llm import Prompt
 

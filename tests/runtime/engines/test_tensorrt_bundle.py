@@ -24,7 +24,7 @@ from draftwood.cli.main import main
 from draftwood.models.bindings import COMPACT, output_names
 from draftwood.models.errors import BundleError, ConfigError
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
-from draftwood.runtime.engines.static.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily, obstacle
+from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily, obstacle
 
 needs_rtx = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))), reason="needs the extra tensorrt-rtx"

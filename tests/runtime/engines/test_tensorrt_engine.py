@@ -30,9 +30,9 @@ from draftwood.plugins.tree_attention.library import MAGIC
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec
+from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.static import tensorrt
-from draftwood.runtime.engines.static.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily
 from draftwood.runtime.engines.static.tensorrt import RuntimeCacheFile, TensorRTEngine, profile_for
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler

@@ -18,8 +18,8 @@ from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import StackedKVCache
-from draftwood.runtime.requests import memory
-from draftwood.runtime.requests.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
+from draftwood.runtime.engines.shared import memory
+from draftwood.runtime.engines.shared.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 MIB = 1 << 20

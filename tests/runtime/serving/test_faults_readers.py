@@ -29,8 +29,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send  # noqa: E402 - only w
 
 from draftwood.runtime.serving.http import connection_limit, connections  # noqa: E402
 from draftwood.runtime.serving.http import server as http_server  # noqa: E402
+from draftwood.runtime.serving.http.guard import Limits, RequestGuard  # noqa: E402
 from draftwood.runtime.serving.openai.app import create_app  # noqa: E402
-from draftwood.runtime.serving.openai.guard import Limits, RequestGuard  # noqa: E402
 
 T = TypeVar("T")
 BODY = {"model": "m", "prompt": "hello", "temperature": 0, "ignore_eos": True}

@@ -13,11 +13,11 @@ pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwood.runtime.requests.scheduler import most_of_one
+from draftwood.runtime.serving.http.bodies import ArrivingBodies
 from draftwood.runtime.serving.http.clients import ApiKey
+from draftwood.runtime.serving.http.errors import Refusal
+from draftwood.runtime.serving.http.guard import IN_PROGRESS, PIECE_BYTES, Limits, RequestGuard, in_pieces
 from draftwood.runtime.serving.http.hosts import AllowedHosts
-from draftwood.runtime.serving.openai.bodies import ArrivingBodies
-from draftwood.runtime.serving.openai.errors import Refusal
-from draftwood.runtime.serving.openai.guard import IN_PROGRESS, PIECE_BYTES, Limits, RequestGuard, in_pieces
 
 
 class Echo:

@@ -14,8 +14,8 @@ from draftwood.runtime import LLM, AsyncLLM
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
+from draftwood.runtime.serving.http.guard import Limits  # noqa: E402
 from draftwood.runtime.serving.openai.app import create_app  # noqa: E402 - only where fastapi is installed
-from draftwood.runtime.serving.openai.guard import Limits  # noqa: E402
 
 BODY = {"model": "m", "prompt": "you are kind, and you say", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 T = TypeVar("T")

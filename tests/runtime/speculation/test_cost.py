@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from draftwood.models.bindings import ROLES
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError
-from draftwood.runtime.bundle.bundle import FileRecord, Manifest
-from draftwood.runtime.speculation.planning.cost import FILE, PassCosts, assumed, differences, fingerprint, read_costs
+from draftwood.runtime.bundle.bundle import COSTS, FileRecord, Manifest
+from draftwood.runtime.bundle.costs import differences, fingerprint, read_costs, write_costs
+from draftwood.runtime.speculation.planning.cost import PassCosts, assumed
 
 MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
 
@@ -94,33 +95,33 @@ def test_a_table_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     assert read_costs(tmp_path) is None
     costs = table(1.0, 0.125)
     costs = replace(costs, draft=replace(costs.draft, padded=False), spread=1.25)
-    costs.write(tmp_path)
+    write_costs(costs, tmp_path)
     assert read_costs(tmp_path) == costs
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    assert [file.name for file in tmp_path.iterdir()] == [COSTS]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 1, "target": 3}'])
 def test_a_damaged_table_names_the_fix(text: str, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / COSTS).write_text(text)
     with pytest.raises(BundleError, match="draftwood profile"):
         read_costs(tmp_path)
 
 
 def test_half_a_table_is_damaged(tmp_path: Path) -> None:
-    table().write(tmp_path)
-    content = json.loads((tmp_path / FILE).read_text())
+    write_costs(table(), tmp_path)
+    content = json.loads((tmp_path / COSTS).read_text())
     del content["draft"]["seconds"]
-    (tmp_path / FILE).write_text(json.dumps(content))
+    (tmp_path / COSTS).write_text(json.dumps(content))
     with pytest.raises(BundleError, match="damaged"):
         read_costs(tmp_path)
 
 
 def edited(folder: Path, change: Callable[[Any], object]) -> None:
     """A table that somebody else wrote."""
-    table().write(folder)
-    content = json.loads((folder / FILE).read_text())
+    write_costs(table(), folder)
+    content = json.loads((folder / COSTS).read_text())
     change(content)
-    (folder / FILE).write_text(json.dumps(content))
+    (folder / COSTS).write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -162,15 +163,15 @@ def test_a_hostile_table_is_damaged(change: Callable[[Any], object], tmp_path: P
 
 
 def test_a_table_that_is_no_plain_file_is_damaged(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / FILE)
+    os.mkfifo(tmp_path / COSTS)
     with pytest.raises(BundleError, match="no plain file"):
         read_costs(tmp_path)
-    (tmp_path / FILE).unlink()
-    (tmp_path / FILE).write_text("[" * 100_000)
+    (tmp_path / COSTS).unlink()
+    (tmp_path / COSTS).write_text("[" * 100_000)
     with pytest.raises(BundleError, match="nested too deep"):
         read_costs(tmp_path)
-    (tmp_path / FILE).unlink()
-    (tmp_path / FILE).symlink_to("/etc/hostname")
+    (tmp_path / COSTS).unlink()
+    (tmp_path / COSTS).symlink_to("/etc/hostname")
     with pytest.raises(BundleError, match="is damaged"):
         read_costs(tmp_path)
 
@@ -220,5 +221,5 @@ def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
 
 def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:
     with largest_file(100), pytest.raises(OSError, match="File too large"):
-        table().write(tmp_path)
+        write_costs(table(), tmp_path)
     assert not list(tmp_path.iterdir())

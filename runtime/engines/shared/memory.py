@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...models.errors import ConfigError, DraftwoodError, RequestError
-from ..engines.base import EngineSpec
+from ....models.errors import ConfigError, DraftwoodError, RequestError
+from ..base import EngineSpec
 
 CACHE_SHARE = 0.4  # of the available memory: growing a cache copies it, and needs as much again meanwhile
 RESERVE = 128 << 20  # bytes for everything else: texts, threads, answers

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....models import bindings
-from ....models.bindings import Binding
-from ....models.errors import EngineError
-from ..base import EngineSpec, TokenBatch
+from ...models import bindings
+from ...models.bindings import Binding
+from ...models.errors import EngineError
+from .base import EngineSpec, TokenBatch
 
 ALIGNMENT = 256  # bytes; what cudaMalloc guarantees, and TensorRT expects of an address
 

@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from ....models.errors import ConfigError, RequestError
+from ...engines.shared.memory import OutOfMemoryError
 from ...requests.async_llm import DeadlineError, QueueFullError, ShutdownError
-from ...requests.memory import OutOfMemoryError
 
 FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic puts the branches of a union among the fields
 MAX_NAME = 100  # characters of a field's name that are quoted

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...models.bindings import TARGET
-from ...models.errors import RequestError, shown
-from ..bundle.bundle import EngineBundle
-from ..sampling.sampler import token_id
+from ..models.bindings import TARGET
+from ..models.errors import RequestError, shown
+from .bundle.bundle import EngineBundle
+from .sampling.sampler import token_id
 
 
 def checked_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:

@@ -12,10 +12,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...requests.scheduler import within_share
-from ..http.clients import ApiKey, network_of, owner_of
-from ..http.hosts import AllowedHosts
 from .bodies import ArrivingBodies
+from .clients import ApiKey, network_of, owner_of
 from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
+from .hosts import AllowedHosts
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 HEALTH = ("/health", "/health/ready")  # asked for by whatever name a machine has; no page learns anything there

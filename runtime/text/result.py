@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..text.writer import StreamChunk
-from .decoder import TokenLogprob
-from .stats import SpecDecodeStats
+from ..decoding.decoder import TokenLogprob
+from ..decoding.stats import SpecDecodeStats
+from .writer import StreamChunk
 
 
 @dataclass(frozen=True, slots=True)
