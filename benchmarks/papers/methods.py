@@ -33,8 +33,8 @@ from draftwood.runtime.engines.base import Engine
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.graph.token_tree import TokenTree
 from draftwood.runtime.speculation.growers.baseline import sequoia
-from draftwood.runtime.speculation.token_tree import TokenTree
 from draftwood.runtime.speculation.verifier import Acceptance
 from draftwood.runtime.text.tokenizer import Tokenizer
 

@@ -16,14 +16,14 @@ from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler, largest
 from ..sampling.softmax import softmax_of
 from ..speculation.config import SpeculativeConfig
+from ..speculation.graph.token_graph import TokenGraph
+from ..speculation.graph.token_tree import TokenTree, unroll
 from ..speculation.growers.lookup import PromptLookup, graft_chosen, graft_given
 from ..speculation.planning.calibration import Calibration, uncorrected
 from ..speculation.planning.controller import Controller, Experience, Plan
 from ..speculation.planning.cost import CostModel
 from ..speculation.planning.estimate import choices_of
 from ..speculation.proposer import DraftProposer
-from ..speculation.token_graph import TokenGraph
-from ..speculation.token_tree import TokenTree, unroll
 from ..speculation.verifier import Acceptance, match_best
 from .round import (
     END_OF_ROOM,

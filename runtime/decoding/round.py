@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig, depths_of
+from ..speculation.graph.token_graph import TokenGraph
+from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.controller import Plan
-from ..speculation.token_graph import TokenGraph
-from ..speculation.token_tree import TokenTree
 from ..speculation.verifier import Acceptance
 
 NO_SPECULATION = "no speculation"

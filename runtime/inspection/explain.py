@@ -11,7 +11,7 @@ from ..decoding.round import Round
 from ..decoding.stats import SpecDecodeStats
 from ..sampling.sampler import SamplingParams
 from ..speculation.config import SpeculativeConfig
-from ..speculation.token_graph import ROOT, Edge, TokenGraph
+from ..speculation.graph.token_graph import ROOT, Edge, TokenGraph
 
 ACCEPTED, REJECTED, NOT_SENT = "accepted", "rejected", "not sent"
 

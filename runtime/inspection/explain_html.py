@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any, NamedTuple
 
-from ..speculation.token_graph import ROOT
+from ..speculation.graph.token_graph import ROOT
 from .explain import NOT_SENT, DraftedNode, ExplainedRound, Explanation
 from .explain_style import STYLE
 

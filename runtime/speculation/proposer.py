@@ -11,10 +11,10 @@ import numpy as np
 from ..engines.base import Engine, ForwardOutput, Pass, Passes, TokenBatch, prefill_passes
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
+from .graph.token_graph import ROOT, TokenGraph
+from .graph.token_tree import TokenTree
 from .growers.baseline import Grower
 from .growers.specdecpp import Stopper
-from .token_graph import ROOT, TokenGraph
-from .token_tree import TokenTree
 
 
 class DraftProposer:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..sampling.random import RandomStream, RandomStreams
 from ..sampling.sampler import Candidates, Sampler
 from ..sampling.softmax import Weights
-from .token_tree import TokenTree
+from .graph.token_tree import TokenTree
 
 NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))
 CANCELLED = 1e-6  # a difference that is so small beside what it is of has lost digits

@@ -15,10 +15,10 @@ from draftwood.runtime.decoding.round import Proposal
 from draftwood.runtime.engines.base import Passes
 from draftwood.runtime.sampling.sampler import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.planning.controller import REMEMBERED, Controller, Experience
 from draftwood.runtime.speculation.planning.cost import HostCosts
 from draftwood.runtime.speculation.planning.estimate import AcceptanceEstimate, Choice, Shapes
-from draftwood.runtime.speculation.token_tree import unroll
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something

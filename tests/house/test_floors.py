@@ -26,6 +26,30 @@ RESERVED = {
     ),
     "draftwood.models.llama": ("runtime/engines/torch.py", "builder/"),
 }
+# Rooms of the runtime, the lowest first; a room imports from its own and lower ones only.
+RUNTIME_ROOMS = (
+    "sampling",
+    "engines",
+    "engines/native",
+    "engines/onnx",
+    "engines/static",
+    "engines/shared",
+    "speculation/graph",
+    "speculation/planning",
+    "speculation/growers",
+    "speculation",
+    "decoding",
+    "text",
+    "bundle",
+    ".",  # llm.py and what it is made of
+    "inspection",
+    "requests",
+    "serving",
+    "serving/http",
+    "serving/openai",
+    "serving/triton",
+)
+MOST_FILES_AT_THE_TOP = 8
 TRAINING = "models/demo"  # scripts that made the demo pair; nothing imports them
 
 
@@ -57,6 +81,33 @@ def test_a_file_imports_from_lower_floors_only(file: Path) -> None:
         for module, places in RESERVED.items():
             if f"{imported}.".startswith(f"{module}."):
                 assert name.startswith(places), f"{name} imports {imported}"
+
+
+def room_of(file: Path) -> str:
+    return file.parent.relative_to(ROOT / "runtime").as_posix()
+
+
+def imported_files(file: Path) -> Iterator[Path]:
+    """Files of the runtime that a file of it imports from."""
+    for name in imports(file):
+        path = ROOT.joinpath(*name.split(".")[1:])
+        found = [each for each in (path.with_suffix(".py"), path.parent.with_suffix(".py")) if each.is_file()]
+        if found and found[0].is_relative_to(ROOT / "runtime"):
+            yield found[0]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "runtime").rglob("*.py")), ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_a_room_of_the_runtime_imports_from_lower_rooms_only(file: Path) -> None:
+    room = RUNTIME_ROOMS.index(room_of(file))
+    if file == ROOT / "runtime" / "__init__.py":  # the public names, of every room
+        return
+    for imported in imported_files(file):
+        assert RUNTIME_ROOMS.index(room_of(imported)) <= room, f"{file} imports {imported} from a higher room"
+
+
+def test_the_runtime_shows_its_rooms_at_the_top() -> None:
+    files = [file for file in (ROOT / "runtime").iterdir() if file.is_file()]
+    assert len(files) <= MOST_FILES_AT_THE_TOP
 
 
 def test_every_file_stays_readable_in_one_go() -> None:

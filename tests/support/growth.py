@@ -7,10 +7,10 @@ from fakes import Accept, FakeEngine, Predict
 from draftwood.runtime.engines.base import run
 from draftwood.runtime.sampling.random import RandomStream
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.growers.baseline import Grower
 from draftwood.runtime.speculation.growers.specdecpp import Fixed, Stopper
 from draftwood.runtime.speculation.proposer import DraftProposer
-from draftwood.runtime.speculation.token_graph import TokenGraph
 
 PROMPT = (0, 1)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
 from ...sampling.sampler import Sampler, largest
-from ..token_graph import ROOT, Best, TokenGraph
+from ..graph.token_graph import ROOT, Best, TokenGraph
 from .drawing import drawings
 from .gsd import NO_MERGER, Merger
 

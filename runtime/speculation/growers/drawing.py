@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
 from ...sampling.sampler import Candidates, Sampler
-from ..token_graph import TokenGraph
+from ..graph.token_graph import TokenGraph
 
 
 class Drawing:

@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
 from ...sampling.sampler import Sampler
+from ..graph.token_graph import ROOT, Best, TokenGraph
 from ..planning.calibration import Estimate, uncorrected
-from ..token_graph import ROOT, Best, TokenGraph
 from .drawing import Drawing, drawings
 from .gsd import NO_MERGER, Merger
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..token_graph import ROOT, TokenGraph
+from ..graph.token_graph import ROOT, TokenGraph
 
 
 class Merger(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..token_graph import ROOT, TokenGraph
+from ..graph.token_graph import ROOT, TokenGraph
 
 
 class PromptLookup:

@@ -21,8 +21,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..graph.token_graph import ROOT, TokenGraph
 from ..planning.calibration import Estimate
-from ..token_graph import ROOT, TokenGraph
 
 
 class Stopper(Protocol):

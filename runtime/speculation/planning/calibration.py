@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..token_tree import TokenTree
+from ..graph.token_tree import TokenTree
 
 RANKS, BINS = 4, 12  # later siblings share a row; bin b holds probabilities in (2^-(b+1), 2^-b]
 TYPICAL = (0.6, 0.3, 0.2, 0.1)  # acceptance by rank before anything was seen

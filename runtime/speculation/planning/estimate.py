@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..token_tree import TokenTree
+from ..graph.token_tree import TokenTree
 
 MEMORY = 0.96  # what a round counts for after the next one: about 25 rounds are remembered
 CARRIED = 0.5  # what a request's rounds count for in the next request

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftwood.runtime.speculation.graph.token_graph import ROOT, TokenGraph
+from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
 from draftwood.runtime.speculation.planning.calibration import Calibration
-from draftwood.runtime.speculation.token_graph import ROOT, TokenGraph
-from draftwood.runtime.speculation.token_tree import TokenTree, unroll
 
 
 def siblings(shares: list[float]) -> TokenTree:

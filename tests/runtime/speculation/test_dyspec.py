@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from draftwood.runtime.speculation.graph.token_graph import TokenGraph
+from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
 from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import NoMerger
 from draftwood.runtime.speculation.growers.lookup import graft_given
 from draftwood.runtime.speculation.growers.specdecpp import SpecDecPP
-from draftwood.runtime.speculation.token_graph import TokenGraph
-from draftwood.runtime.speculation.token_tree import unroll
 
 Shape = set[tuple[tuple[int, ...], int]]  # (path, rank among its siblings) of every node
 

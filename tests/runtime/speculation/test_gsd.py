@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.speculation.graph.token_graph import ROOT, TokenGraph
+from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
 from draftwood.runtime.speculation.growers.baseline import BestFirst, Grower, StaticTree, k_ary
 from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import GraphMerger, NoMerger, UnexpandedMerger
-from draftwood.runtime.speculation.token_graph import ROOT, TokenGraph
-from draftwood.runtime.speculation.token_tree import TokenTree, unroll
 
 
 def chosen(seed: int, tau: int, size: int = 24, vocab_size: int = 5) -> tuple[TokenGraph, int]:

@@ -10,6 +10,7 @@ from fakes import random_head, random_model
 from growth import grow
 
 from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.growers.baseline import StaticTree, chain
 from draftwood.runtime.speculation.growers.dyspec import DySpecLayers
 from draftwood.runtime.speculation.growers.specdecpp import (
@@ -20,7 +21,6 @@ from draftwood.runtime.speculation.growers.specdecpp import (
     Stopper,
     rejection,
 )
-from draftwood.runtime.speculation.token_graph import TokenGraph
 
 LONGEST = 8
 

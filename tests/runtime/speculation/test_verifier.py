@@ -16,11 +16,11 @@ from draftwood.runtime.engines.base import ForwardOutput
 from draftwood.runtime.sampling.random import RandomStream, RandomStreams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.graph.token_graph import Edge, TokenGraph
 from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
 from draftwood.runtime.speculation.growers.dyspec import DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import UnexpandedMerger
 from draftwood.runtime.speculation.planning.calibration import Estimate, uncorrected
-from draftwood.runtime.speculation.token_graph import Edge, TokenGraph
 from draftwood.runtime.speculation.verifier import Verifier, recursive_rejection, traversal_verification
 
 PARAMS = SamplingParams(max_tokens=3)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sampling.sampler import Candidates
+from ...sampling.sampler import Candidates
 
 ROOT = 0  # the last committed token
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import EngineSpec, TokenBatch
-from ..sampling.sampler import Candidates
+from ...engines.base import EngineSpec, TokenBatch
+from ...sampling.sampler import Candidates
 from .token_graph import ROOT, Edge, TokenGraph
 
 
