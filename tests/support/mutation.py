@@ -146,7 +146,8 @@ def python_mutants(file: str, source: str) -> Iterator[Mutant]:
         assert node.end_lineno is not None and node.end_col_offset is not None
         span = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         old = source.encode()[slice(*span)].decode()
-        return Mutant(file, node.lineno, span, new, lines[node.lineno - 1].strip(), " ".join(old.split()))
+        place = f"{lines[node.lineno - 1].strip()} @{node.col_offset}"
+        return Mutant(file, node.lineno, span, new, place, " ".join(old.split()))
 
     for node in calculating(ast.parse(source)):
         for changed in changes(node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -103,15 +104,22 @@ def test_stop_strings_are_found_across_pieces(text: str, stop: list[str], sizes:
     assert written + checker.finish() == text
 
 
-@given(text=st.text("ab", max_size=20), stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_stop_strings_character_by_character(text: str, stop: list[str]) -> None:
-    checker, written, stopped = StopChecker(stop), "", False
-    for character in text:
-        delta, stopped = checker.push(character)
-        written += delta
-        if stopped:
-            break
-    assert (written if stopped else written + checker.finish(), stopped) == found_at_once(text, stop)
+def words(longest: int) -> list[str]:
+    return ["".join(letters) for length in range(1, longest + 1) for letters in product("ab", repeat=length)]
+
+
+@pytest.mark.parametrize("others", [[], ["bab"], ["aab", "b"]])
+def test_stop_strings_character_by_character(others: list[str]) -> None:
+    """Every text of six letters with every stop string of up to four."""
+    for text, stop in product([word for word in words(6) if len(word) == 6], words(4)):
+        checker, written, stopped = StopChecker([stop, *others]), "", False
+        for character in text:
+            delta, stopped = checker.push(character)
+            written += delta
+            if stopped:
+                break
+        found = (written if stopped else written + checker.finish(), stopped)
+        assert found == found_at_once(text, [stop, *others]), (text, stop)
 
 
 @pytest.mark.parametrize("prompt", ["hi 🙂🙂", "hi 漢字é漢", "hi \ufffd"])

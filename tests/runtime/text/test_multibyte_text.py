@@ -180,6 +180,8 @@ def test_no_token_costs_more_than_another(name: str, unit: bytes, request: pytes
     detokenizer = IncrementalDetokenizer(tokenizer, [*cut.ids("x"), *tokens])  # type: ignore[arg-type]
     deltas = detokenizer.push(tokens)
     assert len("".join(deltas)) >= 900 and tokenizer.most < 60
+    before, after = b"x" + unit * 1000, unit * 1000
+    assert "".join(deltas) + detokenizer.finish() == added_text(before, after)
 
 
 @settings(max_examples=150)
