@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..models.bindings import ADDITIVE, COMPACT, activations
 from ..models.errors import DraftwoodError
+from ..models.layers import num_parameters
 from ..runtime.bundle import EngineBundle
 from ..runtime.cost import stored_costs
 from ..runtime.engines.base import EngineSpec
@@ -95,7 +96,7 @@ def describe(bundle: EngineBundle) -> Table:
         table.add_column(role)
     engines = list(manifest.engines.values())
     rows = {
-        "parameters": [f"{spec.model.num_parameters / 1e6:.2f}M" for spec in engines],
+        "parameters": [f"{num_parameters(spec.model) / 1e6:.2f}M" for spec in engines],
         "layers × hidden": [f"{spec.model.num_layers} × {spec.model.hidden_size}" for spec in engines],
         "heads : KV heads": [f"{spec.model.num_heads} : {spec.model.num_kv_heads}" for spec in engines],
         "backend": [f"{spec.backend} {spec.precision}" for spec in engines],

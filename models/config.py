@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .errors import CheckpointError
@@ -23,6 +23,25 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What families of models add to LLaMA's layer (models/layers.py); a LLaMA has none of it. `from_hf` refuses these
+    families until every engine computes them."""
+
+    qkv_bias: bool = False  # on queries, keys and values only, as Qwen2.5 has it
+    qk_norm: bool = False  # an RMSNorm of each head's queries and keys, as Qwen3 has it
+    layers_without_rope: tuple[int, ...] = ()  # indices, as SmolLM3 has them
+    embedding_multiplier: float = 1.0  # this one and the others as Granite has them
+    attention_multiplier: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Names of the fields in which this is no LLaMA."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) != field.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    variant: Variant = Variant()
 
     @property
     def query_size(self) -> int:
@@ -54,17 +74,6 @@ class LlamaConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the checkpoint, embeddings and biases included."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-        attention += (self.query_size + 2 * self.kv_size + self.hidden_size) * self.attention_bias
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        layers = self.num_layers * (attention + mlp + 2 * self.hidden_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layers + embeddings + self.hidden_size
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -113,15 +122,20 @@ class LlamaConfig:
             eos_token_ids=token_ids(eos),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Fields for JSON. A LLaMA's lack `variant`, so that older releases read them."""
+        return {name: value for name, value in asdict(self).items() if name != "variant" or self.variant.differences}
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> LlamaConfig:
-        """The inverse of `dataclasses.asdict`, through JSON or not. Raises TypeError on unknown or missing fields."""
-        scaling = fields.get("rope_scaling")
+        """The inverse of `to_dict`, through JSON or not. Raises TypeError on unknown or missing fields."""
+        scaling, variant = fields.get("rope_scaling"), Variant(**fields.get("variant", {}))
         return cls(
             **{
                 **fields,
                 "rope_scaling": RopeScaling(**scaling) if scaling else None,
                 "eos_token_ids": tuple(fields.get("eos_token_ids", ())),
+                "variant": replace(variant, layers_without_rope=tuple(variant.layers_without_rope)),
             }
         )
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ..models.bindings import ROLES
 from ..models.config import LlamaConfig
 from ..models.errors import BundleError
+from ..models.layers import num_parameters
 from .bundle import EngineBundle, Manifest
 
 FILE = "costs.json"
@@ -191,7 +192,7 @@ def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:
     """Costs nobody has measured: every pass reads all weights once at a usual memory's speed, rows add a little."""
 
     def passes(model: LlamaConfig) -> PassCosts:
-        once = 4 * model.num_parameters / BYTES_PER_SECOND + 1e-4
+        once = 4 * num_parameters(model) / BYTES_PER_SECOND + 1e-4
         return PassCosts(ASSUMED_ROWS, (0,), (tuple(once * (1 + ROW_SHARE * (rows - 1)) for rows in ASSUMED_ROWS),))
 
     return CostModel(passes(target), passes(draft), HostCosts(5e-5, 1e-4, 1e-5), HostCosts(8e-5, 1.5e-4, 4e-5), {})

@@ -15,6 +15,7 @@ from checkpoints import SHAPES, edit_weights, write_checkpoint
 
 from draftwood.builder.checkpoint import INDEX, WEIGHTS, Checkpoint
 from draftwood.models.errors import CheckpointError
+from draftwood.models.layers import num_parameters
 
 NAME = "model.layers.0.self_attn.k_proj.weight"
 
@@ -50,7 +51,7 @@ def test_every_parameter_is_known_by_name_and_shape(shape: str, tmp_path: Path) 
     for name, tensor in expected.items():
         assert checkpoint.shape(name) == tuple(tensor.shape)
         np.testing.assert_array_equal(checkpoint.tensor(name), tensor.numpy())
-    assert checkpoint.config.num_parameters == sum(tensor.numel() for tensor in expected.values())
+    assert num_parameters(checkpoint.config) == sum(tensor.numel() for tensor in expected.values())
 
 
 def test_tensors_keep_their_stored_dtype(tmp_path: Path) -> None:
