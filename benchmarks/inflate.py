@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,9 +43,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from safetensors.numpy import save_file
 
-from draftwood.builder.checkpoint import INDEX, Checkpoint, read_json, tensor_shapes
+from draftwood.builder.checkpoint import INDEX, Checkpoint, read_json
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
+from draftwood.models.layers import Matrix, Network, layer_of, network_of, num_parameters
 from draftwood.runtime.staging import staging_folder
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -54,25 +54,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
-K_PROJ = "model.layers.0.self_attn.k_proj.weight"  # whose dtype is the checkpoint's
 SHARD_BYTES = 512_000_000  # what is held in memory at a time, beside one tensor in fp32
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-# Axes of each matrix, [out, in]; a bias has the first. READ and WRITE are the residual stream, seen from either side.
+# Kinds of axes. READ and WRITE are the residual stream, seen from either side.
 READ, WRITE, QUERY, KV, INNER, VOCABULARY = "read", "write", "query", "kv", "inner", "vocabulary"
-AXES = {
-    "embed_tokens": (VOCABULARY, WRITE),
-    "input_layernorm": (READ,),
-    "q_proj": (QUERY, READ),
-    "k_proj": (KV, READ),
-    "v_proj": (KV, READ),
-    "o_proj": (WRITE, QUERY),
-    "post_attention_layernorm": (READ,),
-    "gate_proj": (INNER, READ),
-    "up_proj": (INNER, READ),
-    "down_proj": (WRITE, INNER),
-    "norm": (READ,),
-    "lm_head": (VOCABULARY, READ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +94,7 @@ class Inflation:
     def __init__(self, source: Checkpoint, shape: Shape, dtype: str | None = None, seed: int = 0) -> None:
         self.source, self.seed = source, seed
         refuse_misfit(source.config, shape)
-        self.dtype: np.dtype[Any] = DTYPES[dtype] if dtype else source.tensor(K_PROJ).dtype
+        self.dtype: np.dtype[Any] = DTYPES[dtype] if dtype else stored_dtype(source)
         copies = residual_copies(source.config.hidden_size, shape.hidden_size)
         share = copies * source.config.hidden_size / shape.hidden_size
         self.norm_gain = math.sqrt(share)
@@ -125,7 +110,9 @@ class Inflation:
             "torch_dtype": self.dtype.name,
         }
         self.config = LlamaConfig.from_hf(self.fields)
-        self.shapes = tensor_shapes(self.config)
+        wide, narrow = network_of(self.config), network_of(source.config)
+        self.shapes, self._axes = wide.tensors(), axes_of(wide)
+        self._twins = twins_of(wide, narrow)
         self._placements = placements(source.config, self.config, copies)
 
     @property
@@ -138,16 +125,14 @@ class Inflation:
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor of the result. The same seed gives the same. Raises CheckpointError when the source's is damaged
         or too large for the dtype."""
-        # An extra layer has the norms of the source's last one, and random matrices at the scale of its own.
-        last = self.source.config.num_layers - 1
-        twin = re.sub(r"(?<=layers\.)\d+", lambda layer: str(min(int(layer[0]), last)), name)
-        part, norm = name.split(".")[-2], "norm" in name
+        twin = self._twins[name]
         weight = self.source.tensor(twin).astype(np.float32)
         with np.errstate(over="ignore"):
             fits = np.isfinite(np.abs(weight).max().astype(self.dtype))
         if not fits:
             raise CheckpointError(f"tensor {twin} is too large for {self.dtype.name}: choose --dtype bf16 or fp32")
-        shape, axes = self.shapes[name], AXES[part][: weight.ndim]
+        shape, axes = self.shapes[name], self._axes[name]
+        norm = axes == (READ,)  # a bias is never read
         result = np.zeros(shape, np.float32)
         if not norm:
             draws = np.random.default_rng((self.seed, crc32(name.encode()))).standard_normal(shape, np.float32)
@@ -158,6 +143,43 @@ class Inflation:
             source = weight[np.ix_(*(place.taken for place in places))]
             result[np.ix_(*(place.placed for place in places))] = source * self.norm_gain if norm else source
         return result.astype(self.dtype, copy=False)
+
+
+def stored_dtype(source: Checkpoint) -> np.dtype[Any]:
+    """A checkpoint's dtype: that of a matrix of its first layer."""
+    dtype: np.dtype[Any] = source.tensor(layer_of(source.config, 0).qkv.weights[1]).dtype
+    return dtype
+
+
+def axes_of(network: Network) -> dict[str, tuple[str, ...]]:
+    """Kinds of each tensor's axes, [out, in] for a matrix."""
+    norms = [network.norm]
+    matrices: list[tuple[Matrix, tuple[str, ...], str]] = [
+        (network.embedding, (VOCABULARY,), WRITE),
+        (network.head, (VOCABULARY,), READ),
+    ]
+    for layer in network.layers:
+        norms += [layer.input_norm, layer.post_norm]
+        matrices += [
+            (layer.qkv, (QUERY, KV, KV), READ),
+            (layer.output, (WRITE,), QUERY),
+            (layer.gate_up, (INNER, INNER), READ),
+            (layer.down, (WRITE,), INNER),
+        ]
+    axes: dict[str, tuple[str, ...]] = {norm.weight: (READ,) for norm in norms}
+    for matrix, outputs, inputs in reversed(matrices):  # a tied embedding is looked up first
+        axes |= {weight: (output, inputs) for weight, output in zip(matrix.weights, outputs, strict=True)}
+        axes |= dict(zip(matrix.biases, ((output,) for output in outputs), strict=False))
+    return axes
+
+
+def twins_of(wide: Network, narrow: Network) -> dict[str, str]:
+    """The source's tensor behind each tensor of the result. An extra layer has the norms of the source's last one, and
+    random matrices at the scale of its own."""
+    twins = {name: name for name in wide.tensors()}
+    for index, layer in enumerate(wide.layers):
+        twins |= zip(layer.tensors(), narrow.layers[min(index, len(narrow.layers) - 1)].tensors(), strict=True)
+    return twins
 
 
 def refuse_misfit(source: LlamaConfig, shape: Shape) -> None:
@@ -286,7 +308,7 @@ def main() -> None:
         parser.error(str(error))
     config = inflation.config
     console.print(
-        f"{args.output}: {config.num_parameters / 1e6:,.0f}M parameters, {config.num_layers} layers of "
+        f"{args.output}: {num_parameters(config) / 1e6:,.0f}M parameters, {config.num_layers} layers of "
         f"{config.hidden_size}, {config.num_heads} heads of {config.head_dim} with {config.num_kv_heads} for keys and "
         f"values, {config.vocab_size} tokens",
         markup=False,

@@ -35,11 +35,12 @@ from rich.console import Console
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from draftwood.builder.checkpoint import tensor_shapes
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
+from draftwood.models.layers import EMBED_TOKENS, LM_HEAD, network_of
 from draftwood.runtime.staging import staging_folder
 
+EMBEDDINGS, HEAD = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
 LAYER_SCALE = 0.1  # rows that come out of a layer's matrix, in deviations of what went in
 SECOND_LOGIT = 0.6  # of the best logit; more than random words reach from H = 64 on
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -145,14 +146,14 @@ def draft_head(embeddings: NDArray[np.float32], agreement: Agreement) -> NDArray
 def random_tensors(config: LlamaConfig, rng: np.random.Generator) -> dict[str, NDArray[np.float32]]:
     """Every tensor but the vocabulary projection."""
     tensors = {}
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in network_of(config).tensors().items():
         if len(shape) == 1:
             tensors[name] = np.ones(shape, np.float32)
-        elif "embed_tokens" in name:
+        elif name == EMBEDDINGS:
             tensors[name] = rng.standard_normal(shape, np.float32)
             # Bytes and special tokens read as words do, so that something definite follows them too.
             tensors[name][:FIRST_WORD] = tensors[name][FIRST_WORD : 2 * FIRST_WORD]
-        elif "lm_head" not in name:
+        elif name != HEAD:
             tensors[name] = rng.standard_normal(shape, np.float32) * np.float32(LAYER_SCALE / np.sqrt(shape[1]))
     return tensors
 
@@ -192,7 +193,7 @@ def write_pair(size: Size, agreement: float, second: float, seed: int, output: P
         for role, shape, head in (("target", size.target, target_head), ("draft", size.draft, draft_head)):
             fields = shape.fields(size.vocab_size)
             tensors = random_tensors(LlamaConfig.from_hf(fields), rng)
-            tensors["lm_head.weight"] = head(tensors["model.embed_tokens.weight"], table)
+            tensors[HEAD] = head(tensors[EMBEDDINGS], table)
             write_checkpoint(staging / role, fields, tensors, tokenizer)
         prompts = rng.choice(table.words, (NUM_PROMPTS, PROMPT_WORDS))
         lines = [json.dumps({"prompt": tokenizer.decode(prompt)}) + "\n" for prompt in prompts]
