@@ -21,17 +21,18 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from ..models import layers
 from ..models.errors import ConfigError
 from ..runtime.engines import openvino
 from ..runtime.engines.compatibility import PACKAGES
-from .checkpoint import Checkpoint, tensor_shapes
+from .checkpoint import Checkpoint
 from .graph import GraphWriter
 
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
 HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
 HALF = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = f"{layers.EMBED_TOKENS}.weight", f"{layers.LM_HEAD}.weight"
 
 
 class Quantized(NamedTuple):
@@ -130,7 +131,7 @@ class QuantizedCheckpoint:
         self.source, self.form = source, form
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
-        self._shapes = tensor_shapes(self.config)
+        self._shapes = layers.network_of(self.config).tensors()
         for name, shape in self._shapes.items():
             if self.rounds(name):
                 form.block_of(name, shape[1])
