@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models import bindings
+from ...models import bindings, layers
+from ...models.config import LlamaConfig
 from ...models.errors import EngineError
-from ...plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
+from ...models.layers import EMBEDDING, GATED, network_of
+from ...plugins.native.library import COMPUTED, FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ...plugins.native.packing import PANEL
 from ..softmax import NumpySoftmax, Weights
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
@@ -27,7 +29,7 @@ KERNELS = "kernels.so"  # of a bundle; both engines run on it
 # Of a file of weights, by safetensors' names.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 LARGE_PAGE = 1 << 21  # bytes
-EMBEDDING, ACCEPTANCE = "embedding", "acceptance."  # names, and a prefix of names, in a file of weights
+ACCEPTANCE = "acceptance."  # prefix of names in a file of weights
 
 
 class Results(NamedTuple):
@@ -196,9 +198,31 @@ def whole_panels(size: int) -> int:
     return -(-size // PANEL) * PANEL
 
 
+def packed_rows(matrix: layers.Matrix) -> int:
+    """Outputs of a packed matrix, filled up to whole panels: those of a gated one alternate, so each source is."""
+    if matrix.join == GATED:
+        return sum(map(whole_panels, matrix.outputs))
+    return whole_panels(sum(matrix.outputs))
+
+
+def refuse_variant(config: LlamaConfig) -> None:
+    """Raises EngineError that names what the kernels do not compute yet; biases they take anywhere."""
+    if missing := [name for name in config.variant.differences if name not in COMPUTED]:
+        raise EngineError(
+            f"the native kernels do not compute {', '.join(missing)} of this model: build it with --backend onnxruntime"
+        )
+
+
+def field(name: str) -> str:
+    """Of `struct layer`, by the name of a layer's tensor."""
+    return name.rpartition(".")[2]
+
+
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
-    """The C structures that point into `weights`. Raises KeyError for a tensor that is missing."""
-    model = spec.model
+    """The C structures that point into `weights`. Raises KeyError for a tensor that is missing, and EngineError for a
+    model that the kernels do not compute."""
+    refuse_variant(spec.model)
+    model, network = spec.model, network_of(spec.model)
 
     def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
@@ -207,19 +231,17 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         bias, form = weights.get(f"{name}.bias"), FORMATS.index(precision)
         return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
 
-    def layer(index: int) -> Layer:
-        prefix = f"layers.{index}."
-        inner = 2 * PANEL * (len(weights[f"{prefix}gate_up.weights"]) // 2)
-        return Layer(
-            address(weights[f"{prefix}input_norm"]),
-            address(weights[f"{prefix}post_norm"]),
-            matrix(f"{prefix}qkv", model.query_size + 2 * model.kv_size),
-            matrix(f"{prefix}output", model.hidden_size),
-            matrix(f"{prefix}gate_up", inner),
-            matrix(f"{prefix}down", model.hidden_size),
-        )
+    def described(part: layers.Matrix) -> Matrix:
+        # Inner channels that quantisation added are in the file only.
+        gated = part.join == GATED
+        outputs = 2 * PANEL * (len(weights[f"{part.name}.weights"]) // 2) if gated else sum(part.outputs)
+        return matrix(part.name, outputs)
 
-    layers = (Layer * model.num_layers)(*map(layer, range(model.num_layers)))
+    def layer(described_layer: layers.Layer) -> Layer:
+        norms = {field(norm.name): address(weights[norm.name]) for norm in described_layer.norms}
+        return Layer(**norms, **{field(part.name): described(part) for part in described_layer.matrices})
+
+    decoder = (Layer * model.num_layers)(*map(layer, network.layers))
     headed = bindings.ACCEPTANCE.name in spec.outputs
     blocks: list[Matrix] = []
     while headed and f"{ACCEPTANCE}block.{len(blocks)}.weights" in weights:
@@ -227,7 +249,7 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
     return Model(
         model.vocab_size,
         model.hidden_size,
-        whole_panels(layers[0].down.inputs),
+        whole_panels(decoder[0].down.inputs),
         model.num_layers,
         model.num_heads,
         model.num_kv_heads,
@@ -236,11 +258,11 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         len(blocks),
         model.norm_eps,
         float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
-        *(address(weights[name]) for name in (EMBEDDING, "norm", "cosine", "sine")),
+        *(address(weights[name]) for name in (EMBEDDING, network.norm.name, "cosine", "sine")),
         address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
-        layers,
+        decoder,
         (Matrix * len(blocks))(*blocks),
-        matrix("head", model.vocab_size),
+        described(network.head),
     )
 
 
