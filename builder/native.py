@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..models.acceptance_head import TrainedHead
+from ..models.layers import GATED, STACKED, Matrix, Norm, network_of
 from ..models.rope import rope_tables
 from ..plugins.native.packing import PANEL, alternated, code_panels, flat, half_panels, joined, panels
-from ..runtime.engines.native import ACCEPTANCE, DTYPES, EMBEDDING, whole_panels
+from ..runtime.engines.native import ACCEPTANCE, DTYPES, packed_rows, refuse_variant, whole_panels
 from .checkpoint import Checkpoint
 from .quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
 
@@ -41,26 +42,21 @@ class Packer:
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them, in the order a pass reads them, and the embedding."""
-        config = self.config
-        cosine, sine = rope_tables(config, self.positions)
+        network = network_of(self.config)
+        cosine, sine = rope_tables(self.config, self.positions)
         yield self.floats("cosine", lambda: cosine, cosine.shape)
         yield self.floats("sine", lambda: sine, sine.shape)
-        for layer in range(config.num_layers):
-            source, name = f"model.layers.{layer}.", f"layers.{layer}."
-            attention, mlp = source + "self_attn.", source + "mlp."
-            yield self.vector(name + "input_norm", [source + "input_layernorm.weight"])
-            yield self.vector(name + "post_norm", [source + "post_attention_layernorm.weight"])
-            yield from self.matrix(name + "qkv", [f"{attention}{part}_proj" for part in "qkv"], config.attention_bias)
-            yield from self.matrix(name + "output", [attention + "o_proj"], config.attention_bias)
-            yield from self.matrix(name + "gate_up", [mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias, in_turn)
-            yield from self.matrix(name + "down", [mlp + "down_proj"], config.mlp_bias)
-        yield self.vector("norm", ["model.norm.weight"])
-        embedding = "model.embed_tokens"
-        yield from self.matrix("head", [embedding if config.tie_embeddings else "lm_head"], False)
+        for layer in network.layers:
+            for norm in layer.norms:
+                yield self.norm(norm)
+            for matrix in layer.matrices:
+                yield from self.matrix(matrix)
+        yield self.norm(network.norm)
+        yield from self.matrix(network.head)
         if self.head is not None:
             yield from self.acceptance(self.head)
-        shape = (config.vocab_size, config.hidden_size)
-        yield self.floats(EMBEDDING, lambda: self.checkpoint.tensor(embedding + ".weight"), shape)
+        ((name, shape),) = network.embedding.tensors().items()
+        yield self.floats(network.embedding.name, lambda: self.checkpoint.tensor(name), shape)
 
     def acceptance(self, head: TrainedHead) -> Iterator[Tensor]:
         """The SpecDec++ head: each block's panels and bias, then the row that gives the log-odds."""
@@ -77,19 +73,14 @@ class Packer:
     def floats(self, name: str, read: Callable[[], NDArray[Any]], shape: tuple[int, ...]) -> Tensor:
         return Tensor(name, lambda: np.ascontiguousarray(read(), np.float32), "F32", shape)
 
-    def vector(self, name: str, sources: Sequence[str], join: Join = joined) -> Tensor:
+    def norm(self, norm: Norm) -> Tensor:
         """fp32, filled up to whole panels."""
-        size = sum(whole_panels(self.checkpoint.shape(source)[0]) for source in sources)
-        if join is joined:
-            size = whole_panels(sum(self.checkpoint.shape(source)[0] for source in sources))
-        return self.floats(name, lambda: flat(join([self.checkpoint.tensor(source) for source in sources])), (size,))
+        return self.floats(norm.name, lambda: flat(self.checkpoint.tensor(norm.weight)), (whole_panels(norm.size),))
 
-    def matrix(self, name: str, sources: Sequence[str], bias: bool, join: Join = joined) -> Iterator[Tensor]:
-        """Panels of some matrices over one input; with scales where they are of integers."""
-        weights = [f"{source}.weight" for source in sources]
-        inputs = self.checkpoint.shape(weights[0])[1]
-        outputs = [self.checkpoint.shape(weight)[0] for weight in weights]
-        rows = sum(map(whole_panels, outputs)) if join is in_turn else whole_panels(sum(outputs))
+    def matrix(self, matrix: Matrix) -> Iterator[Tensor]:
+        """Panels of some matrices over one input; with scales where they are of integers, and with biases in fp32."""
+        name, weights, inputs, join = matrix.name, matrix.weights, matrix.inputs, JOINS[matrix.join]
+        rows = packed_rows(matrix)
         count = rows // PANEL
         if isinstance(self.checkpoint, QuantizedCheckpoint):
             checkpoint, bits = self.checkpoint, self.checkpoint.form.bits
@@ -113,8 +104,10 @@ class Packer:
                 "U16" if isinstance(self.checkpoint, RoundedCheckpoint) else "F32",
                 (count, inputs, PANEL),
             )
-        if bias:
-            yield self.vector(f"{name}.bias", [f"{source}.bias" for source in sources], join)
+        if matrix.bias:
+            yield self.floats(
+                f"{name}.bias", lambda: flat(join([self.checkpoint.tensor(bias) for bias in matrix.biases])), (rows,)
+            )
 
     def stored(self, weights: NDArray[Any]) -> NDArray[Any]:
         """As they lie in memory: numpy has no bf16, so 16-bit floats go as their bits."""
@@ -129,9 +122,14 @@ def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return alternated(first, second)
 
 
+JOINS: dict[str, Join] = {STACKED: joined, GATED: in_turn}
+
+
 def write_weights(checkpoint: Weights, positions: int, path: Path, head: TrainedHead | None = None) -> None:
     """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one tensor in memory at a
-    time. Raises CheckpointError when a weight holds NaN or infinity."""
+    time. Raises CheckpointError when a weight holds NaN or infinity, and EngineError for a model whose layers the
+    kernels do not compute."""
+    refuse_variant(checkpoint.config)
     tensors = list(Packer(checkpoint, positions, head).tensors())
     header: dict[str, Any] = {}
     end = 0
