@@ -24,11 +24,12 @@ from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig, Variant
 from draftwood.models.errors import CheckpointError, EngineError
 from draftwood.models.layers import GATED, STACKED, Matrix, layer_of, network_of, num_parameters
-from draftwood.models.llama import Llama
+from draftwood.models.llama import Llama, TreeAttention, dense_tree_attention
 from draftwood.plugins.native import library
 from draftwood.runtime.engines.base import prefill
 from draftwood.runtime.engines.native import field
 from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.torch import TorchEngine
 
 HEAD_DIM, TOKENS = 8, 20
 LLAMA = LlamaConfig.from_hf(GQA | {"architectures": ["LlamaForCausalLM"]})
@@ -126,6 +127,15 @@ def test_the_description_says_all_that_a_family_computes(described: Described, t
     output = prefill(engine, engine.new_cache(), token_ids().tolist())
     assert output is not None
     np.testing.assert_allclose(output.logits[0], expected[-1], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attend", [None, dense_tree_attention], ids=["growing cache", "static cache"])
+def test_cached_passes_compute_it_too(described: Described, attend: TreeAttention | None) -> None:
+    spec = spec_of(described, bindings.TARGET, "fp32", (1, 7), 64)
+    engine = TorchEngine(described.tensor, spec, attend=attend)
+    output = prefill(engine, engine.new_cache(), token_ids().tolist())
+    assert output is not None
+    np.testing.assert_allclose(output.logits[0], described.expected()[-1], atol=2e-4, rtol=0)
 
 
 def test_the_kernels_take_a_bias_anywhere_and_refuse_the_rest_by_name(described: Described, tmp_path: Path) -> None:
