@@ -5,7 +5,7 @@ PAIR := models/demo
 BUNDLE := bundles/demo
 LARGE := bundles/demo-110m
 
-.PHONY: setup demo test lint types bench gpu-check size
+.PHONY: setup demo quick test full lint types bench gpu-check size
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
@@ -32,7 +32,7 @@ $(BUNDLE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 # The same target at the cost of 88 million parameters: what speculation brings shows where a pass costs something.
 $(LARGE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 	rm -rf $(LARGE)-target
-	$(PY) benchmarks/inflate.py --checkpoint $(PAIR)/target --shape 110m --output $(LARGE)-target
+	$(PY) -m benchmarks.tools.inflate --checkpoint $(PAIR)/target --shape 110m --output $(LARGE)-target
 	$(BUILD) --target $(LARGE)-target --output $(LARGE)
 	rm -rf $(LARGE)-target
 
@@ -46,8 +46,25 @@ demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0 --configs plain,chain:4,auto
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
+# What a change most often breaks: rounds, verifiers, sampling, text, scheduling, the API and the HTTP server.
+QUICK := floors config sampling sampling_params verifier gsd dyspec baseline specdecpp calibration controller cost \
+	decoder room scheduler prefix async_llm llm audit detokenizer multibyte_text tokenizer bundle checkpoint \
+	openai_client openai_failures openai_guard
+
+quick: .venv/dev
+	$(PY) -m pytest -m 'not full' $(QUICK:%=tests/test_%.py)
+
 test: .venv/dev
+	$(PY) -m pytest -m 'not full'
+
+# Everything that takes longer: whole matrices, changes to the core that tests must notice, an hour of everything at once.
+MUTANTS ?= 300
+SOAK_SECONDS ?= 3600
+
+full: .venv/dev
 	$(PY) -m pytest
+	$(PY) tests/mutation.py --mutants $(MUTANTS) --output benchmarks/results/mutation.json
+	$(PY) tests/soak.py --seconds $(SOAK_SECONDS) --output benchmarks/results/soak.json
 
 lint: .venv/dev
 	$(PY) -m ruff check .
@@ -57,15 +74,14 @@ types: .venv/dev
 	$(PY) -m mypy
 
 bench: .venv/dev $(BUNDLE)/manifest.json
-	$(PY) benchmarks/host_time.py $(BUNDLE) --output benchmarks/results
-	$(PY) benchmarks/bandwidth.py --output benchmarks/results
-	$(PY) benchmarks/papers.py $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
-	$(PY) benchmarks/plots.py benchmarks/results/papers.json benchmarks/results/papers.svg
+	$(PY) -m benchmarks.costs.host_time $(BUNDLE) --output benchmarks/results
+	$(PY) -m benchmarks.costs.bandwidth --output benchmarks/results
+	$(PY) -m benchmarks.papers.methods $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
 
 # Needs no setup: any Python with torch will do, `PY=/path/to/python make gpu-check`.
 gpu-check:
 	@$(LINK)
-	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) benchmarks/gpu_check.py
+	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check
 
 size:
 	@git ls-files '*.py' | xargs wc -l | sort -n

@@ -1,4 +1,4 @@
-"""Make one role's engine: an exported graph, packed weights with their kernels, or a compiled plan; and compare it with
+"""Make one role's engine: an exported graph, packed weights, or a compiled plan; and compare it with
 the torch reference."""
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from pathlib import Path
 
 from ..models.acceptance_head import TrainedHead
 from ..models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
-from ..models.errors import ConfigError
 from ..models.layers import num_parameters
-from ..plugins.native.compile import CompilerError, compile_kernels
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.compatibility import PACKAGES
-from ..runtime.engines.native import KERNELS, NativeEngine
+from ..runtime.engines.native import NativeEngine
 from ..runtime.engines.onnxruntime import OnnxRuntimeEngine
 from ..runtime.engines.openvino import OpenVinoEngine
 from ..runtime.engines.torch import TorchEngine
@@ -97,14 +95,9 @@ def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begi
 
 
 def native_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
-    """An engine that is packed weights, and the kernels that read them, compiled once for both roles."""
+    """An engine that is packed weights; the kernels that read them are no part of a bundle."""
     advance = begin(Step(f"Packing the {title(spec)}", 1))
     write_weights(source.weights, spec.capacity, staging / spec.file, source.head)
-    try:
-        if not (staging / KERNELS).exists():
-            compile_kernels(staging / KERNELS)
-    except CompilerError as error:
-        raise ConfigError(str(error)) from error
     advance()
     return spec, check_parity(source, spec, [NativeEngine(staging / spec.file, spec)], begin)
 

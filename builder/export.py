@@ -84,8 +84,7 @@ class GraphBuilder(GraphWriter):
         feeds = {item.name: self.input(item) for item in bindings.inputs(self.form)}
         caches: list[ir.Value] = []
         presents: list[ir.Value] = []
-        (embedding,) = network.embedding.weights
-        hidden = self.node("Gather", "embed_tokens", [self.stored(embedding), feeds["input_ids"]], axis=0)
+        hidden = self.node("Gather", "embed_tokens", [self.stored(network.embedding), feeds["input_ids"]], axis=0)
         hidden = self.scaled("embed_tokens/scaled", hidden, network.embedding_multiplier)
         cosine, sine = rope_tables(config, self.positions)
         rotary = [self.constant("rope.cos", cosine), self.constant("rope.sin", sine), feeds["position_ids"]]
@@ -209,8 +208,7 @@ class GraphBuilder(GraphWriter):
         return self.node("Transpose", f"{name}_by_head", [split], perm=[0, 2, 1, 3])
 
     def norm(self, name: str, norm: Norm, hidden: ir.Value) -> ir.Value:
-        scale = self.stored(norm.weight)
-        return self.node("RMSNormalization", name, [hidden, scale], axis=-1, epsilon=self.config.norm_eps)
+        return self.node("RMSNormalization", name, [hidden, self.stored(norm)], axis=-1, epsilon=self.config.norm_eps)
 
     def scaled(self, name: str, rows: ir.Value, multiplier: float) -> ir.Value:
         """The rows times a number, through a node only where that is not 1."""
@@ -222,9 +220,8 @@ class GraphBuilder(GraphWriter):
         """rows @ concat(weights).T + concat(biases). Several matrices over one input become one MatMul."""
         size = sum(matrix.outputs)
         shape = (matrix.inputs, size)
-
         weights = (
-            dequantized(self, f"{name}.weight", self.checkpoint, matrix.weights)
+            dequantized(self, f"{name}.weight", self.checkpoint, matrix)
             if isinstance(self.checkpoint, QuantizedCheckpoint)
             else self.lazy(f"{name}.weight", shape, lambda: self.concatenated(matrix.weights, shape))
         )
@@ -244,6 +241,7 @@ class GraphBuilder(GraphWriter):
             start += stored.shape[-1]
         return merged
 
-    def stored(self, name: str) -> ir.Value:
+    def stored(self, part: Norm | Matrix) -> ir.Value:
         """A tensor of the checkpoint as it is."""
-        return self.lazy(name, self.checkpoint.shape(name), lambda: self.checkpoint.tensor(name))
+        ((name, shape),) = part.tensors().items()
+        return self.lazy(name, shape, lambda: self.checkpoint.tensor(name))

@@ -1,4 +1,4 @@
-"""BuildOptions: what a build is asked for, checked before anything is read."""
+"""BuildOptions: what a build is asked for, checked before anything is read, or torch and onnx are imported."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..models.bindings import LOW_BIT, ROLES, TARGET
+from ..models.bindings import HALF, LOW_BIT, ROLES, TARGET
 from ..models.errors import ConfigError
-from ..plugins.native.compile import CompilerError, compiler
+from ..plugins.native.cache import check_available
+from ..plugins.native.compile import CompilerError
+from ..plugins.native.library import KernelError
 from ..runtime.engines.compatibility import PACKAGES
 from .compile import PRECISIONS, CompileOptions
-from .quantize import HALF, refuse_dynamic
 
 # Precisions each backend can build, the default first.
 BACKENDS = {
@@ -73,8 +74,8 @@ class BuildOptions:
                 raise ConfigError("backend openvino is not installed: pip install 'draftwood[openvino]'")
             if backend == "native":
                 try:
-                    compiler()
-                except CompilerError as error:
+                    check_available()
+                except (CompilerError, KernelError) as error:
                     raise ConfigError(str(error)) from error
         if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
             raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")
@@ -143,4 +144,13 @@ class BuildOptions:
             self.workspace,
             self.timing_cache,
             self.max_batch,
+        )
+
+
+def refuse_dynamic(precision: str) -> None:
+    """Raises ConfigError for int8 with one scale for all rows of a pass, which other programs call dynamic."""
+    if precision in ("int8-dynamic", "dynamic-int8"):
+        raise ConfigError(
+            f"{precision} gives all rows of a pass one scale: a row's logits then depend on its siblings, and "
+            "speculative decoding no longer gives the target's own text. Choose int8, which rounds each row by itself"
         )

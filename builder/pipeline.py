@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.config import token_ids
 from ..models.errors import BundleError, CheckpointError, ConfigError
+from ..models.layers import num_parameters
 from ..runtime.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.engines.compatibility import PACKAGES
-from ..runtime.staging import staging_folder
+from ..runtime.staging import replaceable, staging_folder
 from .checkpoint import Checkpoint, read_json
 from .compile import check_compiler
 from .engines import Source, engine_spec, make_engine
@@ -38,6 +40,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         checkpoints[role] = Checkpoint(folder)
         advance()
     refuse_different_sizes(checkpoints)
+    for remark in remarks(options, checkpoints):
+        begin(Step(remark, 1))()
     max_length = context_length(options, checkpoints)
     if options.backend in PACKAGES:
         check_compiler(options.compile_options())
@@ -92,6 +96,18 @@ def refuse_different_sizes(checkpoints: Mapping[str, Checkpoint]) -> None:
         )
 
 
+def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    """What somebody who asks for this build should hear; none of it keeps it from being done."""
+    if replaceable(options.output, MANIFEST) and (options.output / MANIFEST).is_file():
+        yield f"Replacing the bundle in {options.output} at the end"
+    target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
+    if options.target.resolve() == options.draft.resolve():
+        yield "Warning: draft and target are the same folder, so speculation can only cost time: choose a smaller draft"
+    elif draft > target:
+        size = f"{draft / 1e6:.1f}M parameters to {target / 1e6:.1f}M"
+        yield f"Warning: the draft is larger than its target ({size}), so speculation can only cost time"
+
+
 def context_length(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> int:
     """Tokens of prompt and output together. Raises ConfigError when a model was not trained for that many."""
     trained = min(checkpoint.config.max_position for checkpoint in checkpoints.values())
@@ -110,7 +126,7 @@ def end_of_text(folder: Path, checkpoint: Checkpoint, begin: Begin) -> tuple[int
     """Ids that end a text: generation_config.json's (chat models list several there) and config.json's. Ids that the
     model cannot say are left out, and `begin` hears of them."""
     file = folder / "generation_config.json"
-    listed = token_ids(read_json(file).get("eos_token_id")) if file.is_file() else ()
+    listed = token_ids(read_json(file), "eos_token_id", file=file.name) if os.path.lexists(file) else ()
     ids = sorted({*listed, *checkpoint.config.eos_token_ids})
     vocab_size = checkpoint.config.vocab_size
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:

@@ -12,7 +12,7 @@ so that the torch reference runs on exactly the engine's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ..models import layers
+from ..models import bindings
 from ..models.errors import ConfigError
-from ..runtime.engines import openvino
+from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
+from ..runtime.engines import native_weights, openvino
 from ..runtime.engines.compatibility import PACKAGES
 from .checkpoint import Checkpoint
 from .graph import GraphWriter
@@ -31,8 +32,7 @@ from .graph import GraphWriter
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
 HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
-HALF = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-EMBEDDING, HEAD = f"{layers.EMBED_TOKENS}.weight", f"{layers.LM_HEAD}.weight"
+HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
 
 
 class Quantized(NamedTuple):
@@ -99,23 +99,14 @@ class WeightFormat:
 
 # By backend and precision. The native kernels round a row's activations by the same blocks.
 FORMATS = {
-    ("native", "int8"): WeightFormat(8, scale_bytes=2),
-    ("native", "int4"): WeightFormat(4, 64, scale_bytes=2),
+    ("native", "int8"): WeightFormat(8, native_weights.BLOCKS["int8"][0], scale_bytes=2),
+    ("native", "int4"): WeightFormat(4, native_weights.BLOCKS["int4"][0], scale_bytes=2),
     ("onnxruntime", "int8"): WeightFormat(8, 32, transposed=True),
     ("onnxruntime", "int4"): WeightFormat(4, 32, transposed=True),
     ("openvino", "int8"): WeightFormat(8, openvino.BLOCKS["int8"]),
     ("openvino", "int4"): WeightFormat(4, openvino.BLOCKS["int4"]),
     **{(package, f"int{bits}"): WeightFormat(bits, transposed=True) for package in PACKAGES for bits in (8, 4)},
 }
-
-
-def refuse_dynamic(precision: str) -> None:
-    """Raises ConfigError for int8 with one scale for all rows of a pass, which other programs call dynamic."""
-    if precision in ("int8-dynamic", "dynamic-int8"):
-        raise ConfigError(
-            f"{precision} gives all rows of a pass one scale: a row's logits then depend on its siblings, and "
-            "speculative decoding no longer gives the target's own text. Choose int8, which rounds each row by itself"
-        )
 
 
 class QuantizedCheckpoint:
@@ -131,17 +122,14 @@ class QuantizedCheckpoint:
         self.source, self.form = source, form
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
-        self._shapes = layers.network_of(self.config).tensors()
+        self._shapes = network_of(self.config).tensors()
         for name, shape in self._shapes.items():
             if self.rounds(name):
                 form.block_of(name, shape[1])
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
     def rounds(self, name: str) -> bool:
         """Whether a tensor is stored in the format."""
-        return len(self._shapes[name]) == 2 and name != EMBEDDING
+        return len(self._shapes[name]) == 2 and name != EMBEDDING_WEIGHT
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it. Raises CheckpointError as the source does."""
@@ -153,7 +141,7 @@ class QuantizedCheckpoint:
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""
-        stored = self.source.tensor(EMBEDDING if name == HEAD and self.source.config.tie_embeddings else name)
+        stored = self.source.tensor(stored_name(self.source, name))
         padding = [(0, size - have) for size, have in zip(self._shapes[name], stored.shape, strict=True)]
         return np.pad(stored.astype(np.float32, copy=False), padding)
 
@@ -163,33 +151,30 @@ class RoundedCheckpoint:
     nothing."""
 
     def __init__(self, source: Checkpoint, precision: str) -> None:
-        self.source, self.dtype = source, HALF[precision]
+        self.source, self.precision, self.dtype = source, precision, HALF[precision]
         self.config = replace(source.config, tie_embeddings=False)  # only the projection is rounded
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self._stored(name))
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it: the embedding, norms and biases keep their precision. Raises
         CheckpointError as the source does."""
-        stored = self.source.tensor(self._stored(name)).astype(np.float32, copy=False)
-        matrix = stored.ndim == 2 and name != EMBEDDING
+        stored = self.source.tensor(stored_name(self.source, name)).astype(np.float32, copy=False)
+        matrix = stored.ndim == 2 and name != EMBEDDING_WEIGHT
         return stored.astype(self.dtype).astype(np.float32) if matrix else stored
 
-    def _stored(self, name: str) -> str:
-        return EMBEDDING if name == HEAD and self.source.config.tie_embeddings else name
+
+def stored_name(source: Checkpoint, name: str) -> str:
+    """The tensor of the checkpoint that a name reads: the embedding, where the vocabulary projection is tied to it."""
+    return EMBEDDING_WEIGHT if name == HEAD_WEIGHT and source.config.tie_embeddings else name
 
 
-def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, weights: Sequence[str]) -> ir.Value:
+def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, matrix: Matrix) -> ir.Value:
     """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written."""
-    form = checkpoint.form
-    inputs = checkpoint.shape(weights[0])[1]
-    outputs = sum(checkpoint.shape(weight)[0] for weight in weights)
+    form, inputs, outputs = checkpoint.form, matrix.inputs, sum(matrix.outputs)
     block = form.block_of(name, inputs)
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
 
     def merged() -> Quantized:
-        return Quantized(*map(np.concatenate, zip(*map(checkpoint.quantized, weights), strict=True)))
+        return Quantized(*map(np.concatenate, zip(*map(checkpoint.quantized, matrix.weights), strict=True)))
 
     def codes() -> NDArray[Any]:
         waiting[:] = [merged()]
@@ -207,8 +192,8 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
 
     parts = [stored("codes", form.dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
     axis = 0 if form.transposed else 1
-    matrix = writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=axis, block_size=block)
-    return matrix if form.transposed else writer.node("Transpose", f"{name}/transposed", [matrix], perm=[1, 0])
+    weights = writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=axis, block_size=block)
+    return weights if form.transposed else writer.node("Transpose", f"{name}/transposed", [weights], perm=[1, 0])
 
 
 def initializer(

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, CheckpointError
+from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain
 from ..runtime.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
@@ -21,6 +22,8 @@ CONTROL, BYTE = 3, 6  # SentencePiece.Type
 def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
     """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
     try:
+        for name in (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED):
+            checked(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)
         elif (source / SENTENCEPIECE).is_file():
@@ -35,6 +38,16 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
         return Tokenizer.load(destination)
     except BundleError as error:  # the tokenizer's own reader; here the fault is the checkpoint's
         raise CheckpointError(f"the tokenizer of {source} cannot be used: {error}") from error
+
+
+def checked(file: Path, most: int) -> None:
+    """Raises CheckpointError for a file that is there and no plain one of at most `most` bytes."""
+    try:
+        check_plain(file, most)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not read: {error}; copy the model's own file there") from error
 
 
 def same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

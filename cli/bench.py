@@ -23,8 +23,8 @@ from ..runtime.cost import CostModel, assumed, fingerprint, stored_costs
 from ..runtime.decoder import SpeculativeDecoder
 from ..runtime.engines.base import Engine
 from ..runtime.fit import fitted
-from ..runtime.llm import checked_prompt
 from ..runtime.metrics import SpecDecodeStats
+from ..runtime.prompt import checked_prompt
 from ..runtime.random import seeded_streams
 from ..runtime.sampling import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig

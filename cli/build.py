@@ -109,13 +109,15 @@ def run(args: argparse.Namespace) -> int:
     # Here, so that the other commands need neither torch nor onnx.
     try:
         from ..builder.options import BuildOptions
+
+        options = given(args, BuildOptions)  # refused within a second, before torch is imported
         from ..builder.pipeline import build
     except ModuleNotFoundError as error:
         raise EngineError(f"building needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 
     console = Console()
     with progress(console) as begin:
-        bundle = build(given(args, BuildOptions), begin)
+        bundle = build(options, begin)
     if args.profile:
         try:
             profile(bundle, THREADS, DRAFT_THREADS, provider=PROVIDER, contexts=CONTEXTS, console=console)

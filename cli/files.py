@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..models.errors import RequestError
+from ..runtime.staging import advice
 
 
 def check_writable(file: Path, option: str) -> None:
@@ -28,4 +29,5 @@ def write(file: Path, option: str, text: str) -> None:
 
 
 def unwritable(file: Path, option: str, error: OSError) -> RequestError:
-    return RequestError(f"{option} {file} cannot be written ({error.strerror}): choose a file in an existing folder")
+    fix = advice(error, "choose a file in an existing folder")
+    return RequestError(f"{option} {file} cannot be written ({error.strerror}): {fix}")

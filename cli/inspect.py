@@ -1,9 +1,14 @@
-"""draftwood inspect: what a bundle holds, and whether this machine can run it."""
+"""draftwood inspect: what a bundle holds, and whether this machine can run it.
+
+Nothing of the bundle is executed, however it was made: no engine is opened, unless --open asks for it, and no chat
+template is rendered. Only data is compared.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +19,19 @@ from rich.table import Table
 from ..models.bindings import ADDITIVE, COMPACT, activations
 from ..models.errors import DraftwoodError
 from ..models.layers import num_parameters
+from ..models.printable import printable
+from ..plugins.native.cache import check_available
+from ..plugins.native.compile import CompilerError
+from ..plugins.native.library import KernelError
 from ..runtime.bundle import EngineBundle
 from ..runtime.cost import stored_costs
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import PACKAGES, Plan
+from ..runtime.engines.native_weights import check_weights
+from ..runtime.engines.onnx_file import check_graph
 from .options import DRAFT_THREADS, PROVIDER, THREADS
 
+EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
@@ -27,12 +39,14 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="show what a bundle holds and whether it runs here")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--open", action="store_true", help="open both engines, too: for bundles that you trust")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(args.bundle)
-    trials = {role: open_once(bundle, role) for role in bundle.manifest.engines}
+    attempt = open_once if args.open else compare
+    trials = {role: attempt(bundle, role) for role in bundle.manifest.engines}
     costs = costs_of(bundle)
     if args.json:
         obstacles = {role: trial.obstacle for role, trial in trials.items()}
@@ -43,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(describe(bundle))
     for role, trial in trials.items():
-        words = " runs here" if trial.obstacle is None else f": {trial.obstacle}"
+        fits = " runs here" if args.open else " fits this machine"
+        words = fits if trial.obstacle is None else f": {trial.obstacle}"
         if trial.memory is not None:
             used = (f"{size / 1e6:.1f} MB {name.replace('_', ' ')}" for name, size in trial.memory.items())
             words += f" and takes {', '.join(used)}"
@@ -54,11 +69,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Trial(NamedTuple):
-    """What came of opening an engine. obstacle: why this machine cannot; None when it can. memory: bytes by use, where
-    the engine knows them."""
+    """What came of opening an engine, or of comparing it with this machine. obstacle: why it cannot run here; None when
+    it can. memory: bytes by use, where an open engine knows them."""
 
     obstacle: str | None
     memory: dict[str, int] | None
+
+
+def compare(bundle: EngineBundle, role: str) -> Trial:
+    """What can be known without opening an engine."""
+    spec, path = bundle.manifest.engines[role], bundle.folder / bundle.manifest.engines[role].file
+    try:
+        if spec.plan is not None:
+            from ..runtime.engines.tensorrt import open_device
+
+            open_device(spec.plan)
+        elif spec.backend == "native":
+            check_weights(path, spec)
+            check_available()
+        else:
+            check_graph(path, spec)
+            if find_spec(spec.backend) is None:
+                return Trial(f"{spec.backend} is not installed: pip install 'draftwood[{EXTRAS[spec.backend]}]'", None)
+    except (DraftwoodError, CompilerError, KernelError) as error:
+        return Trial(str(error), None)
+    return Trial(None, None)
 
 
 def open_once(bundle: EngineBundle, role: str) -> Trial:
@@ -72,8 +107,9 @@ def open_once(bundle: EngineBundle, role: str) -> Trial:
 
 
 class Costs(NamedTuple):
-    """The costs that speculation is planned by. source: HERE, ELSEWHERE or ASSUMED. differences: how this machine
-    differs from the one they were measured on, in words."""
+    """The costs that speculation is planned by. source: EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
+    HERE, ELSEWHERE or ASSUMED. differences: how this machine
+        differs from the one they were measured on, in words."""
 
     source: str
     differences: list[str]
@@ -90,7 +126,7 @@ def costs_of(bundle: EngineBundle) -> Costs:
 def describe(bundle: EngineBundle) -> Table:
     """The bundle as a table, one column per engine."""
     manifest = bundle.manifest
-    table = Table(title=escape(f"{bundle.folder}  ({manifest.builder})"), title_justify="left")
+    table = Table(title=escape(printable(f"{bundle.folder}  ({manifest.builder})")), title_justify="left")
     table.add_column("")
     for role in manifest.engines:
         table.add_column(role)
@@ -114,7 +150,7 @@ def describe(bundle: EngineBundle) -> Table:
             "compared": ["the plan" if plan.executed else "its graph: not executed" for plan in plans],
         }
     for name, cells in rows.items():
-        table.add_row(name, *cells)
+        table.add_row(name, *map(escape, cells))
     costs = costs_of(bundle)
     table.add_row("costs", costs.source)
     table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"

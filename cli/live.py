@@ -10,12 +10,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from ..models.printable import printable
 from ..runtime.metrics import SpecDecodeStats
 from ..runtime.text import StreamChunk
 
 DRAFTED, OWN, PROMPT = "green", "bold", "dim"
-# Generated text is data: no escape sequence in it may reach the terminal.
-CONTROLS = {code: 0xFFFD for code in (*range(9), *range(11, 32), 127, *range(128, 160))}
 
 
 class PlainView:
@@ -42,13 +41,13 @@ class LiveView:
     """
 
     def __init__(self, console: Console, prompt: str) -> None:
-        self._line = Text(prompt.translate(CONTROLS), style=PROMPT)
+        self._line = Text(printable(prompt), style=PROMPT)
         self._live = Live(console=console, refresh_per_second=12, transient=True)
         self._console = console
 
     def show(self, chunk: StreamChunk) -> None:
         for piece in chunk.pieces:
-            self._line.append(piece.text.translate(CONTROLS), style=DRAFTED if piece.drafted else OWN)
+            self._line.append(printable(piece.text), style=DRAFTED if piece.drafted else OWN)
         *finished, self._line = self._line.split("\n", allow_blank=True)
         for line in finished:
             self._console.print(line, soft_wrap=True)
@@ -67,7 +66,7 @@ class LiveView:
 
 def costs_note(stale: Sequence[str]) -> str:
     """What to say when LLM.stale_costs is not empty."""
-    return f"costs were measured elsewhere ({'; '.join(stale)}): run draftwood profile"
+    return f"costs were measured elsewhere ({printable('; '.join(stale))}): run draftwood profile"
 
 
 def running(stats: SpecDecodeStats) -> str:

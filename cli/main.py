@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 from ..models.errors import DraftwoodError
+from ..models.printable import printable
 from ..runtime.cost import release
 from . import bench, build, generate, inspect, profile, serve, train_head, triton
 from .termination import termination_unwinds
@@ -21,19 +24,17 @@ BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt-rtx")  # of other m
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="draftwood", description="Lossless speculative decoding over compiled engines"
-    )
+    parser = Parser(prog="draftwood", description="Lossless speculative decoding over compiled engines")
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="and those of the installed backends")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(joined_lists(sys.argv[1:] if argv is None else argv))
     try:
         with termination_unwinds():
             code: int = args.run(args)
     except DraftwoodError as error:
-        print(f"draftwood: error: {error}", file=sys.stderr)
+        print(f"draftwood: error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("draftwood: interrupted", file=sys.stderr)
@@ -42,6 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the choice that was probably meant; the parsers of the commands are of this kind, too."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
+        choices = re.sub(r"['\s]", "", found[2]).split(",") if found else []
+        near = get_close_matches(found[1], choices, 1) if found else []
+        super().error(printable(message + "".join(f"; did you mean {name}?" for name in near)))
+
+
+def joined_lists(argv: Sequence[str]) -> list[str]:
+    """`--topology -1,0` as `--topology=-1,0`: argparse takes a list that begins with a minus for an option."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and re.fullmatch(r"--[a-z][a-z-]*", joined[-1]) and re.fullmatch(r"-\d+(,-?\d*)+", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 class ShowVersion(argparse.Action):

@@ -18,6 +18,7 @@ from ..models.bindings import DRAFT, TARGET
 from ..models.errors import BundleError
 from ..runtime.bundle import EngineBundle
 from ..runtime.cost import CostModel, PassCosts, fingerprint
+from ..runtime.staging import advice
 from .options import add_engines, integers
 from .progress import progress
 
@@ -65,7 +66,7 @@ def profile(
         costs.write(bundle.folder)
     except OSError as error:
         raise BundleError(
-            f"the costs cannot be stored in {bundle.folder} ({error.strerror}): make it writable"
+            f"the costs cannot be stored in {bundle.folder} ({error.strerror}): {advice(error, 'make it writable')}"
         ) from error
     if costs.spread is not None and costs.spread > BUSY:
         console.print(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import os
 import sys
 import threading
 from importlib.util import find_spec
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ from ..models.errors import ConfigError
 from ..runtime.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS, AsyncLLM
 from ..runtime.batching import MAX_RUNNING
 from ..runtime.llm import LLM
+from ..runtime.serving.clients import ApiKey, read_keys
+from ..runtime.serving.connection_limit import MAX_CONNECTIONS
+from ..runtime.serving.hosts import AllowedHosts, is_loopback
 from .live import costs_note
 from .options import add_engines, add_speculation, speculative
 
 API_KEY = "DRAFTWOOD_API_KEY"
+NAMELESS = "default"  # the client whose key is the only one, or beside those of a file
 MAX_BODY_BYTES = 4 << 20
 
 
@@ -34,6 +38,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def network(text: str) -> str:
+    """An address, or a network of them."""
+    try:
+        return str(ip_network(text, strict=False))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"write an address or a network such as 10.0.0.0/8, not {text!r}") from error
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
     parser.add_argument("bundle", type=Path)
@@ -42,7 +54,35 @@ def add_parser(commands: Any) -> None:
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     http.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: the folder)")
     http.add_argument(
-        "--api-key", default=os.environ.get(API_KEY), help=f"what clients must send (default: ${API_KEY}, if set)"
+        "--api-key", metavar="KEY", help=f"what clients must send (default: the variable {API_KEY}, if it is set)"
+    )
+    http.add_argument(
+        "--api-keys-file",
+        type=Path,
+        metavar="FILE",
+        help="further keys, a line each: a client's name, a space, its key",
+    )
+    http.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="names this server goes by, such as llm.example.com, *.example.com or * for any; it always answers to "
+        "localhost and, unless it listens on this machine only, to addresses (default: with a key, any)",
+    )
+    http.add_argument(
+        "--trusted-proxies",
+        nargs="+",
+        type=network,
+        default=(),
+        metavar="ADDRESS",
+        help="proxies whose X-Forwarded-For says where a request is from, such as 10.0.0.0/8 (default: none)",
+    )
+    http.add_argument(
+        "--max-connections",
+        type=int,
+        default=MAX_CONNECTIONS,
+        help=f"beyond them idle ones are closed (default {MAX_CONNECTIONS})",
     )
     http.add_argument(
         "--max-body-bytes", type=int, default=MAX_BODY_BYTES, help=f"of one request (default {MAX_BODY_BYTES})"
@@ -83,22 +123,29 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="to finish requests on SIGTERM (default 60)",
     )
+    load.add_argument(
+        "--private-weights",
+        action="store_true",
+        help="copy weights into memory instead of mapping files: what happens to the bundle cannot reach the server",
+    )
     add_speculation(parser)
     add_engines(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    for package in ("fastapi", "uvicorn"):
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
     from ..runtime.serving.http_server import listen, serve
     from ..runtime.serving.openai import create_app
     from ..runtime.serving.openai_guard import Limits
 
+    keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     name = args.served_model_name or args.bundle.resolve().name
     with listen(args.host, args.port) as listener:
-        llm = LLM(args.bundle, speculative(args), args.threads, args.draft_threads, args.provider)
+        engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
+        llm = LLM(args.bundle, speculative(args), *engines)
         with (
             llm,
             AsyncLLM(
@@ -109,9 +156,19 @@ def run(args: argparse.Namespace) -> int:
                 prefix_cache_slots=args.prefix_cache_slots,
             ) as async_llm,
         ):
-            limits = Limits(args.max_body_bytes, 2 * async_llm.max_requests, args.api_key or None)
+            limits = Limits(
+                args.max_body_bytes,
+                2 * async_llm.max_requests,
+                keys,
+                hosts=AllowedHosts.of(args.host, args.allowed_hosts, bool(keys)),
+                trusted_proxies=tuple(args.trusted_proxies),
+            )
             app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins)
-            warn_if_open(args.host, args.api_key)
+            if not keys and not is_loopback(args.host):
+                print(
+                    f"draftwood: warning: {args.host} may be reached by others, and no --api-key is set",
+                    file=sys.stderr,
+                )
             if llm.stale_costs:
                 print(f"draftwood: warning: {costs_note(llm.stale_costs)}", file=sys.stderr)
             host, port = listener.getsockname()[:2]
@@ -120,17 +177,18 @@ def run(args: argparse.Namespace) -> int:
             def started() -> None:
                 print(f"draftwood: model {name!r} at {address}, {async_llm.max_running} requests at a time", flush=True)
 
-            finished = asyncio.run(serve(app, async_llm, listener, args.drain_timeout, args.log_level, started))
+            serving = serve(app, async_llm, listener, args.drain_timeout, args.log_level, started, args.max_connections)
+            finished = asyncio.run(serving)
     if not finished:
         print("draftwood: requests were cut off when the server stopped", file=sys.stderr)
     return 0 if finished else 1
 
 
-def warn_if_open(host: str, api_key: str | None) -> None:
-    """Reachable from elsewhere and without a key is allowed, but not silently."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if not local and not api_key:
-        print(f"draftwood: warning: {host} may be reached by others, and no --api-key is set", file=sys.stderr)
+def api_keys(option: str | None, variable: str | None, file: Path | None) -> tuple[ApiKey, ...]:
+    """Every key that is asked for. Raises ConfigError for an empty one, which would ask for nothing."""
+    keys = [] if file is None else read_keys(file)
+    if option is not None:
+        keys.append(ApiKey.of(NAMELESS, option, "--api-key"))
+    elif variable is not None:
+        keys.append(ApiKey.of(NAMELESS, variable, f"the variable {API_KEY}"))
+    return tuple(keys)

@@ -22,15 +22,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .errors import CheckpointError, ConfigError
+from .plain_files import check_plain, read_object
 
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 FORMAT = 1
 REJECT, ACCEPT = 0, 1
+MOST = {"hidden_size": 1 << 17, "layers": 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,15 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("hidden_size", 1), ("layers", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            value, most = getattr(self, name), MOST[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ConfigError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
         if not isinstance(self.tied, bool):
             raise ConfigError(f"tied must be true or false, not {self.tied!r}")
         for name in ("reject_weight", "temperature"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a positive number, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e6:
+                raise ConfigError(f"{name} must be a positive number from 1e-6 to 1e6, not {value!r}")
 
     @property
     def blocks(self) -> int:
@@ -175,7 +177,7 @@ def from_reference(state: Mapping[str, Tensor], reject_weight: float, temperatur
 
 def write_head(folder: Path, head: TrainedHead) -> None:
     """Write both files into an existing folder. Raises OSError."""
-    save_file({name: np.ascontiguousarray(weight) for name, weight in head.weights.items()}, folder / WEIGHTS)
+    (folder / WEIGHTS).write_bytes(save({name: np.ascontiguousarray(w) for name, w in head.weights.items()}))
     content = {"format": FORMAT, **asdict(head.config)}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -189,8 +191,9 @@ def read_head(folder: Path, hidden_size: int) -> TrainedHead:
             "train one for this draft with draftwood train-head"
         )
     try:
+        check_plain(folder / WEIGHTS)
         weights = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{folder / WEIGHTS} is missing or unreadable ({error}): copy it again, or run draftwood train-head"
         ) from error
@@ -202,16 +205,16 @@ def read_description(folder: Path) -> HeadConfig:
     """head.json. Raises CheckpointError."""
     file = folder / DESCRIPTION
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content = read_object(file)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file} is missing: give a folder that draftwood train-head wrote, or train one there"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable JSON ({error}): run draftwood train-head again") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else None
-        raise CheckpointError(f"{file} has format {found!r}, this release reads {FORMAT}: update draftwood or retrain")
+    if content.get("format") != FORMAT:
+        found = repr(content.get("format"))[:80]
+        raise CheckpointError(f"{file} has format {found}, this release reads {FORMAT}: update draftwood or retrain")
     try:
         return HeadConfig(**{field.name: content[field.name] for field in fields(HeadConfig)})
     except (KeyError, ConfigError) as error:

@@ -55,6 +55,7 @@ CACHE_SHAPE = ("B", "H_kv", "C", "D")
 KINDS = ("key", "value")
 # Type of weights, activations and cache by precision; logits and what is made of them are fp32 in any case.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+HALF = ("fp16", "bf16")  # types matrices may be rounded to
 LOW_BIT = ("int8", "int4")  # how matrices are stored; see `activations` for what is computed with them
 
 

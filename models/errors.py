@@ -3,9 +3,16 @@ turns them into exit code 2, a server into a 4xx answer."""
 
 from __future__ import annotations
 
+from reprlib import Repr
+
+from .printable import printable
+
 
 class DraftwoodError(ValueError):
     """Bad input of any kind; the base of the errors below."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class CheckpointError(DraftwoodError):
@@ -26,3 +33,15 @@ class RequestError(DraftwoodError):
 
 class ConfigError(DraftwoodError):
     """Settings that contradict each other, or that would change the output distribution."""
+
+
+QUOTED = Repr()
+QUOTED.maxstring = QUOTED.maxother = 120  # characters
+
+
+def shown(value: object) -> str:
+    """A value as an error message quotes it: short, however long, deep or large it is."""
+    try:
+        return QUOTED.repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"

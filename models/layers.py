@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .config import LlamaConfig
 
 Shapes = dict[str, tuple[int, ...]]  # by tensor name; [out, in] for a matrix
 EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"  # modules
+EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
 EMBEDDING = "embedding"  # name of an engine's tensor
-# How the sources of one matrix are meant: results side by side, or, of two, activation(first) * second.
-STACKED, GATED = "stacked", "gated"
 
 
 class Norm(NamedTuple):
@@ -39,7 +38,8 @@ class Matrix(NamedTuple):
     """Matrices over one input, which engines merge into one product.
 
     name: of the engine's tensors. sources: the checkpoint's modules. inputs: numbers in a row that goes in. outputs:
-    numbers that come out of each source. bias: whether each source has one. join: STACKED or GATED.
+    numbers that come out of each source. bias: whether each source has one. gated: whether the next step takes
+    silu(first) * second of two sources, and not their outputs side by side.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Matrix(NamedTuple):
     inputs: int
     outputs: tuple[int, ...]
     bias: bool = False
-    join: str = STACKED
+    gated: bool = False
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
         output=Matrix(f"{name}output", (f"{attention}o_proj",), query, (hidden,), config.attention_bias),
         post_norm=Norm(f"{name}post_norm", f"{source}post_attention_layernorm", hidden),
         gate_up=Matrix(
-            f"{name}gate_up", (f"{mlp}gate_proj", f"{mlp}up_proj"), hidden, (inner, inner), config.mlp_bias, GATED
+            f"{name}gate_up", (f"{mlp}gate_proj", f"{mlp}up_proj"), hidden, (inner, inner), config.mlp_bias, True
         ),
         down=Matrix(f"{name}down", (f"{mlp}down_proj",), inner, (hidden,), config.mlp_bias),
         residual_multiplier=variant.residual_multiplier,
@@ -161,8 +161,5 @@ def network_of(config: LlamaConfig) -> Network:
 
 
 def num_parameters(config: LlamaConfig) -> int:
-    """Numbers in a checkpoint, embeddings and biases included. Takes the same time for any number of layers."""
-    ends = network_of(replace(config, num_layers=0)).tensors()
-    return sum(map(math.prod, ends.values())) + config.num_layers * sum(
-        map(math.prod, layer_of(config, 0).tensors().values())
-    )
+    """Numbers in a checkpoint, embeddings and biases included."""
+    return sum(map(math.prod, network_of(config).tensors().values()))

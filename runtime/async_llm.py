@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from ..models.errors import ConfigError, RequestError
 from .batching import MAX_RUNNING, Waiting, next_together, recalled, run_together
+from .bundle_watch import BundleWatch
 from .engine_health import EngineHealth
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
@@ -71,7 +72,7 @@ class AsyncLLM:
                 engine.share_prefixes(prefix_cache_slots)
         self._changed = Condition()  # guards the scheduler and the two flags
         self._draining = self._closed = False
-        self._health = EngineHealth()
+        self._health, self._watch = EngineHealth(), BundleWatch(llm.bundle)
         self._owns_llm = False
         self._thread = Thread(target=self._run, name="draftwood-engine", daemon=True)
         self._thread.start()
@@ -109,8 +110,8 @@ class AsyncLLM:
 
     @property
     def trouble(self) -> str | None:
-        """Why nobody can expect a text any more, see EngineHealth; None while they can."""
-        return self._health.trouble if self.alive else "dead: the engine's thread has ended"
+        """Why nobody can expect a text any more, see EngineHealth and BundleWatch; None while they can."""
+        return (self._health.trouble or self._watch.trouble) if self.alive else "dead: the engine's thread has ended"
 
     @property
     def accepting(self) -> bool:
@@ -126,13 +127,14 @@ class AsyncLLM:
         request_id: str | None = None,
         deadline_s: float | None = None,
         client: str | None = None,
+        user: str | None = None,
     ) -> RequestStream:
         """Queue a request and iterate over its chunks, one per round. Call it where an event loop runs.
 
         speculative: how this request speculates; None decodes plainly. deadline_s: seconds from now until the request
-        ends with a DeadlineError, waiting included. client: whose request it is: clients wait for places in turn. At
-        once, before anything is queued: raises RequestError or ConfigError for bad input, QueueFullError when no place
-        is left, ShutdownError while draining or closed.
+        ends with a DeadlineError, waiting included. client, user: whose request it is, and for whom that client sent
+        it, see Scheduler.submit. At once, before anything is queued: raises RequestError or ConfigError for bad input,
+        QueueFullError when no place is left, ShutdownError while draining or closed.
         """
         arrived = monotonic()
         if deadline_s is not None and not deadline_s > 0:
@@ -152,7 +154,7 @@ class AsyncLLM:
                 raise ShutdownError("this server is stopping and takes no further requests: send them to another one")
             if any(other.id == request.id for other in self._scheduler):
                 raise RequestError(f"a request {request.id!r} is in progress: choose another request_id")
-            self._scheduler.submit(request, client)
+            self._scheduler.submit(request, client, user)
             self._changed.notify_all()
         return RequestStream(request)
 

@@ -1,30 +1,48 @@
 """EngineBundle: a folder of compiled engines, tokenizer and manifest; checked when opened, written all or nothing.
 
 Layout: `manifest.json` (written last, and carrying its own checksum), `target.onnx`, `draft.onnx`, with `<name>.data`
-beside them when large, or `target.plan`, `draft.plan`, or `target.weights`, `draft.weights` and `kernels.so`;
-`tokenizer.json` and its companions.
+beside them when large, or `target.plan`, `draft.plan`, or `target.weights`, `draft.weights`; `tokenizer.json` and its
+companions. Only files that the manifest lists are read, and none of them is code of ours. `costs.json` may lie beside
+them (`cost.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..models.bindings import DRAFT, ROLES
-from ..models.config import LlamaConfig
+from ..models.bindings import DRAFT
 from ..models.errors import BundleError, ConfigError
+from ..models.typed import typed
+from .bundle_checks import check_manifest
 from .engines.base import Engine, EngineSpec
-from .engines.compatibility import PACKAGES, Plan
+from .engines.compatibility import PACKAGES
+from .engines.onnx_file import check_graph
+from .json_object import read_object
+from .tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 
-MANIFEST = "manifest.json"
+MANIFEST, COSTS = "manifest.json", "costs.json"
 FORMAT = 1  # raised when an older release could misread a newer bundle
 READ_BYTES = 1 << 20
 MOST_THREADS = {"native": 64}  # of an engine, as in plugins/native/kernels/threads.h
 MOST_THREADS_ELSEWHERE = 1024
+READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE)  # by name, where they are there
+
+
+class Stamp(NamedTuple):
+    """What tells without reading it that a file is another one, or was written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int  # nanoseconds
 
 
 class FileRecord(NamedTuple):
@@ -58,7 +76,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what decides how long a pass takes: every file, kernels included, and the rows of passes."""
+        """SHA-256 of what decides how long a pass takes, as far as a bundle does: its files and rows of passes."""
         files = {name: record.sha256 for name, record in self.files.items()}
         return checksum({"files": files, "widths": {role: spec.widths for role, spec in self.engines.items()}})
 
@@ -85,25 +103,16 @@ class Manifest:
             age = "newer" if isinstance(version, int) and version > FORMAT else "unknown"
             raise BundleError(
                 f"bundle format {version!r} is {age}; this release reads format {FORMAT}: "
-                "update draftwood, or rebuild the bundle with build_engines.py"
+                "update draftwood, or rebuild the bundle with draftwood build"
             )
-        unsigned = {name: value for name, value in content.items() if name != "checksum"}
-        if content.get("checksum") != checksum(unsigned):
+        unsigned = {name: value for name, value in content.items() if name not in ("checksum", "format")}
+        if content.get("checksum") != checksum({"format": FORMAT, **unsigned}):
             raise BundleError(f"{MANIFEST} was changed after the build: rebuild the bundle instead of editing it")
         try:
-            manifest = cls(
-                builder=content["builder"],
-                max_length=int(content["max_length"]),
-                eos_token_ids=tuple(content["eos_token_ids"]),
-                engines={role: read_spec(content["engines"][role]) for role in ROLES},
-                parity=content["parity"],
-                files={plain_name(name): FileRecord(**record) for name, record in content["files"].items()},
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BundleError(f"{MANIFEST} lacks what this release needs ({error!r}): rebuild the bundle") from error
-        for spec in manifest.engines.values():
-            if spec.file not in manifest.files:
-                raise BundleError(f"{MANIFEST} lists no file {spec.file!r}: rebuild the bundle")
+            manifest: Manifest = typed(cls, unsigned, MANIFEST)
+        except ValueError as error:
+            raise BundleError(f"{error}: rebuild the bundle") from error
+        check_manifest(manifest)
         return manifest
 
 
@@ -113,27 +122,30 @@ class EngineBundle:
 
     folder: Path
     manifest: Manifest
+    stamps: Mapping[str, Stamp]  # of every file, from before it was read: see bundle_watch.py
+    private: bool = False  # engines copy their weights into memory of their own, where they would map files
 
     @classmethod
-    def open(cls, folder: Path) -> EngineBundle:
+    def open(cls, folder: Path, private: bool = False) -> EngineBundle:
         """Check a bundle: format, checksum, and size and digest of every file. Raises BundleError naming the fix."""
         if not folder.is_dir():
-            raise BundleError(f"{folder} is not a folder: build a bundle there with build_engines.py --output {folder}")
+            raise BundleError(f"{folder} is not a folder: build a bundle there with draftwood build")
         try:
-            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            content = read_object(folder / MANIFEST)
         except FileNotFoundError as error:
             raise BundleError(
                 f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "
-                f"run build_engines.py --output {folder}"
+                f"run draftwood build --output {folder}"
             ) from error
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error
-        if not isinstance(content, dict):
-            raise BundleError(f"{folder / MANIFEST} holds no JSON object: rebuild the bundle")
         manifest = Manifest.from_json(content)
+        if unlisted := [name for name in READ_BESIDE if name not in manifest.files and os.path.lexists(folder / name)]:
+            raise BundleError(f"{folder / unlisted[0]} is not listed in {MANIFEST}: remove it, or rebuild")
+        stamps = {name: stamp(folder / name) for name in manifest.files}
         for name, record in manifest.files.items():
-            check_file(folder / name, record)
-        return cls(folder, manifest)
+            check_file(folder / name, record, stamps[name].size)
+        return cls(folder, manifest, stamps, private)
 
     def open_engine(self, role: str, threads: int = 0, provider: str = "cpu") -> Engine:
         """Open the engine of "target" or "draft". threads: 0 lets the backend choose. provider: "cuda" is for ONNX
@@ -147,18 +159,20 @@ class EngineBundle:
                 f"the {role} runs on {spec.backend}, which has no provider {provider}: leave --provider out, or build "
                 "with --backend onnxruntime"
             )
+        if spec.backend in ("onnxruntime", "openvino"):
+            check_graph(self.folder / spec.file, spec)
         if spec.backend == "onnxruntime":
             from .engines.onnxruntime import OnnxRuntimeEngine
 
-            return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider)
+            return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider, self.private)
         if spec.backend == "openvino":
             from .engines.openvino import OpenVinoEngine
 
-            return OpenVinoEngine(self.folder / spec.file, spec, threads)
+            return OpenVinoEngine(self.folder / spec.file, spec, threads, self.private)
         if spec.backend == "native":
             from .engines.native import NativeEngine
 
-            return NativeEngine(self.folder / spec.file, spec, threads)
+            return NativeEngine(self.folder / spec.file, spec, threads, self.private)
         if spec.backend in PACKAGES:
             from .engines.tensorrt import TensorRTEngine
 
@@ -170,6 +184,13 @@ class EngineBundle:
         compute than threads cost to wake; natively as many as the target, since the two share a team."""
         native = self.manifest.engines[DRAFT].backend == "native"
         return self.open_engine(DRAFT, draft_threads or (threads if native else 1), provider)
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy what belongs to the bundle, and its costs, into a new folder. Raises OSError."""
+        folder.mkdir()
+        costs = [COSTS] if (self.folder / COSTS).is_file() and not (self.folder / COSTS).is_symlink() else []
+        for name in (MANIFEST, *self.manifest.files, *costs):
+            shutil.copy2(self.folder / name, folder / name)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -187,10 +208,21 @@ def file_record(file: Path) -> FileRecord:
     return FileRecord(file.stat().st_size, digest.hexdigest())
 
 
-def check_file(file: Path, record: FileRecord) -> None:
-    if not file.is_file():
-        raise BundleError(f"{file} is missing: copy the bundle again, or rebuild it")
-    size = file.stat().st_size
+def stamp(file: Path) -> Stamp:
+    """How a file looks from outside. Raises BundleError unless it is a plain file, which a bundle is made of: a link
+    would lead out of it, and a pipe would block who reads it."""
+    try:
+        found = file.lstat()
+    except OSError as error:
+        raise BundleError(f"{file} is missing ({error.strerror}): copy the bundle again, or rebuild it") from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a link" if stat.S_ISLNK(found.st_mode) else "no plain file"
+        raise BundleError(f"{file} is {kind}, which a bundle does not hold: copy the bundle with cp -rL, or rebuild it")
+    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def check_file(file: Path, record: FileRecord, size: int) -> None:
+    """Raises BundleError for another size or digest."""
     if size != record.bytes:
         raise BundleError(f"{file} has {size} bytes instead of {record.bytes}: copy the bundle again, or rebuild it")
     if file_record(file).sha256 != record.sha256:
@@ -206,17 +238,3 @@ def spec_fields(spec: EngineSpec) -> dict[str, Any]:
     """JSON-ready content of a spec."""
     plan = None if spec.plan is None else spec.plan.to_json()
     return asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
-
-
-def read_spec(fields: Mapping[str, Any]) -> EngineSpec:
-    tuples = {name: tuple(fields[name]) for name in ("widths", "outputs")}
-    tuples["prompt_widths"] = tuple(fields.get("prompt_widths", ()))  # older bundles have none
-    plan = None if fields.get("plan") is None else Plan.from_json(fields["plan"])
-    return EngineSpec(**{**fields, **tuples, "model": LlamaConfig.from_dict(fields["model"]), "plan": plan})
-
-
-def plain_name(name: str) -> str:
-    """A file's name inside the bundle. Raises BundleError when it would lead anywhere else."""
-    if PurePosixPath(name).parts != (name,) or name in ("..", MANIFEST) or "\\" in name:
-        raise BundleError(f"{MANIFEST} names the file {name!r}, which leaves the bundle: do not use this bundle")
-    return name

@@ -8,6 +8,7 @@ told so.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import secrets
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +27,14 @@ from ..models.bindings import ROLES
 from ..models.config import LlamaConfig
 from ..models.errors import BundleError
 from ..models.layers import num_parameters
-from .bundle import EngineBundle, Manifest
+from ..models.typed import typed
+from ..plugins.native.cache import kernel_identity
+from .bundle import COSTS, EngineBundle, Manifest
+from .json_object import read_object
 
-FILE = "costs.json"
+FILE = COSTS
 FORMAT = 1
+MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # of a pass, and of its rows or context
 BYTES_PER_SECOND = 40e9  # of a machine nobody has measured: a small server's memory
 ROW_SHARE = 0.06  # what each further row adds to a pass there, as a share of the first
 ASSUMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -49,8 +54,11 @@ class PassCosts:
         if any(list(axis) != sorted(set(axis)) or not axis for axis in (self.widths, self.contexts)):
             raise ValueError(f"widths {self.widths} and contexts {self.contexts} must ascend")
         shape = (len(self.contexts), len(self.widths))
-        if np.shape(self.seconds) != shape or not np.all(np.asarray(self.seconds) > 0):
-            raise ValueError(f"seconds must be {shape[0]} x {shape[1]} positive numbers")
+        seconds = np.asarray(self.seconds, np.float64) if {*map(len, self.seconds)} == {shape[1]} else np.zeros(0)
+        if seconds.shape != shape or not np.all((seconds > 0) & (seconds <= MOST_SECONDS)):
+            raise ValueError(f"seconds must be {shape[0]} x {shape[1]} numbers above 0, {MOST_SECONDS:g} at most")
+        if self.widths[0] < 1 or self.contexts[0] < 0 or max(self.widths[-1], self.contexts[-1]) > MOST_TOKENS:
+            raise ValueError(f"widths {self.widths} and contexts {self.contexts} must be from 1 or 0 to {MOST_TOKENS}")
 
     def at(self, rows: int, context: int) -> float:
         """Seconds of a pass, between the nearest contexts; of more rows than were measured, in proportion."""
@@ -88,6 +96,10 @@ class HostCosts:
     round: float
     token: float
 
+    def __post_init__(self) -> None:
+        if not all(0 <= seconds <= MOST_SECONDS for seconds in (self.plain, self.round, self.token)):
+            raise ValueError(f"seconds outside the engines must be from 0 to {MOST_SECONDS:g}, not {self}")
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -102,11 +114,18 @@ class CostModel:
     machine: Mapping[str, str | int]
     spread: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.spread is not None and not 0 < self.spread < math.inf:
+            raise ValueError(f"spread must be a number above 0, not {self.spread}")
+
     def write(self, folder: Path) -> None:
         """Replace the bundle's table; a reader never sees half of it. Raises OSError."""
         staging = folder / f".{FILE}.{secrets.token_hex(4)}"
-        staging.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
-        staging.replace(folder / FILE)
+        try:
+            staging.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
+            staging.replace(folder / FILE)
+        finally:
+            staging.unlink(missing_ok=True)  # of a full disk, half of it
 
 
 class StoredCosts(NamedTuple):
@@ -129,27 +148,16 @@ def stored_costs(bundle: EngineBundle, provider: str, threads: int, draft_thread
 def read_costs(folder: Path) -> CostModel | None:
     """The table of a bundle, None when nobody has measured. Raises BundleError when it cannot be read."""
     file = folder / FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}")
-        return CostModel(
-            read_passes(content["target"]),
-            read_passes(content["draft"]),
-            HostCosts(**content["greedy"]),
-            HostCosts(**content["sampled"]),
-            dict(content["machine"]),
-            content.get("spread"),
-        )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        content = read_object(file)
+        if content.pop("format", None) != FORMAT:
+            raise ValueError("it is of another format")
+        costs: CostModel = typed(CostModel, content, FILE)
+        return costs
+    except (OSError, ValueError) as error:
         raise BundleError(f"{file} is damaged ({error}): run draftwood profile {folder}, or delete it") from error
-
-
-def read_passes(content: Mapping[str, Any]) -> PassCosts:
-    rows = tuple(tuple(row) for row in content["seconds"])
-    return PassCosts(tuple(content["widths"]), tuple(content["contexts"]), rows, bool(content.get("padded", True)))
 
 
 def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
@@ -172,7 +180,9 @@ def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: 
 
 
 def release(backend: str) -> str:
-    """A backend with its version; the native engine has none, since its kernels are part of the bundle."""
+    """A backend with its version; the native engine's is what its kernels were compiled from, for and by."""
+    if backend == "native":
+        return f"native {kernel_identity()}"
     for package in (backend, f"{backend}-gpu"):  # onnxruntime-gpu provides onnxruntime, too
         with suppress(PackageNotFoundError):
             return f"{backend} {version(package)}"

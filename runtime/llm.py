@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeGuard, cast, overload
 
 from ..models.bindings import TARGET
-from ..models.errors import ConfigError, RequestError
+from ..models.errors import ConfigError
 from .batching import MAX_RUNNING, drive_together
 from .bundle import EngineBundle
+from .conversation import Conversation, is_conversations, to_template
 from .cost import CostModel, assumed, stored_costs
 from .decoder import SpeculativeDecoder, Steps, TokenLogprob, alone, drive
 from .engines.base import Engine, ForwardOutput, Pass
@@ -21,9 +22,10 @@ from .engines.pool import PooledEngine
 from .engines.static import StaticEngine
 from .fit import fitted
 from .metrics import SpecDecodeStats
+from .prompt import checked_prompt, too_long
 from .random import seeded_streams
 from .rounds import Observer
-from .sampling import Sampler, SamplingParams, token_id
+from .sampling import Sampler, SamplingParams
 from .speculation.config import SpeculativeConfig
 from .speculation.controller import Experience
 from .text import StreamChunk, TextWriter
@@ -75,8 +77,9 @@ class LLM:
         threads: int = 0,
         draft_threads: int = 0,
         provider: str = "cpu",
+        private_weights: bool = False,
     ) -> None:
-        """Check and open a bundle.
+        """Check and open a bundle. private_weights: copy them, where otherwise files are mapped (bundle_watch.py).
 
         speculative: how to speculate; None decodes plainly and leaves the draft closed. threads: of the target's
         engine, 0 lets the backend choose. draft_threads: 0 takes what is fastest for a small draft, see
@@ -85,7 +88,7 @@ class LLM:
         `stale_costs` then says how this machine and bundle differ from those whose costs lie beside it; draftwood
         profile measures anew.
         """
-        self.bundle = EngineBundle.open(Path(bundle))
+        self.bundle = EngineBundle.open(Path(bundle), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self.speculative = speculative
         self._target = self.bundle.open_engine(TARGET, threads, provider)
@@ -120,11 +123,7 @@ class LLM:
         token. Raises RequestError when a prompt is empty, too long, or holds a token the model does not have.
         """
         if is_batch(prompts):
-            requests = [self.encode(prompt) for prompt in prompts]
-            pools = self.pools(MAX_RUNNING) if len(requests) > 1 and observe is None else None
-            if pools is not None:
-                return self._complete_together(requests, params, pools)
-            return [self._complete(request, params, observe) for request in requests]
+            return self._complete_all([self.encode(prompt) for prompt in prompts], params, observe)
         return self._complete(self.encode(cast(Prompt, prompts)), params, observe)
 
     def stream(
@@ -165,17 +164,27 @@ class LLM:
             raise ConfigError("this LLM was opened without its draft: open it with a SpeculativeConfig")
         return fitted(speculative, self.bundle)
 
+    @overload
+    def chat(self, messages: list[Conversation], params: SamplingParams = ...) -> list[GenerationResult]: ...
+    @overload
+    def chat(self, messages: Conversation, params: SamplingParams = ...) -> GenerationResult: ...
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Conversation | list[Conversation],
         params: SamplingParams = SamplingParams(),  # noqa: B008
-    ) -> GenerationResult:
-        """Answer a conversation of {"role", "content"} messages. Raises RequestError without a chat template."""
-        return self._complete(self.encode_chat(messages), params)
+    ) -> GenerationResult | list[GenerationResult]:
+        """Answer a conversation of {"role", "content"} messages, or each conversation of a list, like `generate`.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        Raises RequestError without a chat template, and for what is no conversation, see `conversation.to_template`.
+        """
+        if is_conversations(messages):
+            return self._complete_all([self.encode_chat(each) for each in messages], params, None)
+        return self._complete(self.encode_chat(cast(Conversation, messages)), params)
+
+    def encode_chat(self, messages: Conversation) -> list[int]:
         """A conversation as a prompt, written with the model's own chat template."""
-        return self._encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        text = self.tokenizer.apply_chat_template(to_template(messages))
+        return self._encode(text, add_special_tokens=False)
 
     def plain_decoder(self) -> SpeculativeDecoder:
         """Plain decoding over the target that is already open: what every other way must agree with."""
@@ -242,6 +251,15 @@ class LLM:
 
     def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
         return result_of(prompt, list(self.stream(prompt, params, observe)))
+
+    def _complete_all(
+        self, prompts: Sequence[list[int]], params: SamplingParams, observe: Observer | None
+    ) -> list[GenerationResult]:
+        """The same for each of several prompts."""
+        pools = self.pools(MAX_RUNNING) if len(prompts) > 1 and observe is None else None
+        if pools is not None:
+            return self._complete_together(prompts, params, pools)
+        return [self._complete(prompt, params, observe) for prompt in prompts]
 
     def _complete_together(
         self, prompts: Sequence[list[int]], params: SamplingParams, pools: Engines
@@ -319,27 +337,6 @@ def result_of(prompt: list[int], chunks: Sequence[StreamChunk]) -> GenerationRes
         stats=chunks[-1].stats,
         logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
         prompt_token_ids=prompt,
-    )
-
-
-def checked_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
-    """The tokens, when a bundle can decode behind them. Raises RequestError otherwise."""
-    vocab_size, limit = bundle.manifest.engines[TARGET].model.vocab_size, bundle.manifest.max_length
-    if not tokens:
-        raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
-    if len(tokens) >= limit:
-        raise too_long(str(len(tokens)), limit)
-    checked = list(map(token_id, tokens))
-    for token, given in zip(checked, tokens, strict=True):
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"prompt token {given!r} is not a token id between 0 and {vocab_size - 1}")
-    return checked
-
-
-def too_long(tokens: str, limit: int) -> RequestError:
-    return RequestError(
-        f"the prompt has {tokens} tokens and this bundle holds {limit} for prompt and output together: "
-        "shorten it, or rebuild with a larger --max-length"
     )
 
 

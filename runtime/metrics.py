@@ -77,8 +77,8 @@ class SpecDecodeStats:
         speculating = plan.depth > 0
         before = self.switches[-1].speculating if self.switches else True
         if speculating != before and not plan.probe:
-            how = "speculating" if speculating else "decoding plainly"
-            reason = f"{how} because a proposal promises {plan.speed_up:.2f} times plain speed"
+            why = plan.reason or f"a proposal promises {plan.speed_up:.2f} times plain speed"
+            reason = f"{'speculating' if speculating else 'decoding plainly'} because {why}"
             self.switches.append(Switch(self.num_tokens, speculating, reason))
 
     @property

@@ -6,7 +6,6 @@ Draft and target go through the same Sampler, so p and q at a node are what the 
 
 from __future__ import annotations
 
-import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -18,12 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..models.errors import RequestError
+from ..models.errors import RequestError, shown
 from .random import RandomStream
-from .softmax import NumpySoftmax, Softmax, Weights
+from .softmax import NumpySoftmax, Softmax, Weights, best
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
 REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
+# Above 0, which is greedy. Softmax in fp32 is exact between them: 1 / T, and a logit over T, are far from its limits.
+TEMPERATURES = (1e-6, 100.0)
+LARGEST_COUNT = 2**31 - 1  # of tokens, whose number is an int32 wherever it leaves Python
+LARGEST_SEED = 2**64 - 1
+LARGEST_LOGIT = float(np.finfo(np.float32).max)  # engines' softmax reads fp32
+MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings, characters: every token's text is searched for them
+MAX_STOP_TOKENS = 1024
 NEGLIGIBLE = 1e-4  # of the most probable token's probability: a draft without such tokens is accepted as often
 LIKELY = 12.0  # nats below the best: sorting so much of a vocabulary is nearly always enough
 # What a setting's annotation accepts, numpy's numbers included, and its name. Every other setting is a tuple.
@@ -39,12 +45,12 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 class SamplingParams:
     """vLLM's names and meanings. Raises RequestError when a value is out of range or of another type.
 
-    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 keep everything. min_p is relative to the most probable token.
-    The repetition penalty (1 = none) counts prompt and output, presence and frequency count the output alone. Stop
-    strings and stop tokens end the text before themselves; the token that did is the last of the output's. logprobs:
-    how many alternatives to report per token; None reports nothing. A logits processor gets the output so far, this
-    path included, and float64 logits [V]; it returns logits [V]. Where several values may stand, one alone, a list and
-    None are taken, too.
+    temperature 0 is greedy; others are in TEMPERATURES. top_k 0 (or -1) and top_p 1 keep everything. min_p is relative
+    to the most probable token. The repetition penalty (1 = none) counts prompt and output, presence and frequency count
+    the output alone. Stop strings and stop tokens end the text before themselves; the token that did is the last of the
+    output's. logprobs: how many alternatives to report per token; None reports nothing. A logits processor gets the
+    output so far, this path included, and float64 logits [V]; it returns logits [V], which are copied. Where several
+    values may stand, one alone, a list and None are taken, too.
     """
 
     max_tokens: int = 128
@@ -73,9 +79,12 @@ class SamplingParams:
             require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        require("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or positive")
-        require("top_k", self.top_k, self.top_k >= 0, "0 (off) or positive")
+        most_tokens = f"not more than {LARGEST_COUNT}"
+        require("max_tokens", self.max_tokens, 1 <= self.max_tokens <= LARGEST_COUNT, f"at least 1 and {most_tokens}")
+        coldest, hottest = TEMPERATURES
+        in_range = self.temperature == 0 or coldest <= self.temperature <= hottest
+        require("temperature", self.temperature, in_range, f"0 (greedy) or between {coldest:g} and {hottest:g}")
+        require("top_k", self.top_k, 0 <= self.top_k <= LARGEST_COUNT, f"0 (off) or positive and {most_tokens}")
         require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         least, most = REPETITION_PENALTIES
@@ -84,10 +93,16 @@ class SamplingParams:
         require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        require("stop", self.stop, len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
         require("stop", self.stop, all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
+        longest = max(map(len, self.stop), default=0)
+        require("stop", self.stop, longest <= MAX_STOP_LENGTH, f"strings of at most {MAX_STOP_LENGTH} characters")
+        few = len(self.stop_token_ids) <= MAX_STOP_TOKENS
+        require("stop_token_ids", self.stop_token_ids, few, f"at most {MAX_STOP_TOKENS} token ids")
         require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
         require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
-        require("seed", self.seed, self.seed is None or self.seed >= 0, "None or a non-negative integer")
+        seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
+        require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
         require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "None or in [0, 20]")
 
     @property
@@ -112,7 +127,7 @@ def token_id(value: Any) -> int:
 
 def require(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
-        raise RequestError(f"{name} must be {expected}, not {value!r}")
+        raise RequestError(f"{name} must be {expected}, not {shown(value)}")
 
 
 class Candidates(NamedTuple):
@@ -171,7 +186,7 @@ class Sampler:
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], stream: RandomStream) -> int:
         """The next token after `path`, from logits [V]."""
         if self.params.greedy:
-            return int(self._scores(logits, path).argmax())
+            return best(self._scores(logits, path))
         if self._truncates:
             ids, probs = self._truncated(self._scores(logits, path), path)
             return int(ids[stream.categorical(probs)])
@@ -220,13 +235,13 @@ class Sampler:
         when greedy. Only likely tokens are sorted, which nearly always suffices."""
         params = self.params
         if params.greedy:
-            return Candidates(np.array([scores.argmax()]), np.ones(1))
+            return Candidates(np.array([best(scores)]), np.ones(1))
         if params.min_p > 0:
             return self._likely(scores, params.min_p)
         if params.top_k > 0:
             ids = np.sort(largest(scores, params.top_k))
-            best = scores[ids].astype(np.float64)
-            return self._cut(ids, np.exp((best - best.max()) / params.temperature))
+            peak = scores[best(scores)]
+            return self._cut(ids, np.exp((scores[ids].astype(np.float64) - peak) / params.temperature))
         every, total = self._softmax.weights(scores, params.temperature, self._buffer(path))
         ids, weights = self._softmax.likely(scores, params.temperature, NEGLIGIBLE)
         if weights.sum() < params.top_p * total:
@@ -254,18 +269,23 @@ class Sampler:
         params = self.params
         scores: NDArray[np.float64] = logits.astype(np.float64)
         for processor in params.logits_processors:
-            scores = np.asarray(processor([*self.output, *path], scores), np.float64)
+            # A copy: what comes back may be the processor's own array, and what follows writes into it.
+            scores = np.array(processor([*self.output, *path], scores), np.float64)
             if scores.shape != logits.shape:
                 raise RequestError(f"a logits processor returned shape {scores.shape} instead of {logits.shape}")
         if len(self.output) + len(path) < params.min_tokens:
             scores[self._ending] = -np.inf
         if self._penalises:
-            scores = self._penalised(scores, path)
+            with np.errstate(over="ignore"):  # what overflows is refused below
+                scores = self._penalised(scores, path)
         highest = scores.max()
         if highest == -np.inf:
             raise RequestError("no token is left to choose from: logits processors or min_tokens removed all of them")
-        if not highest < np.inf:
-            raise RequestError(f"a logit became {highest}: logits processors must return finite numbers or -inf")
+        if not abs(highest) <= LARGEST_LOGIT:
+            raise RequestError(
+                f"the largest logit became {highest}: logits processors must return numbers of fp32, or -inf"
+            )
+        scores[scores < -LARGEST_LOGIT] = -np.inf  # as fp32 has them
         return scores
 
     def _penalised(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:

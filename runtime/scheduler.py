@@ -13,16 +13,27 @@ R = TypeVar("R")
 
 
 class QueueFullError(DraftwoodError):
-    """Every place to run or to wait is taken: come back later."""
+    """Every place to run or to wait is taken, or this client's share of them: come back later."""
+
+
+def within_share(held: int, taken: int, places: int) -> bool:
+    """Whether a client that holds `held` of the `taken` places may have another one: while it holds no more than are
+    free, so that one client alone gets little more than half of them, and each further one half of what is left."""
+    return taken < places and held <= places - taken
+
+
+def most_of_one(places: int) -> int:
+    """How many places a client may get that is alone."""
+    return (places + 2) // 2 if places else 0
 
 
 class Scheduler(Generic[R]):
-    """Clients get places in turn, each for the request it sent first; those admitted take turns, and as many as fit
-    share one.
+    """Clients get places in turn, and the users of one client in turn among themselves, each for the request it sent
+    first; those admitted take turns, and as many as fit share one.
 
-    At most `max_running` requests run, since each of them holds caches; at most `max_waiting` wait for a place, however
-    many are one client's. A newly admitted request takes its turn behind all others, so nobody waits longer than one
-    turn of everybody else's.
+    At most `max_running` requests run, since each of them holds caches; at most `max_waiting` wait for a place, and no
+    client has more of those than `within_share` says. A newly admitted request takes its turn behind all others, so
+    nobody waits longer than one turn of everybody else's.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -34,8 +45,9 @@ class Scheduler(Generic[R]):
         self.max_running = max_running
         self.max_waiting = max_waiting
         self._running: deque[R] = deque()  # the next turn first
-        # By client, the one whose turn it is first; the earliest arrival first. Nobody is here who waits for nothing.
-        self._waiting: dict[Hashable, deque[R]] = {}
+        # By client and user, whoever's turn it is first; the earliest arrival first. Nobody is here who waits for
+        # nothing.
+        self._waiting: dict[Hashable, dict[Hashable, deque[R]]] = {}
 
     @property
     def num_running(self) -> int:
@@ -43,24 +55,43 @@ class Scheduler(Generic[R]):
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(self._held, self._waiting))
 
     def __len__(self) -> int:
         return self.num_running + self.num_waiting
 
     def __iter__(self) -> Iterator[R]:
         """Everybody, over a copy: requests may be removed meanwhile."""
-        return iter([*self._running, *chain.from_iterable(self._waiting.values())])
+        queues = chain.from_iterable(users.values() for users in self._waiting.values())
+        return iter([*self._running, *chain.from_iterable(queues)])
 
-    def submit(self, request: R, client: Hashable = None) -> None:
-        """Admit a request, or let it wait. client: whose it is. Raises QueueFullError when there is no place left."""
-        if self.num_running == self.max_running and self.num_waiting == self.max_waiting:
+    def submit(self, request: R, client: Hashable = None, user: Hashable = None) -> None:
+        """Admit a request, or let it wait.
+
+        client: whose it is; None, where nobody tells clients apart, may have every place. user: for whom the client
+        sent it. Raises QueueFullError when there is no place left, or none for this client.
+        """
+        if self.num_running == self.max_running:
+            self._check_room(client)
+        self._waiting.setdefault(client, {}).setdefault(user, deque()).append(request)
+        self._admit()
+
+    def _check_room(self, client: Hashable) -> None:
+        held = 0 if client is None else self._held(client)
+        if self.num_waiting >= self.max_waiting:
             raise QueueFullError(
                 f"{self.num_running} requests are running and {self.num_waiting} waiting, which is all this server "
                 "takes: retry later, or start it with a larger --max-waiting"
             )
-        self._waiting.setdefault(client, deque()).append(request)
-        self._admit()
+        if not within_share(held, self.num_waiting, self.max_waiting):
+            raise QueueFullError(
+                f"{held} requests of this client are waiting, and the {self.max_waiting - self.num_waiting} places "
+                "that are left are for others: retry later, or start the server with a larger --max-waiting"
+            )
+
+    def _held(self, client: Hashable) -> int:
+        """Requests of this client that wait."""
+        return sum(map(len, self._waiting.get(client, {}).values()))
 
     @property
     def running(self) -> tuple[R, ...]:
@@ -77,16 +108,30 @@ class Scheduler(Generic[R]):
         if request in self._running:
             self._running.remove(request)
         else:
-            client = next(client for client, requests in self._waiting.items() if request in requests)
-            self._waiting[client].remove(request)
-            if not self._waiting[client]:
-                del self._waiting[client]
+            self._take_out(request)
         self._admit()
+
+    def _take_out(self, request: R) -> None:
+        """Let a request wait no more."""
+        for client, users in self._waiting.items():
+            for user, requests in users.items():
+                if request in requests:
+                    requests.remove(request)
+                    if not requests:
+                        del users[user]
+                    if not users:
+                        del self._waiting[client]
+                    return
+        raise ValueError("this request is neither running nor waiting")
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_running:
             client = next(iter(self._waiting))
-            requests = self._waiting.pop(client)
+            users = self._waiting.pop(client)
+            user = next(iter(users))
+            requests = users.pop(user)
             self._running.append(requests.popleft())
             if requests:
-                self._waiting[client] = requests
+                users[user] = requests  # behind the client's other users
+            if users:
+                self._waiting[client] = users  # behind the other clients

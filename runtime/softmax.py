@@ -12,6 +12,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from ..models.errors import EngineError
+
+NO_NUMBERS = (
+    "the model computed a logit that is NaN or infinite: its weights are damaged, or too large for their type; build "
+    "it again, from another copy or with --precision fp32"
+)
+
 
 class Weights(NamedTuple):
     """Probabilities [V] up to a factor, and their sum."""
@@ -21,7 +28,8 @@ class Weights(NamedTuple):
 
 
 class Softmax(Protocol):
-    """Of logits [V], at a positive temperature. dtype: of all weights that are written."""
+    """Of logits [V], at a positive temperature. dtype: of all weights that are written. Raises EngineError when a logit
+    is NaN or +inf, or all are -inf."""
 
     dtype: type[np.floating[Any]]
 
@@ -53,9 +61,11 @@ class NumpySoftmax:
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
         """See Softmax.weights."""
-        np.copyto(values, logits)
-        values -= values.max()
-        values /= temperature
+        peak = float(logits[best(logits)])
+        with np.errstate(over="ignore"):  # where a difference becomes -inf, its weight is nothing
+            # In float64, whatever `values` are: 0 / 1e-46 is 0 / 0 in float32.
+            np.subtract(logits, peak, out=values, dtype=np.float64, casting="same_kind")
+            np.divide(values, temperature, out=values, dtype=np.float64, casting="same_kind")
         np.exp(values, out=values)
         return Weights(values, float(values.sum(dtype=np.float64)))
 
@@ -63,9 +73,19 @@ class NumpySoftmax:
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """See Softmax.likely."""
-        highest = float(logits[logits.argmax()])
-        ids = (logits >= highest + temperature * math.log(share)).nonzero()[0]
-        return ids, np.exp((logits[ids].astype(np.float64) - highest) / temperature)
+        peak = float(logits[best(logits)])
+        lowest = -float(np.finfo(logits.dtype).max)  # a token at -inf is never likely
+        ids = (logits >= max(peak + temperature * math.log(share), lowest)).nonzero()[0]
+        with np.errstate(over="ignore"):
+            return ids, np.exp((logits[ids].astype(np.float64) - peak) / temperature)
+
+
+def best(logits: NDArray[np.floating[Any]]) -> int:
+    """Where the largest logit is, the first of equal ones. Raises EngineError when it is infinite, or any is NaN."""
+    place = int(logits.argmax())  # of the first NaN, if there is one
+    if not math.isfinite(logits[place]):
+        raise EngineError(NO_NUMBERS)
+    return place
 
 
 def softmax_of(engine: object) -> Softmax:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from ..models.errors import DraftwoodError
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The last: an OSError without a number is numpy's, which wrote less than it should.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
 
 
 @contextmanager
@@ -46,7 +47,8 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
     except OSError as error:
         if error.errno in NO_ROOM:
             raise refusal(
-                f"no room to write {output} ({error.strerror}): free some space or choose an --output on another disk"
+                f"no room to write {output} ({error.strerror or error}): free some space or choose an --output on "
+                "another disk"
             ) from error
         raise refusal(f"{output} was not written: {error}") from error
     finally:
@@ -54,6 +56,11 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def advice(error: OSError, otherwise: str) -> str:
+    """What to do about a file that cannot be written."""
+    return "free some space" if error.errno in NO_ROOM else otherwise
 
 
 def remove_left_over(output: Path) -> None:

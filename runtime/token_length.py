@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerJson
@@ -32,12 +33,13 @@ def longest_token(backend: TokenizerJson) -> int | None:
 
 
 def parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, each as tokenizer.json has it."""
+    """The steps of a normalizer, pre-tokenizer or decoder, each as tokenizer.json has it."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         part = waiting.pop(0)
         if part["type"] == "Sequence":
-            waiting = [*part.get("normalizers", part.get("pretokenizers", ())), *waiting]
+            steps = (part.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders"))
+            waiting = [*chain.from_iterable(steps), *waiting]
         else:
             yield part
 

@@ -17,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, RequestError
-from .token_length import longest_token
+from ..models.plain_files import read_object
+from .token_length import BYTES, longest_token, parts
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -41,6 +42,7 @@ class Tokenizer:
         self.adds_bos = bool(empty)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
+        self.byte_values = byte_values(backend)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -106,6 +108,14 @@ class Tokenizer:
             raise RequestError(f"the chat template cannot write this conversation: {error}") from error
 
 
+def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
+    """The byte that a token stands for by itself, where the decoder knows such tokens (SentencePiece's)."""
+    if not any(part["type"] == "ByteFallback" for part in parts(backend.decoder)):
+        return {}
+    ids = [backend.token_to_id(token) for token in BYTES]
+    return {index: bytes([byte]) for byte, index in enumerate(ids) if index is not None}
+
+
 def read_backend(file: Path) -> TokenizerJson:
     """Open a tokenizer.json. Raises BundleError."""
     if not file.is_file():
@@ -121,12 +131,9 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return read_object(file)
     except (OSError, ValueError) as error:
         raise BundleError(f"{file} is not readable JSON ({error}): rebuild the bundle") from error
-    if not isinstance(content, dict):
-        raise BundleError(f"{file} holds no JSON object: rebuild the bundle")
-    return content
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

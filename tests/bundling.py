@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
+from draftwood.runtime.bundle import COSTS, MANIFEST, checksum, file_record
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_DATA = "DRAFTWOOD_TEST_DATA"  # the environment variable that names the folder of optional data
@@ -28,3 +32,22 @@ def built(target: Path, draft: Path, output: Path, head: Path | None = None) -> 
     """A bundle of the pair, built without a word."""
     build(BuildOptions(target, draft, output, acceptance_head=head), lambda step: lambda: None)
     return output
+
+
+def built_native(pair: Path, output: Path, precision: str = "fp32") -> Path:
+    """A native bundle of a pair, built without a word."""
+    options = BuildOptions(pair / "target", pair / "draft", output, "native", precision, draft_precision=precision)
+    build(options, lambda step: lambda: None)
+    return output
+
+
+def resigned(bundle: Path, change: Callable[[dict[str, Any]], object] = lambda content: None) -> Path:
+    """Make the manifest list what lies in the bundle, edited by `change`: nothing of it is secret, so anybody can."""
+    content = json.loads((bundle / MANIFEST).read_text())
+    names = sorted(file.name for file in bundle.iterdir() if file.name not in (MANIFEST, COSTS))
+    content["files"] = {name: file_record(bundle / name)._asdict() for name in names}
+    change(content)
+    del content["checksum"]
+    content["checksum"] = checksum(content)
+    (bundle / MANIFEST).write_text(json.dumps(content))
+    return bundle

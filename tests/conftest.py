@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 from bundling import DEMO, built, optional
 from checkpoints import write_checkpoint, write_tokenizer
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine and what else runs on it, nothing about the code.
+settings.register_profile("draftwood", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("draftwood")
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -15,22 +13,20 @@ from draftwood.builder.native import Weights, write_weights
 from draftwood.builder.quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
 from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.bindings import output_names
-from draftwood.plugins.native.compile import FLAGS, compile_kernels
+from draftwood.plugins.native import cache
+from draftwood.plugins.native.compile import FLAGS
 from draftwood.plugins.native.library import FORMATS as NAMES
 from draftwood.plugins.native.library import Matrix, NativeLibrary, address
 from draftwood.plugins.native.packing import code_panels, flat, half_panels, panels
 from draftwood.runtime.engines.base import EngineSpec
-from draftwood.runtime.engines.native import KERNELS, NativeEngine
+from draftwood.runtime.engines.native import NativeEngine
 
 PRECISIONS = NAMES
 
 
-@cache
 def kernels(*flags: str) -> Path:
-    """The kernels compiled for this processor, or with other flags in place of -march=native; once for all tests."""
-    path = Path(mkdtemp(prefix="draftwood-kernels-")) / KERNELS
-    compile_kernels(path, (*(flag for flag in FLAGS if not flag.startswith("-march")), *flags) if flags else FLAGS)
-    return path
+    """The kernels compiled for this processor, or with other flags in place of -march=native; kept in the cache."""
+    return cache.kernels((*(flag for flag in FLAGS if not flag.startswith("-march")), *flags) if flags else FLAGS)
 
 
 def held(folder: Path, precision: str) -> Weights:
@@ -47,8 +43,6 @@ def open_native(
     """Pack weights into `folder` and open them."""
     file = folder / f"{spec.role}.weights"
     write_weights(weights, spec.capacity, file, head)
-    if not (folder / KERNELS).exists():
-        (folder / KERNELS).symlink_to(kernels())
     return NativeEngine(file, spec, threads)
 
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from bundling import resigned
+
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
@@ -39,12 +41,12 @@ class Served(NamedTuple):
         return not self.metric(RUNNING) and not self.metric(WAITING)
 
 
-def with_chat_template(bundle: Path, folder: Path) -> Path:
+def with_chat_template(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE) -> Path:
     """A copy of a bundle, called "tiny", that can hold a conversation."""
     copy = folder / "tiny"
     shutil.copytree(bundle, copy)
-    (copy / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return copy
+    (copy / "chat_template.jinja").write_text(template)
+    return resigned(copy)
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def served(bundle: Path, *options: str, program: Sequence[str] = ("-m", "draftwo
             process.kill()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

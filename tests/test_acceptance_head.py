@@ -138,7 +138,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda f: (f / DESCRIPTION).unlink(), "head.json is missing.*train-head"),
         (lambda f: (f / DESCRIPTION).write_text("{"), "not readable JSON"),
         (lambda f: (f / DESCRIPTION).write_bytes(b"\xff\xfe"), "not readable JSON"),
-        (lambda f: (f / DESCRIPTION).write_text("[]"), "format None"),
+        (lambda f: (f / DESCRIPTION).write_text("[]"), "holds no JSON object"),
         (lambda f: describe(f, format=2), "update draftwood"),
         (lambda f: describe(f, temperature=0), "temperature must be a positive"),
         (lambda f: describe(f, temperature="warm"), "temperature must be a positive"),

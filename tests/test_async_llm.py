@@ -62,7 +62,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, Speculation]:
     return prompt, params, draw(st.sampled_from([own, None, chain, graph]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(requests(), min_size=2, max_size=6), st.integers(1, 4))
 def test_every_text_is_the_one_it_is_alone(
     llm: LLM, mix: list[tuple[list[int], SamplingParams, Speculation]], max_running: int
@@ -177,11 +177,11 @@ def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pyte
         raise AssertionError("the waiting request has run")
 
     async def late(served: AsyncLLM) -> None:
-        running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.05)
+        running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.5)
         params = SamplingParams(logits_processors=(slowly,))
         waiting = served.generate("x", params, deadline_s=0.01)
         chunks = []
-        with pytest.raises(DeadlineError, match=r"0\.05 s"):
+        with pytest.raises(DeadlineError, match=r"0\.5 s"):
             async for chunk in running:
                 chunks.append(chunk)
                 served.llm.tokenizer.encode("x" * 2000)
@@ -190,7 +190,7 @@ def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pyte
             await anext(waiting)
         assert len(tokens_of(await collect(served.generate("x", GREEDY, deadline_s=20)))) == 12
 
-    monkeypatch.setattr(llm._target, "forward", delayed(llm._target.forward, 0.005))
+    monkeypatch.setattr(llm._target, "forward", delayed(llm._target.forward, 0.02))
     run(late, llm, max_running=1)
 
 

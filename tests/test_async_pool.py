@@ -88,7 +88,7 @@ async def served_to(served: AsyncLLM, arrival: Arrival) -> list[StreamChunk]:
     return chunks
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(arrivals, min_size=2, max_size=8), st.integers(1, 4))
 def test_who_comes_and_goes_changes_nobodys_text(llm: LLM, mix: list[Arrival], max_running: int) -> None:
     async def together(served: AsyncLLM) -> list[list[StreamChunk]]:

@@ -39,7 +39,7 @@ def expected(topology: tuple[int, ...], acceptance: list[float]) -> float:
     return sum(reach)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     acceptance=st.lists(st.floats(0.01, 0.6), min_size=1, max_size=3).map(lambda p: sorted(p, reverse=True)),
     size=st.integers(1, 5),

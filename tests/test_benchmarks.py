@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from papers import BUDGETS, RANKS, Bench, configurations, summary
 
+from benchmarks.papers.methods import BUDGETS, RANKS, PairBenchmark, make_configurations, summarise
 from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.fit import refuse_too_large
 
@@ -14,17 +15,30 @@ from draftwood.runtime.fit import refuse_too_large
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_configuration_is_legal_and_fits_a_bundle(tiny_bundle: Path, budget: int) -> None:
     bundle = EngineBundle.open(tiny_bundle)
-    for config in configurations(budget, [0.6, 0.2, 0.1], head=False).values():
+    for config in make_configurations(budget, [0.6, 0.2, 0.1], head=False).values():
         refuse_too_large(config, bundle)
-    assert len(configurations(budget, [0.6, 0.2, 0.1], head=True)) > len(configurations(budget, [0.6], head=False))
+    assert len(make_configurations(budget, [0.6, 0.2, 0.1], head=True)) > len(
+        make_configurations(budget, [0.6], head=False)
+    )
 
 
 def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
-    bench = Bench(EngineBundle.open(tiny_bundle), [[1, 5, 9], [1, 7]], max_tokens=6)
+    bench = PairBenchmark(EngineBundle.open(tiny_bundle), [[1, 5, 9], [1, 7]], max_tokens=6)
     acceptance = bench.acceptance_by_rank(1.0)
     assert len(acceptance) == RANKS and 0 <= sum(acceptance) <= 1
-    for config in configurations(8, acceptance, head=False).values():
+    for config in make_configurations(8, acceptance, head=False).values():
         counts = bench.run(config, 0.6)
         assert [count.tokens for count in counts] == [6, 6]
-        row = summary(counts)
+        row = summarise(counts)
         assert 1 <= row["tokens_per_target_pass"] <= 6 and row["verification_rate"] <= 1
+
+
+def test_the_index_lists_every_script_and_every_result() -> None:
+    folder = Path(__file__).resolve().parent.parent / "benchmarks"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    linked = {folder / link for link in re.findall(r"\((results/[^)]+)\)", index)}
+    assert linked == set((folder / "results").iterdir())
+    assert all(re.fullmatch(r"[\w.-]+_20\d\d-\d\d-\d\d", file.stem) for file in linked)
+    scripts = {file.relative_to(folder).as_posix() for file in folder.rglob("*.py") if "def main(" in file.read_text()}
+    named = set(re.findall(r"^\| `([\w/]+\.py)`", index, re.MULTILINE))
+    assert scripts - {"peers/programs/convert_gguf.py"} <= named and all((folder / name).is_file() for name in named)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bundling import resigned
+from checkpoints import write_checkpoint, write_tokenizer
+from disk import largest_file
 
 from draftwood.builder import engines
 from draftwood.builder.export import export as original_export
@@ -22,7 +24,7 @@ from draftwood.builder.progress import Step
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.plugins.native.compile import SOURCE
-from draftwood.runtime.bundle import MANIFEST, MOST_THREADS, EngineBundle, checksum
+from draftwood.runtime.bundle import COSTS, MANIFEST, MOST_THREADS, EngineBundle, checksum
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_a_bundle_reads_back_what_was_written(tiny_bundle: Path) -> None:
         (lambda b: rewrite(b, lambda m: m.pop("format")), "unknown"),
         (lambda b: rewrite(b, lambda m: m["engines"].pop("draft")), "draft.*rebuild"),
         (lambda b: rewrite(b, lambda m: m["engines"]["draft"].update(extra=1)), "rebuild"),
-        (lambda b: rewrite(b, lambda m: m["engines"]["draft"].update(file="../x")), "lists no file"),
+        (lambda b: rewrite(b, lambda m: m["engines"]["draft"].update(file="../x")), "file is '../x' instead of"),
         (lambda b: rewrite(b, lambda m: m["files"].update({"../x": m["files"]["draft.onnx"]})), "leaves the bundle"),
         (lambda b: rewrite(b, lambda m: m["files"].update({"/etc/passwd": m["files"]["draft.onnx"]})), "leaves"),
         (lambda b: rewrite(b, lambda m: m["files"].update({"..\\x": m["files"]["draft.onnx"]})), "leaves"),
@@ -78,6 +80,103 @@ def test_damage_is_refused_with_the_fix(bundle: Path, damage: Callable[[Path], o
     damage(bundle)
     with pytest.raises(BundleError, match=named):
         EngineBundle.open(bundle)
+
+
+@pytest.mark.parametrize("name", ["target.onnx", "tokenizer.json", MANIFEST])
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder"])
+def test_a_bundle_is_made_of_plain_files(bundle: Path, name: str, kind: str, tmp_path: Path) -> None:
+    """A link leads out of it, even to the same content, and a pipe would block whoever opens it."""
+    (bundle / name).rename(tmp_path / "elsewhere")
+    if kind == "a link":
+        (bundle / name).symlink_to(tmp_path / "elsewhere")
+    elif kind == "a pipe":
+        os.mkfifo(bundle / name)
+    else:
+        (bundle / name).mkdir()
+    with pytest.raises(BundleError, match=r"(cp -rL, or|unreadable.*:) rebuild"):
+        EngineBundle.open(bundle)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_what_no_digest_covers_is_not_read(bundle: Path, name: str) -> None:
+    """A template beside a bundle was rendered, although the manifest did not list it."""
+    if (bundle / name).exists():
+        rewrite(bundle, lambda manifest: manifest["files"].pop(name))
+    else:
+        (bundle / name).write_text("{{ 1 }}")
+    with pytest.raises(BundleError, match=f"{name} is not listed in manifest.json: remove it, or rebuild"):
+        EngineBundle.open(bundle)
+    (bundle / name).unlink()
+    (bundle / "README.md").write_text("read by people only")
+    EngineBundle.open(bundle)
+
+
+def test_a_copy_holds_what_the_manifest_lists(bundle: Path, tmp_path: Path) -> None:
+    """`draftwood triton --copy-bundle` followed any link that lay beside a bundle."""
+    (bundle / "notes.txt").symlink_to("/etc/passwd")
+    (bundle / COSTS).write_text("{}")
+    opened = EngineBundle.open(bundle)
+    opened.copy_to(tmp_path / "copy")
+    assert {file.name for file in (tmp_path / "copy").iterdir()} == {MANIFEST, COSTS, *opened.manifest.files}
+    EngineBundle.open(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", ["kernels.so", "KERNELS.SO", "libx.dylib", "x.dll", "x.py"])
+def test_code_in_a_bundle_is_refused(bundle: Path, name: str) -> None:
+    """As older native bundles had it: a replaced kernels.so with a re-signed manifest was executed."""
+    (bundle / name).write_bytes(b"")
+    resigned(bundle)
+    with pytest.raises(BundleError, match=f"'{name}' is executable code of an older release.*: rebuild it"):
+        EngineBundle.open(bundle)
+
+
+def test_a_manifest_that_is_no_ones_is_refused(bundle: Path) -> None:
+    """Deep, endless or of no numbers: an answer, not a traceback."""
+    whole = (bundle / MANIFEST).read_text()
+    for text in (
+        "[" * 100_000,
+        '{"a":' * 50_000,
+        whole.replace("200", "NaN", 1).replace("1024", "Infinity", 1),
+        "1" * 9999,
+    ):
+        (bundle / MANIFEST).write_text(text)
+        with pytest.raises(BundleError, match="rebuild"):
+            EngineBundle.open(bundle)
+    with (bundle / MANIFEST).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BundleError, match="more than"):
+        EngineBundle.open(bundle)
+
+
+def test_a_build_says_what_it_replaces_and_what_cannot_pay(
+    options: BuildOptions, tiny_pair: Path, tmp_path: Path
+) -> None:
+    told: list[str] = []
+
+    def begin(step: Step) -> Callable[[], None]:
+        told.append(step.title)
+        return lambda: None
+
+    build(options, begin)
+    assert not [title for title in told if title.startswith(("Replacing", "Warning"))]
+    told.clear()
+    build(replace(options, draft=options.target), begin)
+    assert f"Replacing the bundle in {options.output} at the end" in told
+    assert any(title.startswith("Warning: draft and target are the same folder") for title in told)
+    told.clear()
+    larger = write_checkpoint(tmp_path / "draft", "gqa", num_hidden_layers=3)
+    write_tokenizer(larger, add_bos=True)
+    build(replace(options, draft=larger, output=tmp_path / "larger"), begin)
+    assert any(title.startswith("Warning: the draft is larger than its target") for title in told)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "native"])
+def test_a_full_disk_is_named_whatever_is_written(options: BuildOptions, backend: str) -> None:
+    """numpy counts bytes, and gives no number of an error."""
+    for size in (20_000, 60_000):
+        with largest_file(size), pytest.raises(BundleError, match=r"no room to write .*: free some space"):
+            build(replace(options, backend=backend), quiet)
+        assert not options.output.exists() and not list(options.output.parent.glob(".*"))
 
 
 def flip_last_byte(file: Path) -> None:
@@ -146,17 +245,6 @@ def test_a_killed_build_is_not_loadable(options: BuildOptions) -> None:
     build(options, begin)
     with pytest.raises(BundleError, match="did not finish"):
         EngineBundle.open(seen[0])
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The operating system refuses to write files beyond `size` bytes, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(options: BuildOptions) -> None:

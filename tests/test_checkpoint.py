@@ -15,7 +15,7 @@ from checkpoints import SHAPES, edit_weights, write_checkpoint
 
 from draftwood.builder.checkpoint import INDEX, WEIGHTS, Checkpoint
 from draftwood.models.errors import CheckpointError
-from draftwood.models.layers import num_parameters
+from draftwood.models.layers import network_of, num_parameters
 
 NAME = "model.layers.0.self_attn.k_proj.weight"
 
@@ -48,9 +48,11 @@ def test_every_parameter_is_known_by_name_and_shape(shape: str, tmp_path: Path) 
     checkpoint = Checkpoint(folder)
     expected: dict[str, torch.Tensor] = {}
     edit_weights(folder, expected.update)
+    shapes = network_of(checkpoint.config).tensors()
     for name, tensor in expected.items():
-        assert checkpoint.shape(name) == tuple(tensor.shape)
+        assert shapes.pop(name) == tuple(tensor.shape)
         np.testing.assert_array_equal(checkpoint.tensor(name), tensor.numpy())
+    assert not shapes
     assert num_parameters(checkpoint.config) == sum(tensor.numel() for tensor in expected.values())
 
 
@@ -81,12 +83,12 @@ def test_corrupt_config(folder: Path, content: bytes) -> None:
 
 def test_config_that_is_no_object(folder: Path) -> None:
     (folder / "config.json").write_text("[1, 2]")
-    refused(folder, r"config\.json holds no JSON object")
+    refused(folder, r"config\.json is not readable JSON: it holds no JSON object")
 
 
 def test_unknown_architecture(folder: Path) -> None:
     edit_json(folder / "config.json", lambda config: config.update(architectures=["GPT2LMHeadModel"]))
-    refused(folder, "architecture GPT2LMHeadModel is not supported; this project runs LlamaForCausalLM")
+    refused(folder, "architecture .GPT2LMHeadModel. is not supported; this project runs LlamaForCausalLM")
 
 
 def test_missing_weights(folder: Path) -> None:

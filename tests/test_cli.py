@@ -39,7 +39,9 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     manifest = EngineBundle.open(bundle).manifest
     assert manifest.max_length == 200 and manifest.engines["target"].widths == (1, 4, 16)
     assert main(["inspect", str(bundle)]) == 0
-    assert "runs here" in capsys.readouterr().out
+    assert "The draft engine fits this machine." in capsys.readouterr().out
+    assert main(["inspect", str(bundle), "--open"]) == 0
+    assert "The draft engine runs here." in capsys.readouterr().out
     assert main(["inspect", str(bundle), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}
@@ -128,6 +130,13 @@ def test_bench_counts_every_request_from_zero(
         ("profile BUNDLE --contexts 64,0", "contexts must be at least 1"),
         ("generate BUNDLE --prompt-file missing.txt", "missing.txt"),
         ("generate BUNDLE --chat hello", "no chat template"),
+        ("generate nowhere --prompt x", "with draftwood build"),
+        ("generate BUNDLE --prompt x --topology -1,0", "topology must name each position's parent"),
+        ("generate BUNDLE --prompt x --topology=-1,0", "topology must name each position's parent"),
+        ("generate BUNDLE --prompt x --branching -2,2", "branching"),
+        ("generate BUNDLE --prompt x --stop-token-ids -1,-2", "stop_token_ids"),
+        ("profile BUNDLE --contexts -5,64", "contexts must be at least 1"),
+        ("build --target PAIR/target --draft PAIR/draft --output OUT --widths -1,4", "widths must ascend from 1"),
         ("inspect nowhere", "not a folder"),
         ("bench BUNDLE --prompts missing.jsonl", "missing.jsonl"),
         ("bench BUNDLE --prompts PROMPTS --output OUT/figures.json", "--output"),
@@ -183,6 +192,10 @@ def test_prompt_files_are_checked(
     [
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
+        (["genrate"], "did you mean generate?"),
+        (["generate", "x", "--prompt", "y", "--verify", "traversel"], "did you mean traversal?"),
+        (["generate", "x", "--prompt", "y", "--grow", "-1,0"], "invalid choice: '-1,0'"),
+        (["genera\x1b[2Jte"], "invalid choice: 'genera\\x1b[2Jte'"),
         (["generate"], "required: bundle"),
         (["generate", "x"], "--prompt"),
         (["build", "--widths", "1,x"], "whole numbers separated by commas, such as 1,2,4, not '1,x'"),
@@ -197,6 +210,18 @@ def test_arguments_that_cannot_be_parsed_end_with_code_2(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and named in capsys.readouterr().err
+
+
+def test_options_of_a_build_are_checked_before_anything_heavy_is_imported() -> None:
+    program = (
+        "import sys; from draftwood.cli.main import main; "
+        "code = main(['build', '--target', 'x', '--draft', 'y', '--output', 'z', '--precision', 'q4']); "
+        "heavy = {'torch', 'onnx', 'onnx_ir', 'onnxruntime', 'safetensors'} & set(sys.modules); "
+        "sys.exit(99 if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "precision 'q4' is not available for onnxruntime; choose fp32, int8, int4" in done.stderr
 
 
 def test_the_version_names_the_backends(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
 CAPACITY = 200
-few = settings(max_examples=8, deadline=None)
+few = settings(max_examples=8)
 BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.metrics import SpecDecodeStats
 from draftwood.runtime.random import seeded_streams
 from draftwood.runtime.sampling import Sampler, SamplingParams
-from draftwood.runtime.speculation.acceptance import Choice, Shapes
+from draftwood.runtime.speculation.acceptance import SAVED_GUESS, AcceptanceEstimate, Choice, Shapes
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.controller import Controller, Plan
+from draftwood.runtime.speculation.controller import SHARED_SPEED_UP, Controller, Plan
 
 CHAIN = Shapes((), 12, 1, True, 0)
 TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
@@ -134,6 +136,87 @@ def test_a_plain_round_is_priced_as_one() -> None:
     costs = table(1.0, 0.02, row=0.06, host=host)
     alone, busy = (Controller(costs, TREES, greedy=True).plan(0, 100, sharing) for sharing in (1, 16))
     assert alone.depth > 0 and busy.depth == 0
+
+
+def scaled(costs: CostModel, factor: float) -> CostModel:
+    """The same machine, by a clock of another unit."""
+
+    def passes(each: PassCosts) -> PassCosts:
+        return replace(each, seconds=tuple(tuple(cost * factor for cost in row) for row in each.seconds))
+
+    greedy, sampled = (HostCosts(*(cost * factor for cost in astuple(host))) for host in (costs.greedy, costs.sampled))
+    return CostModel(passes(costs.target), passes(costs.draft), greedy, sampled, {})
+
+
+@pytest.mark.parametrize("factor", [0.004, 30.0])
+@pytest.mark.parametrize("shapes", [CHAIN, TREES])
+def test_plans_do_not_depend_on_the_unit_of_costs(shapes: Shapes, factor: float) -> None:
+    """Plain decoding costs something else than 1, and a speed-up is still a quotient."""
+    costs = table(1.0, 0.1, row=0.03, host=HostCosts(0.02, 0.05, 0.004))
+    for alpha in (0.2, 0.8):
+        one, other = (settled(each, shapes, alpha, 120) for each in (costs, scaled(costs, factor)))
+        for plan, same in zip(one, other, strict=True):
+            assert (plan.depth, plan.size, plan.chain, plan.probe) == (same.depth, same.size, same.chain, same.probe)
+            assert same.seconds == pytest.approx(factor * plan.seconds)
+            assert (same.tokens, same.speed_up) == pytest.approx((plan.tokens, plan.speed_up))
+        for plan in other:
+            if plan.depth:
+                assert plan.speed_up == pytest.approx(plan.tokens * factor * 1.02 / plan.seconds)
+
+
+def test_a_shared_pass_is_left_to_others_unless_a_proposal_clearly_pays() -> None:
+    """By a clock on which plain decoding costs 0.01: the promise lies between one and what is asked among others."""
+    costs = scaled(table(1.0, 0.555), 0.01)
+    alone, busy = (Controller(costs, CHAIN, greedy=True).plan(0, 100, sharing) for sharing in (1, 4))
+    assert 1 < busy.speed_up <= SHARED_SPEED_UP and busy.depth == 0 and alone.depth > 0
+    assert busy.reason == (
+        f"a proposal promises {busy.speed_up:.2f} times plain speed and 4 requests share the passes, "
+        "where more than 1.05 is asked"
+    )
+
+
+def test_what_reading_the_prompt_costs_is_said_where_it_decides() -> None:
+    """The figures contradict nothing: the time that is saved is less than the time that reading takes."""
+    costs = scaled(table(1.0, 0.2), 0.01)
+    plan = Controller(costs, CHAIN, greedy=True).plan(5000, 9, unread=5000)
+    assert plan.depth == 0 and plan.speed_up > 1.2
+    found = re.fullmatch(
+        r"a proposal promises ([\d.]+) times plain speed, which saves the time of ([\d.]+) tokens over the 9 that may "
+        r"follow, but the draft would first read 5000 tokens, in the time of ([\d.]+)",
+        plan.reason,
+    )
+    assert found
+    promised, saved, reading = map(float, found.groups())
+    assert promised == pytest.approx(plan.speed_up, abs=0.01)
+    assert saved == pytest.approx(9 * (1 - 1 / plan.speed_up), abs=0.06) and saved < reading
+    assert reading == pytest.approx(0.2 * 5000 / 64, abs=0.1)
+    stats = SpecDecodeStats()
+    stats.record_plan(plan)
+    assert stats.switches[0].reason == f"decoding plainly because {plan.reason}"
+
+
+def test_a_draft_that_is_too_dear_is_the_whole_reason() -> None:
+    plan = Controller(scaled(table(1.0, DEAR_DRAFT), 7.0), CHAIN, greedy=True).plan(100, 100)
+    assert plan.depth == 0 and plan.speed_up < 1
+    assert plan.reason == f"a proposal promises {plan.speed_up:.2f} times plain speed"
+
+
+def taught(*seen: Choice) -> float:
+    """What a tree of two choices for one token is expected to get, when only these choices were made."""
+    estimate = AcceptanceEstimate(Shapes((2,), 1, 2, False, 0))
+    for choice in seen * 60:
+        estimate.observe(None, 1, [], [choice])
+    return float(estimate.accepted()[0, 0])
+
+
+def test_second_choices_count_where_they_were_offered() -> None:
+    """A tree of two gets α + (1 - α) ρ of a token."""
+    nothing, first, second, third = Choice(None, 2), Choice(0, 2), Choice(1, 2), Choice(2, 3)
+    assert taught(second) > 0.8 and taught(first) > 0.8
+    assert taught(nothing) < 0.15 and taught(third) < 0.15
+    assert taught(nothing) < taught(nothing, nothing, nothing, second) < taught(nothing, second) < taught(second)
+    # Where one choice was offered, nothing is known about the second one: ρ stays at its guess.
+    assert taught(Choice(None, 1)) == pytest.approx(SAVED_GUESS, abs=0.12) and taught(nothing) < taught(Choice(None, 1))
 
 
 def test_no_plan_is_deeper_than_there_is_room() -> None:

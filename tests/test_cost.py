@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from costs import table
+from disk import largest_file
 from fakes import FakeEngine, random_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,10 +115,70 @@ def test_half_a_table_is_damaged(tmp_path: Path) -> None:
         read_costs(tmp_path)
 
 
+def edited(folder: Path, change: Callable[[Any], object]) -> None:
+    """A table that somebody else wrote."""
+    table().write(folder)
+    content = json.loads((folder / FILE).read_text())
+    change(content)
+    (folder / FILE).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "seconds", [float("inf"), float("nan"), -1.0, 0, 1e9, pytest.param(10**400, id="huge"), True, "1", None, []]
+)
+def test_no_pass_takes_an_impossible_time(seconds: Any, tmp_path: Path) -> None:
+    """Infinity was read, and every plan made by it."""
+
+    def change(content: Any) -> None:
+        content["target"]["seconds"][0][0] = seconds
+
+    edited(tmp_path, change)
+    with pytest.raises(BundleError, match=r"costs\.json is damaged .*: run draftwood profile"):
+        read_costs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c["greedy"].update(plain=-1.0),
+        lambda c: c["sampled"].update(token=1e300),
+        lambda c: c["greedy"].update(more=1.0),
+        lambda c: c["draft"].update(widths=[0, 1, 2, 4, 8, 16, 32]),
+        lambda c: c["draft"].update(contexts=[-5]),
+        lambda c: c["draft"].update(contexts=[1 << 40]),
+        lambda c: c["draft"].update(padded="yes"),
+        lambda c: c["draft"]["seconds"][0].pop(),
+        lambda c: c["draft"].update(seconds=[[]]),
+        lambda c: c.update(spread=-1.0),
+        lambda c: c.update(machine={"processor": "\x1b[31mred"}),
+        lambda c: c.update(machine=[1]),
+        lambda c: c.update(more=1),
+    ],
+)
+def test_a_hostile_table_is_damaged(change: Callable[[Any], object], tmp_path: Path) -> None:
+    edited(tmp_path, change)
+    with pytest.raises(BundleError, match="is damaged"):
+        read_costs(tmp_path)
+
+
+def test_a_table_that_is_no_plain_file_is_damaged(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(BundleError, match="no plain file"):
+        read_costs(tmp_path)
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).write_text("[" * 100_000)
+    with pytest.raises(BundleError, match="nested too deep"):
+        read_costs(tmp_path)
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).symlink_to("/etc/hostname")
+    with pytest.raises(BundleError, match="is damaged"):
+        read_costs(tmp_path)
+
+
 def manifest(backends: tuple[str, str] = ("onnxruntime", "onnxruntime"), sha256: str = "0") -> Manifest:
     specs = [FakeEngine(random_model(0, 8), 8, role).spec for role in ROLES]
     engines = {spec.role: replace(spec, backend=name) for spec, name in zip(specs, backends, strict=True)}
-    return Manifest("draftwood", 200, (), engines, {}, {"kernels.so": FileRecord(1, sha256)})
+    return Manifest("draftwood", 200, (), engines, {}, {"target.weights": FileRecord(1, sha256)})
 
 
 def test_another_machine_is_noticed() -> None:
@@ -140,7 +204,8 @@ def test_another_bundle_is_noticed() -> None:
 
 
 def test_both_backends_are_named_with_their_releases() -> None:
-    assert fingerprint(manifest(("native", "native")), "cpu", 0, 1)["backend"] == "native"
+    native = str(fingerprint(manifest(("native", "native")), "cpu", 0, 1)["backend"])
+    assert re.fullmatch("native [0-9a-f]{12}", native), "kernels are no part of a bundle, and decide what passes cost"
     both = str(fingerprint(manifest(("openvino", "onnxruntime")), "cpu", 0, 1)["backend"])
     assert re.fullmatch(r"openvino( [\d.]+\S*)?, onnxruntime [\d.]+\S*", both)
 
@@ -151,3 +216,9 @@ def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
     costs = assumed(large, small)
     assert costs.target.at(1, 0) > 10 * costs.draft.at(1, 0)
     assert costs.target.at(1, 0) < costs.target.at(8, 0) < 2 * costs.target.at(1, 0)
+
+
+def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:
+    with largest_file(100), pytest.raises(OSError, match="File too large"):
+        table().write(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -36,7 +36,6 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> 
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=40), prompt=st.sampled_from(["", "hello", "a b "]))
 def test_any_text_streams_whole(byte_level: Tokenizer, text: str, prompt: str) -> None:
     before = byte_level.encode(prompt)
@@ -44,7 +43,6 @@ def test_any_text_streams_whole(byte_level: Tokenizer, text: str, prompt: str) -
     assert streamed(byte_level, before, tokens) == continuation(byte_level, before, tokens)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_token_ids_stream_whole(byte_level: Tokenizer, data: st.DataObject) -> None:
     """Invalid UTF-8 included: a byte that never completes a character is handed out in the end."""
@@ -53,7 +51,7 @@ def test_any_token_ids_stream_whole(byte_level: Tokenizer, data: st.DataObject) 
     assert streamed(byte_level, before, tokens) == continuation(byte_level, before, tokens)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30))
 def test_leading_spaces_and_byte_fallback(sentencepiece: Tokenizer, text: str) -> None:
     before = sentencepiece.encode("Once")
@@ -83,7 +81,7 @@ def found_at_once(text: str, stop: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     text=st.text("abc", max_size=25),
     stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

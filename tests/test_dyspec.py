@@ -138,7 +138,7 @@ GROWERS: dict[str, Callable[[], Grower]] = {
 
 
 @pytest.mark.parametrize("name", GROWERS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 200), at=st.integers(0, 7))
 def test_no_decision_depends_on_a_later_draw(name: str, seed: int, at: int) -> None:
     """I6: redraw a token; every draw decided before it is decided in the same way."""

@@ -155,6 +155,10 @@ def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pyt
         assert str(served.trouble).startswith("stuck: a pass") and f"\n{HEALTHY} 0\n" in served.to_prometheus()
         go.set()
         assert len(tokens_of(await collect(stream))) == 6
+        for _ in range(500):  # the engine's thread may not have left the pass yet
+            if served.trouble is None:
+                break
+            await asyncio.sleep(0.02)
         await asyncio.sleep(0.02)
         assert served.trouble is None  # an engine that waits for work is not stuck
 
@@ -195,7 +199,7 @@ def test_a_server_says_so_and_recovers(tiny_bundle: Path, tmp_path: Path) -> Non
         assert asked(f"{server.root}/health") == (200, "ok") and asked(f"{server.root}/health/ready") == (200, "ready")
         assert server.metric(HEALTHY) == 1
         server.process.terminate()
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
     assert "an illegal memory access" in flag.with_suffix(".log").read_text(encoding="utf-8")
 
 
@@ -209,7 +213,7 @@ def test_a_server_whose_engine_hangs_ends_all_the_same(tiny_bundle: Path, tmp_pa
         answer = threads.submit(asked, f"{server.url}/completions", b'{"prompt": "hello"}')
         wait_for(lambda: server.metric(RUNNING))
         server.process.terminate()
-        assert server.process.wait(10) == 1
+        assert server.process.wait(60) == 1
         with pytest.raises(OSError):  # its connection is gone
             answer.result()
     assert "the engine hangs" in flag.with_suffix(".log").read_text(encoding="utf-8")

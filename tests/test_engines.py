@@ -37,7 +37,7 @@ BACKENDS = [
     "torch",
     pytest.param("torch on cuda", marks=ON_GPU),
 ]
-few = settings(max_examples=8, deadline=None)
+few = settings(max_examples=8)
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
 
 

@@ -88,7 +88,7 @@ async def served_to(served: AsyncLLM, arrival: Arrival) -> list[StreamChunk]:
     return chunks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(arrivals, min_size=3, max_size=8), st.integers(1, 4))
 def test_greedy_texts_of_a_real_engine_are_those_of_requests_alone(
     llm: LLM, mix: list[Arrival], max_running: int

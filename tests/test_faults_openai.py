@@ -27,21 +27,20 @@ MODEL = "tiny"
 FIXED = ("--budget", "fixed")
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 PICKY_TEMPLATE = """{% if messages[0].role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}
-{% for m in messages %}{{ m.role + m.content }}{% endfor %}"""
+{% for m in messages %}{{ m.role + m.content + '' * (1 // m.content|length) }}{% endfor %}"""
 NO_REQUESTS = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS, where none is spoken
     b"GET\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n\x1f\x8b\x08",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: x\r\nContent-Length: 3\r\n\r\n\x1f\x8b\x08",
 )
 
 
 @pytest.fixture(scope="module")
 def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    copy = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("faults"))
-    (copy / "chat_template.jinja").write_text(PICKY_TEMPLATE)
+    copy = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("faults"), PICKY_TEMPLATE)
     return copy
 
 
@@ -147,7 +146,7 @@ def test_a_template_that_fails_is_the_clients_error(server: Served, llm: LLM) ->
     with connected(server) as client:
         for messages, named in (
             ([{"role": "system", "content": "be kind"}], "no system message, please"),
-            ([{"role": "user", "content": None}], "chat template cannot write"),
+            ([{"role": "user", "content": ""}], "chat template cannot write.*by zero"),
         ):
             with pytest.raises(openai.BadRequestError, match=named):
                 client.chat.completions.create(model=MODEL, messages=messages)
@@ -158,7 +157,7 @@ def test_a_template_that_fails_is_the_clients_error(server: Served, llm: LLM) ->
 @pytest.mark.parametrize("nonsense", NO_REQUESTS)
 def test_what_is_no_http_is_a_400_and_the_end_of_the_connection(server: Served, nonsense: bytes) -> None:
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=5) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
         client.sendall(nonsense)
         assert client.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 413")
     with connected(server) as client:
@@ -180,9 +179,9 @@ def test_a_killed_server_is_an_error_for_its_clients_at_once(bundle: Path) -> No
 def test_only_this_machine_is_listened_to_unless_it_is_told_otherwise(server: Served, bundle: Path) -> None:
     other = "127.0.0.2"  # this machine, too, but not the address that is listened to
     with pytest.raises(OSError):
-        socket.create_connection((other, urlsplit(server.url).port), timeout=5)
+        socket.create_connection((other, urlsplit(server.url).port), timeout=30)
     with served(bundle, "--no-speculation", "--host", "0.0.0.0") as opened:
         if sys.platform == "linux":
-            socket.create_connection((other, urlsplit(opened.url).port), timeout=5).close()
+            socket.create_connection((other, urlsplit(opened.url).port), timeout=30).close()
         assert opened.process.stderr is not None
         assert "0.0.0.0 may be reached by others, and no --api-key is set" in opened.process.stderr.readline()

@@ -27,7 +27,7 @@ pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 from starlette.types import ASGIApp, Receive, Scope, Send  # noqa: E402 - only where fastapi is installed
 
-from draftwood.runtime.serving import http_server  # noqa: E402
+from draftwood.runtime.serving import connection_limit, connections, http_server  # noqa: E402
 from draftwood.runtime.serving.openai import create_app  # noqa: E402
 from draftwood.runtime.serving.openai_guard import Limits, RequestGuard  # noqa: E402
 
@@ -130,21 +130,21 @@ def test_a_connection_that_says_nothing_is_closed_and_a_long_answer_is_not(
     def app(async_llm: AsyncLLM) -> ASGIApp:
         return create_app(async_llm, "m", Limits(10_000, 100))
 
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
     assert against(app, llm, visit, unread_seconds=60) == 900
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are different elsewhere")
 def test_as_many_files_may_be_open_as_there_may_be_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * http_server.MAX_CONNECTIONS
+    wanted = before[1] // 2 if before[1] > 0 else 5000
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-        http_server.raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (min(wanted, before[1]) if before[1] > 0 else wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        http_server.raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= before[0]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, wanted), before[1]))
+        assert connection_limit.room_for(wanted) == wanted
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert wanted < raised <= wanted + 512
+        assert connection_limit.room_for(wanted // 2) == wanted // 2
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raised
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -191,5 +191,5 @@ def test_the_end_of_the_server_does_not_wait_for_one_that_reads_nothing(
 
     monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.5)
     against(endless, llm, visit, unread_seconds=60).close()
-    assert 0.5 <= time.monotonic() - stopped[0] < 5
+    assert 0.5 <= time.monotonic() - stopped[0] < 30
     assert capfd.readouterr().err == ""

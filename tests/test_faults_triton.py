@@ -203,7 +203,7 @@ values = st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats() | st.t
 names = st.sampled_from([*KINDS, *NEUTRAL, "text_input", "sampling_parameters", "id", "parameters"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(names, values | st.lists(values, max_size=3), max_size=4))
 def test_whatever_is_posted_is_answered(server: TritonServer, body: dict[str, Any]) -> None:
     """An answer, or the client's error with its reason; 500 is what Triton itself has for JSON it cannot read."""

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import gpu_check_engine
 import numpy as np
 import pytest
 import torch
 from bundling import DEMO
-from gpu_check_engine import CONFIGS
 from host_device import moved
 
+from benchmarks.gpu import engine as gpu_engine
+from benchmarks.gpu.engine import CONFIGS
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.engines.cuda import CudaDevice
@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_the_torch_engine_computes_what_the_cpu_computes() -> None:
-    gpu_check_engine.parity("cuda", ("fp32", "fp16", "bf16"))
+    gpu_engine.check_parity("cuda", ("fp32", "fp16", "bf16"))
 
 
 def test_speculation_changes_no_token() -> None:
-    gpu_check_engine.same_text("cuda", 64, 2)
+    gpu_engine.check_same_text("cuda", 64, 2)
 
 
 @pytest.fixture

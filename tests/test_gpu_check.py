@@ -8,16 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_check
-import gpu_check_engine
-import gpu_check_kernel
-import inflate
 import numpy as np
 import pytest
 import torch
 from bundling import ROOT
-from gpu_check_report import FAILED, NOT_POSSIBLE, OK, Findings, NotPossible, Outcome, Part, outcomes, row, write
 
+from benchmarks.gpu import check
+from benchmarks.gpu import engine as gpu_engine
+from benchmarks.gpu import kernel as gpu_kernel
+from benchmarks.gpu.report import (
+    FAILED,
+    NOT_POSSIBLE,
+    OK,
+    Findings,
+    NotPossible,
+    Outcome,
+    Part,
+    format_row,
+    run_parts,
+    write_outcomes,
+)
+from benchmarks.tools import inflate
 from draftwood.models.llama import dense_tree_attention
 from draftwood.plugins.tree_attention.plan import Shape
 
@@ -27,7 +38,7 @@ SMALL = [Shape(1, 4, 2, 3, 5, 40, 16, "fp32"), Shape(2, 2, 1, 4, 4, 64, 32, "fp1
 @pytest.fixture(autouse=True)
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's attention takes as long as the cache is."""
-    monkeypatch.setattr(gpu_check_engine, "CAPACITY", 320)
+    monkeypatch.setattr(gpu_engine, "CAPACITY", 320)
 
 
 def visible_only(*operands: torch.Tensor | float) -> torch.Tensor:
@@ -38,7 +49,7 @@ def visible_only(*operands: torch.Tensor | float) -> torch.Tensor:
 
 
 def test_numerics_name_the_worst_error_and_refuse_a_wrong_kernel() -> None:
-    found = gpu_check_kernel.numerics(visible_only, SMALL, "cpu")
+    found = gpu_kernel.check_numerics(visible_only, SMALL, "cpu")
     assert found.summary.startswith("2 shapes; largest relative error fp32 ")
     assert 0 < max(found.figures["relative_error"].values()) < 1e-3
 
@@ -46,34 +57,35 @@ def test_numerics_name_the_worst_error_and_refuse_a_wrong_kernel() -> None:
         return 1.1 * visible_only(*operands)
 
     with pytest.raises(AssertionError, match=r"fp32 N=1 H=4:2 T=3 S=5 C=40 D=16 differs by 1\.0e-01"):
-        gpu_check_kernel.numerics(wrong, SMALL, "cpu")
+        gpu_kernel.check_numerics(wrong, SMALL, "cpu")
     with pytest.raises(AssertionError, match="differs by nan"):
-        gpu_check_kernel.numerics(dense_tree_attention, SMALL, "cpu")  # which multiplies unseen NaN by zero
+        gpu_kernel.check_numerics(dense_tree_attention, SMALL, "cpu")  # which multiplies unseen NaN by zero
 
 
 def test_torchs_attention_that_the_kernel_is_timed_against_computes_the_same() -> None:
-    given = gpu_check_kernel.operands(Shape(1, 4, 2, 5, 5, 40, 16, "fp32"), [20], 0, "cpu")
-    found = gpu_check_kernel.baseline(given, 25)().numpy()
-    np.testing.assert_allclose(found, gpu_check_kernel.expected(given, given.scale), atol=1e-5)
+    given = gpu_kernel.draw_inputs(Shape(1, 4, 2, 5, 5, 40, 16, "fp32"), [20], 0, "cpu")
+    found = gpu_kernel.make_torch_baseline(given, 25)().numpy()
+    np.testing.assert_allclose(found, gpu_kernel.compute_oracle(given, given.scale), atol=1e-5)
 
 
+@pytest.mark.full
 def test_engine_parts_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = gpu_check_engine.parity("cpu", ("fp32",)).figures["parity"]
+    errors = gpu_engine.check_parity("cpu", ("fp32",)).figures["parity"]
     assert errors.keys() == {"fp32, first", "fp32, repeated"} and 0 < max(errors.values()) < 1e-5
-    monkeypatch.setitem(gpu_check_engine.TOLERANCES, "bf16", 1e-6)
+    monkeypatch.setitem(gpu_engine.LOGIT_TOLERANCES, "bf16", 1e-6)
     with pytest.raises(AssertionError, match="bf16, first: logits differ by"):
-        gpu_check_engine.parity("cpu", ("bf16",))
-    accepted = gpu_check_engine.same_text("cpu", 8, 1).figures["acceptance"]
-    assert accepted.keys() == gpu_check_engine.CONFIGS.keys() and min(accepted.values()) > 1
+        gpu_engine.check_parity("cpu", ("bf16",))
+    accepted = gpu_engine.check_same_text("cpu", 8, 1).figures["acceptance"]
+    assert accepted.keys() == gpu_engine.CONFIGS.keys() and min(accepted.values()) > 1
 
 
 def test_speculation_of_an_inflated_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """The part that takes a 7B shape on a GPU, on a shape that a CPU can wait for."""
-    monkeypatch.setitem(inflate.SHAPES, "tiny", inflate.Shape(384, 704, 4, 384, 128))
+    monkeypatch.setitem(inflate.SHAPES, "tiny", inflate.InflatedShape(384, 704, 4, 384, 128))
     lines: list[str] = []
-    found = gpu_check_engine.speculation(("tiny", "tiny"), "cpu", "fp32", 6, 1, threads=2, progress=lines.append)
+    found = gpu_engine.measure_speculation(("tiny", "tiny"), "cpu", "fp32", 6, 1, threads=2, progress=lines.append)
     speed = found.figures["speed"]
-    assert speed.keys() == {"plain", *gpu_check_engine.CONFIGS}
+    assert speed.keys() == {"plain", *gpu_engine.CONFIGS}
     assert all(figures["tokens_per_second"] > 0 for figures in speed.values())
     assert speed["plain"]["tokens_per_pass"] == 1 and speed["plain"]["same_tokens"] == 1
     assert max(figures["tokens_per_pass"] for figures in speed.values()) > 1
@@ -82,7 +94,7 @@ def test_speculation_of_an_inflated_pair(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_weights_are_made_ahead_in_threads() -> None:
     names = [f"w{index}" for index in range(20)]
-    weights = gpu_check_engine.Prefetched(lambda name: np.full(3, float(name[1:])), names, threads=4)
+    weights = gpu_engine.PrefetchedWeights(lambda name: np.full(3, float(name[1:])), names, threads=4)
     assert [weights(name)[0] for name in names] == list(range(20))
     weights.close()
 
@@ -104,7 +116,7 @@ def test_every_part_reports_whatever_happens() -> None:
         Part("wrong", 1, wrong),
         Part("too long", 100, lambda: Findings("never", {})),
     ]
-    results = list(outcomes(parts, budget=50))
+    results = list(run_parts(parts, budget=50))
     assert [result.status for result in results] == [OK, NOT_POSSIBLE, NOT_POSSIBLE, FAILED, NOT_POSSIBLE]
     summaries = [result.summary for result in results]
     assert summaries[1:] == [
@@ -117,9 +129,11 @@ def test_every_part_reports_whatever_happens() -> None:
 
 
 def test_figures_are_written_under_the_devices_name(tmp_path: Path) -> None:
-    file = write(tmp_path / "results", "NVIDIA H200 (SXM)", {"parts": []})
-    assert file.name.startswith("gpu-check-nvidia-h200-sxm-20") and json.loads(file.read_text()) == {"parts": []}
-    line = row(Outcome("kernel time", OK, 1.25, "fast", {}))
+    file = write_outcomes(tmp_path / "results", "NVIDIA H200 (SXM)", [])
+    content = json.loads(file.read_text())
+    assert file.name == f"gpu_check_nvidia-h200-sxm_{content['date']}.json" and content["python"]
+    assert (content["device"], content["parts"]) == ("NVIDIA H200 (SXM)", [])
+    line = format_row(Outcome("kernel time", OK, 1.25, "fast", {}))
     assert line.split() == ["kernel", "time", "ok", "1.2", "s", "fast"]
 
 
@@ -128,11 +142,11 @@ def test_figures_outlive_a_part_that_ends_the_check(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     parts = [Part("works", 1, lambda: Findings("fine", {"a": 1})), Part("interrupted", 1, interrupted)]
-    monkeypatch.setattr(gpu_check, "cuda_device", lambda: "Fake GPU")
-    monkeypatch.setattr(gpu_check, "gpu_parts", lambda shapes: parts)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path)])
+    monkeypatch.setattr(check, "find_device", lambda: "Fake GPU")
+    monkeypatch.setattr(check, "list_gpu_parts", lambda shapes: parts)
+    monkeypatch.setattr(sys, "argv", ["check.py", "--output", str(tmp_path)])
     with pytest.raises(KeyboardInterrupt):
-        gpu_check.main()
+        check.main()
     (file,) = tmp_path.iterdir()
     (part,) = json.loads(file.read_text())["parts"]
     assert (part["part"], part["status"], part["figures"]) == ("works", OK, {"a": 1})
@@ -143,9 +157,9 @@ def test_packages_that_are_missing_make_tensorrt_impossible(monkeypatch: pytest.
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(NotPossible, match=r"is not installed|no NVIDIA driver|no usable GPU"):
-        gpu_check.tensorrt("tensorrt-rtx")
+        check.check_tensorrt("tensorrt-rtx")
     with pytest.raises(RuntimeError, match="KeyError: 'unknown'"):
-        gpu_check.tensorrt("unknown")
+        check.check_tensorrt("unknown")
 
 
 def test_a_machine_without_a_gpu_checks_what_it_can_and_writes_nothing(tmp_path: Path) -> None:
@@ -154,7 +168,7 @@ def test_a_machine_without_a_gpu_checks_what_it_can_and_writes_nothing(tmp_path:
         pytest.skip("this machine has a GPU")
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", "--output", str(tmp_path / "results"), "--budget", "61"],
+        [sys.executable, "-m", "benchmarks.gpu.check", "--output", str(tmp_path / "results"), "--budget", "61"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT / "build" / "typing")},
         capture_output=True,

@@ -37,7 +37,7 @@ def paths(tree: TokenTree) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), tau=st.integers(0, 2), sampled=st.booleans())
 def test_the_graph_has_no_cycle(seed: int, tau: int, sampled: bool) -> None:
     graph = drawn(seed, tau) if sampled else chosen(seed, tau)[0]
@@ -45,7 +45,7 @@ def test_the_graph_has_no_cycle(seed: int, tau: int, sampled: bool) -> None:
         assert not any(graph.reaches(edge.child, node) for edge in graph.edges[node])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), tau=st.integers(0, 2), sampled=st.booleans())
 def test_a_merge_joins_equal_sequences_of_tau_plus_one_tokens(seed: int, tau: int, sampled: bool) -> None:
     graph = drawn(seed, tau) if sampled else chosen(seed, tau)[0]
@@ -57,7 +57,7 @@ def test_a_merge_joins_equal_sequences_of_tau_plus_one_tokens(seed: int, tau: in
                 assert ours == theirs and len(ours) == tau
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), tau=st.integers(0, 2))
 def test_the_unroll_is_a_tree_of_distinct_paths_within_its_budget(seed: int, tau: int) -> None:
     graph, _ = chosen(seed, tau, size=12)
@@ -70,7 +70,7 @@ def test_the_unroll_is_a_tree_of_distinct_paths_within_its_budget(seed: int, tau
         assert tree.merged[row] == (graph.path(tree.nodes[row]) != list(found[row]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), tau=st.integers(0, 1), size=st.integers(1, 20))
 def test_a_sampled_graph_never_outgrows_its_budget(seed: int, tau: int, size: int) -> None:
     """I12: growth stops before a draw, so that nothing drawn is dropped."""

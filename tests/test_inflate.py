@@ -7,15 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import inflate
 import numpy as np
 import pytest
 import torch
 from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, write_checkpoint, write_tokenizer
-from inflate import Inflation, Shape, residual_copies
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
+from benchmarks.tools import inflate
+from benchmarks.tools.inflate import InflatedShape, Inflation, count_residual_copies
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.layers import network_of
@@ -25,14 +25,14 @@ LAYER = "model.layers.{}."
 EXTRA_LAYER = LAYER.format(3)
 
 
-def shape_for(folder: Path, heads: int = 8, kv_heads: int = 8, hidden_size: int = 96) -> Shape:
+def shape_for(folder: Path, heads: int = 8, kv_heads: int = 8, hidden_size: int = 96) -> InflatedShape:
     head_dim = Checkpoint(folder).config.head_dim
-    return Shape(hidden_size, 80, 4, heads * head_dim, kv_heads * head_dim)
+    return InflatedShape(hidden_size, 80, 4, heads * head_dim, kv_heads * head_dim)
 
 
-def inflated(source: Path, shape: Shape, dtype: str | None = None, seed: int = 0) -> Path:
+def inflated(source: Path, shape: InflatedShape, dtype: str | None = None, seed: int = 0) -> Path:
     output = source.parent / f"inflated {dtype} {seed}"
-    inflate.write(Inflation(Checkpoint(source), shape, dtype, seed), output)
+    inflate.write_inflated(Inflation(Checkpoint(source), shape, dtype, seed), output)
     return output
 
 
@@ -80,7 +80,7 @@ def test_logits_and_greedy_tokens_are_the_source_s(name: str, tmp_path: Path) ->
 def test_nothing_is_rounded_when_the_hidden_size_allows(
     hidden_size: int, copies: int, gain: float, tmp_path: Path
 ) -> None:
-    assert residual_copies(32, hidden_size) == copies
+    assert count_residual_copies(32, hidden_size) == copies
     source = write_checkpoint(tmp_path / "source", dtype="bfloat16")
     result = inflated(source, shape_for(source, hidden_size=hidden_size))
     narrow, wide = Checkpoint(source), Checkpoint(result)
@@ -93,8 +93,8 @@ def test_nothing_is_rounded_when_the_hidden_size_allows(
 
 
 def test_as_many_copies_as_leave_norms_a_power_of_two() -> None:
-    assert [residual_copies(32, 32 * ratio) for ratio in (1, 4, 9, 12)] == [1, 1, 9, 3]
-    assert residual_copies(30, 96) == 1
+    assert [count_residual_copies(32, 32 * ratio) for ratio in (1, 4, 9, 12)] == [1, 1, 9, 3]
+    assert count_residual_copies(30, 96) == 1
 
 
 @pytest.mark.parametrize("name", ["gqa", "biases"])
@@ -206,4 +206,4 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
         inflated(source, shape)
     assert list(tmp_path.iterdir()) == [source]
     with pytest.raises(CheckpointError, match="exists: choose another --output"):
-        inflate.write(Inflation(Checkpoint(source), shape), source)
+        inflate.write_inflated(Inflation(Checkpoint(source), shape), source)

@@ -11,9 +11,8 @@ from bundling import ROOT
 
 from draftwood.runtime.batching import MAX_RUNNING
 from draftwood.runtime.scheduler import QueueFullError, Scheduler
-from draftwood.runtime.serving.metrics import ServingMetrics
+from draftwood.runtime.serving.metrics import GAUGES, ServingMetrics
 from draftwood.runtime.serving.triton_contract import OPTIONAL_INPUTS, PROMPT
-from draftwood.runtime.serving.triton_metrics import GAUGES
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from draftwood.runtime import LLM, ConfigError, GenerationResult, RequestError, SamplingParams, SpeculativeConfig
+from draftwood.runtime.async_llm import AsyncLLM
 from draftwood.runtime.decoder import TokenChunk
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
 from draftwood.runtime.llm import Prompt
@@ -251,6 +252,13 @@ class TestStopStrings:
     def test_a_character_across_tokens_is_whole(self, tokenizer: Tokenizer) -> None:
         text, _, _ = self.written(tokenizer, "a🙂b", [1] * 100, SamplingParams())
         assert text == "a🙂b"
+
+
+def test_64_requests_may_wait_unless_told_otherwise(llm: LLM) -> None:
+    with AsyncLLM(llm) as several:
+        assert several.max_requests - several.max_running == 64
+    with AsyncLLM(llm, max_waiting=3) as several:
+        assert several.max_requests - several.max_running == 3
 
 
 def test_stop_strings_end_a_real_text(llm: LLM) -> None:

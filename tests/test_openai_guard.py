@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,12 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwood.runtime.serving.openai_guard import Limits, RequestGuard
+from draftwood.runtime.scheduler import most_of_one
+from draftwood.runtime.serving.clients import ApiKey
+from draftwood.runtime.serving.hosts import AllowedHosts
+from draftwood.runtime.serving.openai_bodies import ArrivingBodies
+from draftwood.runtime.serving.openai_errors import Refusal
+from draftwood.runtime.serving.openai_guard import IN_PROGRESS, PIECE_BYTES, Limits, RequestGuard, in_pieces
 
 
 class Echo:
@@ -30,7 +35,14 @@ class Echo:
         await send({"type": "http.response.body", "body": self.bodies[-1]})
 
 
-async def ask(guard: RequestGuard, messages: Iterable[Message | float], path: str = "/v1/x") -> list[Message]:
+async def ask(
+    guard: RequestGuard,
+    messages: Iterable[Message | float],
+    path: str = "/v1/x",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    address: str = "192.0.2.1",
+    method: str = "POST",
+) -> list[Message]:
     """What comes back for these messages; a number is a pause in seconds."""
     arriving = iter(messages)
     sent: list[Message] = []
@@ -45,12 +57,22 @@ async def ask(guard: RequestGuard, messages: Iterable[Message | float], path: st
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await guard({"type": "http", "path": path, "headers": []}, receive, send)
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "client": (address, 1)}
+    await guard(scope, receive, send)
     return sent
 
 
 def part(body: bytes, more: bool) -> Message:
     return {"type": "http.request", "body": body, "more_body": more}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Lets other tasks run until it is true."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("waited in vain")
 
 
 def code_of(answer: list[Message]) -> Any:
@@ -95,7 +117,7 @@ def test_more_requests_than_allowed_are_refused_before_they_are_read() -> None:
         echo.go.clear()
         guard = RequestGuard(echo, Limits(10, 2))
         running = [asyncio.create_task(ask(guard, [part(b"x", False)])) for _ in range(2)]
-        await asyncio.sleep(0)
+        await until(lambda: len(echo.bodies) == 2)
         assert code_of(await ask(guard, [])) == (429, "queue_full")
         health = asyncio.create_task(ask(guard, [part(b"", False)], "/health"))
         echo.go.set()
@@ -103,3 +125,157 @@ def test_more_requests_than_allowed_are_refused_before_they_are_read() -> None:
         assert (await ask(guard, [part(b"x", False)]))[0]["status"] == 200
 
     asyncio.run(crowd())
+
+
+def test_bodies_on_the_way_take_no_place_and_a_get_never_does() -> None:
+    """144 half-sent bodies once answered everybody with 429 for half a minute."""
+
+    async def crowd() -> None:
+        echo = Echo()
+        guard = RequestGuard(echo, Limits(10, 2))
+        arriving = [asyncio.create_task(ask(guard, [part(b"x", True), 60.0])) for _ in range(144)]
+        await asyncio.sleep(0)
+        assert (await ask(guard, [part(b"x", False)]))[0]["status"] == 200
+        assert (await ask(guard, [part(b"", False)], "/v1/models", method="GET"))[0]["status"] == 200
+        echo.go.clear()
+        running = [asyncio.create_task(ask(guard, [part(b"run", False)])) for _ in range(2)]
+        await until(lambda: echo.bodies.count(b"run") == 2)
+        listing = asyncio.create_task(ask(guard, [part(b"", False)], "/v1/models", method="GET"))
+        await until(lambda: echo.bodies[-1] == b"")
+        echo.go.set()
+        assert {answer[0]["status"] for answer in await asyncio.gather(*running, listing)} == {200}
+        for each in arriving:
+            each.cancel()
+        await asyncio.gather(*arriving, return_exceptions=True)
+
+    asyncio.run(crowd())
+
+
+def test_a_place_that_is_gone_when_the_body_has_come_is_a_429() -> None:
+    async def race() -> None:
+        echo = Echo()
+        echo.go.clear()
+        guard = RequestGuard(echo, Limits(10, 1))
+        slow = asyncio.create_task(ask(guard, [part(b"a", True), 0.05, part(b"b", False)]))
+        await asyncio.sleep(0)
+        first = asyncio.create_task(ask(guard, [part(b"first", False)]))
+        assert code_of(await slow) == (429, "queue_full")
+        echo.go.set()
+        assert (await first)[0]["status"] == 200 and echo.bodies == [b"first"]
+
+    asyncio.run(race())
+
+
+def test_no_client_has_all_places() -> None:
+    async def crowd() -> None:
+        echo = Echo()
+        echo.go.clear()
+        guard = RequestGuard(echo, Limits(10, 10))
+
+        async def taken(address: str) -> list[asyncio.Task[list[Message]]]:
+            asking = [asyncio.create_task(ask(guard, [part(b"x", False)], address=address)) for _ in range(10)]
+            await asyncio.sleep(0.01)
+            return [task for task in asking if not task.done()]
+
+        first, second = await taken("2001:db8:1:2:3::4"), await taken("192.0.2.7")
+        assert (len(first), len(second)) == (most_of_one(10), most_of_one(10 - most_of_one(10)))
+        assert await taken("2001:db8:1:2:ffff::1") == []  # its neighbour in one network
+        echo.go.set()
+        assert {answer[0]["status"] for answer in await asyncio.gather(*first, *second)} == {200}
+
+    asyncio.run(crowd())
+
+
+def arriving_bodies(bodies: ArrivingBodies, clients: str, size: int = 1) -> list[asyncio.Task[bytes | Refusal | None]]:
+    """A body of each client, in this order, that never ends."""
+
+    def receive() -> Receive:
+        messages: list[Message] = [part(bytes(size), True)]
+
+        async def next_message() -> Message:
+            if not messages:
+                await asyncio.sleep(60)
+            return messages.pop()
+
+        return next_message
+
+    return [asyncio.create_task(bodies.read(client, receive())) for client in clients]
+
+
+@pytest.mark.parametrize("limits", [{"max_arriving": 5}, {"max_bytes": 500}], ids=["count", "bytes"])
+def test_whoever_has_most_on_the_way_loses_its_slowest_body(limits: dict[str, int]) -> None:
+    async def crowd() -> None:
+        bodies = ArrivingBodies(max_body_bytes=100, seconds=60, **limits)
+        tasks = arriving_bodies(bodies, "baaacbaa", size=100)
+        await asyncio.sleep(0.01)
+        given_up = [index for index, task in enumerate(tasks) if task.done()]
+        assert given_up == [1, 2, 3]
+        for index in given_up:
+            refusal = await tasks[index]
+            assert isinstance(refusal, Refusal) and refusal.code == "body_too_slow"
+            assert refusal.headers["connection"] == "close"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        again = arriving_bodies(bodies, "ddddd", size=100)  # nothing is left behind in the count
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in again)
+
+    asyncio.run(crowd())
+
+
+def test_a_large_answer_is_handed_over_piece_by_piece() -> None:
+    async def cut(body: bytes, more: bool) -> list[Message]:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await in_pieces(send)({"type": "http.response.body", "body": body, "more_body": more})
+        return sent
+
+    for size in (0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 7):
+        body = bytes(range(251)) * (size // 251 + 1)
+        for more in (False, True):
+            sent = asyncio.run(cut(body[:size], more))
+            assert b"".join(each["body"] for each in sent) == body[:size]
+            assert all(len(each["body"]) <= PIECE_BYTES for each in sent)
+            assert [each["more_body"] for each in sent] == [True] * (len(sent) - 1) + [more]
+
+
+def test_a_client_is_its_key_or_its_address() -> None:
+    async def clients(keys: tuple[ApiKey, ...], *asked: tuple[str, str]) -> list[str]:
+        seen = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            seen.append(scope["state"]["client"])
+            assert scope["state"][IN_PROGRESS]
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        guard = RequestGuard(app, Limits(10, 9, keys))
+        for key, address in asked:
+            headers = [(b"authorization", f"Bearer {key}".encode())]
+            await ask(guard, [part(b"", False)], headers=headers, address=address)
+        return seen
+
+    one, two, rotated = (ApiKey.of(name, key, "test") for name, key in (("a", "k1"), ("b", "k2"), ("a", "k3")))
+    asked = [("k1", "192.0.2.1"), ("k1", "192.0.2.2"), ("k2", "192.0.2.1"), ("k3", "192.0.2.1"), ("k4", "192.0.2.1")]
+    assert asyncio.run(clients((one, two, rotated), *asked)) == ["key a", "key a", "key b", "key a"]
+    addresses = ["address 192.0.2.1", "address 192.0.2.2"]
+    assert asyncio.run(clients((one,), *asked)) == addresses, "one key is everybody's"
+    assert asyncio.run(clients((one, rotated), *asked)) == [*addresses, "address 192.0.2.1"]
+    assert asyncio.run(clients((), *asked[:2], ("", "::ffff:192.0.2.1"))) == [*addresses, addresses[0]]
+
+
+def test_another_name_of_this_machine_is_refused_except_for_health() -> None:
+    async def statuses(*hosts: bytes, path: str = "/v1/x") -> list[int]:
+        guard = RequestGuard(Echo(), Limits(10, 9, hosts=AllowedHosts.of("127.0.0.1", [], has_key=False)))
+        answers = [await ask(guard, [part(b"x", False)], path, [(b"host", host)]) for host in hosts]
+        return [answer[0]["status"] for answer in answers]
+
+    names = (b"localhost:8000", b"127.0.0.1", b"[::1]:8000", b"evil.example", b"192.0.2.1", b"")
+    assert asyncio.run(statuses(*names)) == [200, 200, 200, 421, 421, 421]
+    assert asyncio.run(statuses(*names, path="/health")) == [200] * 6
+    assert asyncio.run(statuses(*names, path="/metrics")) == [200, 200, 200, 421, 421, 421]
+    guard = RequestGuard(Echo(), Limits(10, 9, hosts=AllowedHosts.of("127.0.0.1", [], has_key=False)))
+    assert asyncio.run(ask(guard, [part(b"x", False)]))[0]["status"] == 200, "HTTP/1.0 has no host, browsers have one"

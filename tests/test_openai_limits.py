@@ -103,7 +103,7 @@ def test_without_the_key_nothing_is_answered(server: Served, key: str | None) ->
         (b'{"model": "small", "prompt": "x", "temperature": Infinity}', 400, "temperature"),
         (b'{"model": "small", "prompt": "x", "seed": 1' + b"0" * 5000 + b"}", 400, ""),
         (b'{"model": "small", "prompt": "\\ud800"}', 400, "surrogate"),
-        (b'{"model": "\\ud800", "prompt": "x"}', 404, "does not exist"),
+        (b'{"model": "\\ud800", "prompt": "x"}', 400, "surrogate"),
         (b'{"model": "small", "prompt": "x", "\\ud800": 1}', 400, ""),
         (b'{"model": "small", "prompt": [' + b"1.5," * 4000 + b"1]}", 400, "prompt"),
         (b'{"model": "small", "prompt": [1, "x"]}', 400, "prompt"),
@@ -145,8 +145,8 @@ def test_the_metrics_count_what_was_done(server: Served, client: Any) -> None:
     text = client.get(root(client) + "/metrics").text
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r'[a-z_:]+(\{[a-z_]+="[^"]*"\})? [0-9.e+-]+', line) for line in samples), text
-    histogram = re.findall(r'draftwood_inter_token_latency_seconds_bucket\{le="[^"]+"\} (\d+)', text)
-    assert histogram == sorted(histogram, key=int) and int(histogram[-1]) >= 30
+    histogram = re.findall(r'draftwood_inter_token_latency_seconds_bucket\{le="[^"]+"\} (\S+)', text)
+    assert histogram == sorted(histogram, key=float) and float(histogram[-1]) >= 30
 
 
 def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path) -> None:
@@ -162,7 +162,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path) -> None:
             refused = client.post("/completions", json=SHORT)
             assert refused.status_code == 503 and error_of(refused)["code"] == "shutting_down"
             assert [answer.result().json()["choices"][0]["text"] for answer in answers] == [alone] * 4
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
         assert running.process.stderr is not None and running.process.stderr.read() == ""
 
 
@@ -181,7 +181,7 @@ def test_a_drain_that_takes_too_long_is_cut_off(tiny_bundle: Path, options: tupl
             *_, error, done = lines
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert done == "data: [DONE]"
-        assert running.process.wait(10) == 1
+        assert running.process.wait(60) == 1
         assert running.process.stderr is not None and "cut off" in running.process.stderr.read()
 
 
@@ -199,6 +199,10 @@ def test_a_request_timeout_is_504(tiny_bundle: Path) -> None:
         (["--host", "no.such.host.invalid"], "choose another --host or --port"),
         (["--port", "0", "--max-running", "0"], "max_running"),
         (["--port", "0", "--kv-cache-bytes", "1000"], "--max-length"),
+        (["--port", "0", "--max-connections", "0"], "--max-connections must be at least 1"),
+        (["--port", "0", "--api-key", ""], "the API key of --api-key is empty"),
+        (["--port", "0", "--api-key", "two words"], "visible ASCII"),
+        (["--port", "0", "--api-keys-file", "/nowhere"], "cannot read the API keys of /nowhere"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(
@@ -209,6 +213,22 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
         assert main(["serve", str(tiny_bundle), *(option.replace("BUSY", port) for option in options)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("draftwood: error: ") and named in error and error.count("\n") == 1
+
+
+def test_an_empty_key_is_not_taken_for_none(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a secret that was not filled in: the server would be open to everybody."""
+    monkeypatch.setenv("DRAFTWOOD_API_KEY", "")
+    assert main(["serve", str(tiny_bundle), "--port", "0"]) == 2
+    assert "the API key of the variable DRAFTWOOD_API_KEY is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("proxy", ["*", "proxy.example", "10.0.0.0/99", ""])
+def test_a_trusted_proxy_is_an_address(tiny_bundle: Path, proxy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(tiny_bundle), "--trusted-proxies", proxy])
+    assert ended.value.code == 2 and f"10.0.0.0/8, not {proxy!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf", "soon"])

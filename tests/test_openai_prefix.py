@@ -63,12 +63,12 @@ def test_usage_and_metrics_tell_what_was_read_before(llm: LLM, slots: int) -> No
 
     found, metrics = run(llm, work, prefix_cache_slots=slots)
     if not slots:
-        assert found == [0] * 5 and "vllm:prefix_cache_hits_total 0\n" in metrics
+        assert found == [0] * 5 and "vllm:prefix_cache_hits_total 0.0\n" in metrics
         return
     assert found[0] == 0, "a prompt is read once for all its choices, but not never"
     assert found[1:3] == [length - 1] * 2 and found[3] >= length - 1
-    assert f"vllm:prefix_cache_queries_total {5 * length + len(llm.encode('z')) + 2 * len(other)}\n" in metrics
-    assert "vllm:prefix_cache_hits_total 0\n" not in metrics
+    assert f"vllm:prefix_cache_queries_total {5 * length + len(llm.encode('z')) + 2 * len(other)}.0\n" in metrics
+    assert "vllm:prefix_cache_hits_total 0.0\n" not in metrics
 
 
 @pytest.mark.parametrize("names", [{"user": "b"}, {"safety_identifier": "b"}])

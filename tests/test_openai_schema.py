@@ -49,7 +49,7 @@ def statuses(operation: Any, mode: GenerationMode, examples: int) -> set[int]:
     """What generated requests are answered with; every answer is checked against the document."""
     seen: set[int] = set()
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(generation_mode=mode))
     def answered(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):

@@ -25,7 +25,7 @@ from draftwood.runtime.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, prefill
 from draftwood.runtime.engines.openvino import OpenVinoEngine
 
-few = settings(max_examples=6, deadline=None)
+few = settings(max_examples=6)
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)
 MODELS = ("gqa", "mha", "mqa", "demo target")
 

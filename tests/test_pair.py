@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pair
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from pair import FIRST_WORD, SIZES, Agreement, tokenizer_of, write_pair
 from transformers import LlamaForCausalLM
 
+from benchmarks.tools import pair
+from benchmarks.tools.pair import FIRST_WORD, SIZES, Agreement, make_tokenizer, write_pair
 from draftwood.builder.tokenizer import same_vocabulary
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.runtime.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def test_both_tokenizers_are_one(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_vocabulary_has_the_size_of_the_model_and_loses_no_text(name: str) -> None:
-    tokenizer = tokenizer_of(SIZES[name].vocab_size)
+    tokenizer = make_tokenizer(SIZES[name].vocab_size)
     assert tokenizer.get_vocab_size() == SIZES[name].vocab_size
     text = "The quick brown fox: 42 jumps, déjà vu\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -8,11 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pair import SIZES, write_pair
-from peers import draftwood, process, run
-from peers.process import PROGRAMS, Entry, PeerError, PeerProcess, command_for, entries, without
-from peers.protocol import PLAIN, Generation, Options, split_method
 
+from benchmarks.peers import process, run
+from benchmarks.peers.process import (
+    PROGRAMS,
+    Entry,
+    PeerError,
+    PeerProcess,
+    make_command,
+    parse_entries,
+    remove_entries,
+)
+from benchmarks.peers.programs import draftwood
+from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, split_method
+from benchmarks.tools.pair import SIZES, write_pair
 from draftwood.models.errors import RequestError
 from draftwood.runtime.tokenizer import Tokenizer
 
@@ -22,7 +31,7 @@ FAKE = (
     f"LONG = {LONG}"
     + """
 import os
-from peers.protocol import Generation, serve
+from benchmarks.peers.protocol import Generation, serve
 
 class Fake:
     version = "fake 1.0"
@@ -56,38 +65,38 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def options(tiny: Path, tmp_path: Path) -> Options:
-    return Options(tiny, "fp32", tmp_path / "work", 1, (3, 5))
+def options(tiny: Path, tmp_path: Path) -> PeerOptions:
+    return PeerOptions(tiny, "fp32", tmp_path / "work", 1, (3, 5))
 
 
-def fake_command(entry: Entry, options: Options) -> list[str]:
+def fake_command(entry: Entry, options: PeerOptions) -> list[str]:
     return [sys.executable, "-c", FAKE, *options.to_arguments()]
 
 
-def test_options_survive_the_command_line(options: Options) -> None:
+def test_options_survive_the_command_line(options: PeerOptions) -> None:
     for each in (options, replace(options, variant="openvino", draft_tokens=(7,))):
-        assert Options.parse(each.to_arguments()) == each
+        assert PeerOptions.parse(each.to_arguments()) == each
     assert options.methods("draft", "lookup") == [PLAIN, "draft:3", "draft:5", "lookup:3", "lookup:5"]
     assert split_method("draft:5") == ("draft", 5) and split_method(PLAIN) == (PLAIN, 0)
 
 
-def test_a_conversion_happens_once_per_pair_and_whole(options: Options, tiny: Path) -> None:
+def test_a_conversion_happens_once_per_pair_and_whole(options: PeerOptions, tiny: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").touch()
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        options.converted(fail)
-    done = options.converted(lambda folder: (folder / "model").touch())
+        options.convert_once(fail)
+    done = options.convert_once(lambda folder: (folder / "model").touch())
     assert [file.name for file in done.iterdir()] == ["model"]
-    assert options.converted(fail) == done
-    assert replace(options, precision="int8").converted(lambda folder: None) != done
+    assert options.convert_once(fail) == done
+    assert replace(options, precision="int8").convert_once(lambda folder: None) != done
     (tiny / "draft" / "generation_config.json").write_text("{} ", encoding="utf-8")
-    assert options.converted(lambda folder: None) != done
+    assert options.convert_once(lambda folder: None) != done
 
 
 def test_a_bundle_is_built_anew_when_the_code_has_changed(
-    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: PeerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
 
@@ -95,20 +104,20 @@ def test_a_bundle_is_built_anew_when_the_code_has_changed(
         built.append(str(arguments[0]))
         Path(str(arguments[arguments.index("--output") + 1])).mkdir()
 
-    monkeypatch.setattr(draftwood, "draftwood", build)
-    folder = draftwood.bundle_of(options, "native")
-    assert draftwood.bundle_of(options, "native") == folder and folder.is_dir() and built == ["build"]
-    monkeypatch.setattr(draftwood, "BUILT_BY", ())
-    assert draftwood.bundle_of(options, "native") == folder and folder.is_dir() and built == ["build"] * 2
+    monkeypatch.setattr(draftwood, "run_draftwood", build)
+    folder = draftwood.build_bundle(options, "native")
+    assert draftwood.build_bundle(options, "native") == folder and folder.is_dir() and built == ["build"]
+    monkeypatch.setattr(draftwood, "BUILDING_PACKAGES", ())
+    assert draftwood.build_bundle(options, "native") == folder and folder.is_dir() and built == ["build"] * 2
     source = tmp_path / "pass.c"
     source.write_text("int x;", encoding="utf-8")
-    before = draftwood.digest_of([source])
-    assert draftwood.digest_of([source, tmp_path / "notes.md"]) == before  # no source, and need not exist
+    before = draftwood.digest_files([source])
+    assert draftwood.digest_files([source, tmp_path / "notes.md"]) == before  # no source, and need not exist
     source.write_text("int y;", encoding="utf-8")
-    assert draftwood.digest_of([source]) != before
+    assert draftwood.digest_files([source]) != before
 
 
-def test_a_program_answers_in_spite_of_what_it_prints(options: Options, tmp_path: Path) -> None:
+def test_a_program_answers_in_spite_of_what_it_prints(options: PeerOptions, tmp_path: Path) -> None:
     peer = PeerProcess(fake_command(Entry("fake", "fp32"), options), tmp_path / "log.txt")
     try:
         assert (peer.version, peer.methods) == ("fake 1.0", [PLAIN, "draft:3", "draft:5"])
@@ -122,57 +131,59 @@ def test_a_program_answers_in_spite_of_what_it_prints(options: Options, tmp_path
     assert "a library that prints" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_program_that_cannot_load_says_why(options: Options, tmp_path: Path) -> None:
+def test_a_program_that_cannot_load_says_why(options: PeerOptions, tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="MemoryError: too small a machine"):
         PeerProcess(fake_command(Entry("fake", "int4"), replace(options, precision="int4")), tmp_path / "log.txt")
     with pytest.raises(PeerError, match=r"ended without an answer; see .*log\.txt"):
         PeerProcess([sys.executable, "-c", "pass"], tmp_path / "log.txt")
 
 
-def test_a_peer_without_its_environment_names_the_script(options: Options) -> None:
+def test_a_peer_without_its_environment_names_the_script(options: PeerOptions) -> None:
     for name in PROGRAMS:
         if name != "draftwood":
             with pytest.raises(PeerError, match=rf"sh .*setup/{name}\.sh"):
-                command_for(Entry(name, "fp32"), options)
-            assert (process.BENCHMARKS / "peers" / "setup" / f"{name}.sh").is_file()
-    assert command_for(Entry("draftwood/openvino", "fp32"), options)[0] == sys.executable
+                make_command(Entry(name, "fp32"), options)
+            assert (process.SETUP / f"{name}.sh").is_file()
+    assert make_command(Entry("draftwood/openvino", "fp32"), options)[0] == sys.executable
 
 
 def test_every_program_is_there_and_unknown_ones_are_refused() -> None:
     for program in PROGRAMS.values():
-        assert (process.BENCHMARKS / "peers" / f"{program.module}.py").is_file()
-    assert entries(["huggingface", "draftwood/openvino"], ["fp32", "int4"]) == [
+        assert (process.SETUP.parent / "programs" / f"{program.module}.py").is_file()
+    assert parse_entries(["huggingface", "draftwood/openvino"], ["fp32", "int4"]) == [
         Entry("huggingface", "fp32"),
         Entry("draftwood/openvino", "fp32"),
         Entry("draftwood/openvino", "int4"),
     ]
     with pytest.raises(RequestError, match=r"'vllm' is not a peer; choose of draftwood, huggingface, llama\.cpp"):
-        entries(["vllm"], ["fp32"])
+        parse_entries(["vllm"], ["fp32"])
 
 
 def test_entries_that_do_not_fit_are_left_out_by_name() -> None:
-    chosen = entries(["llama.cpp", "draftwood/native"], ["fp32", "int4"])
-    kept = without(chosen, ["llama.cpp:fp32"])
+    chosen = parse_entries(["llama.cpp", "draftwood/native"], ["fp32", "int4"])
+    kept = remove_entries(chosen, ["llama.cpp:fp32"])
     assert kept == [entry for entry in chosen if entry != Entry("llama.cpp", "fp32")] and len(kept) == 3
     with pytest.raises(RequestError, match=r"'llama\.cpp:int8' is no entry of this run; choose of llama\.cpp:fp32, "):
-        without(chosen, ["llama.cpp:int8"])
+        remove_entries(chosen, ["llama.cpp:int8"])
 
 
 def test_a_whole_comparison(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "command_for", fake_command)
+    monkeypatch.setattr(run, "make_command", fake_command)
     monkeypatch.setattr(run, "REST", 0.0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n', encoding="utf-8")
     arguments = ["--pair", tiny, "--prompts", prompts, "--peers", "draftwood,llama.cpp", "--precisions", "fp32,int4"]
     arguments += ["--draft-tokens", "3,5,6", "--candidates", 1, "--max-tokens", 4, "--repeats", 2]
-    arguments += ["--work", tmp_path, "--output", tmp_path / "peers_tiny.json"]
+    arguments += ["--work", tmp_path, "--output", tmp_path / "results"]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
     run.main()
     short, long = (len(Tokenizer.load(tiny / "target").encode(text)) for text in ("one", "a longer one"))
     assert short <= LONG < long
-    figures = json.loads((tmp_path / "peers_tiny.json").read_text())
+    (file,) = (tmp_path / "results").glob("peers_tiny_20*.json")
+    figures = json.loads(file.read_text())
+    assert file.stem == f"peers_tiny_{figures['date']}"
     rows = {(row["peer"], row["method"]): row for row in figures["rows"]}
     assert set(rows) == {(peer, method) for peer in ("draftwood", "llama.cpp") for method in (PLAIN, "draft:5")}
     assert {row["same_as_plain"] for row in rows.values() if row["method"] == PLAIN} == {1}
@@ -184,26 +195,26 @@ def test_a_whole_comparison(
     assert figures["failed"]["draftwood int4"].startswith("MemoryError: too small a machine; see ")
     assert figures["failed"]["llama.cpp fp32 draft:3"].startswith("ValueError: no such draft; see ")
     assert "Left out: draftwood int4" in capsys.readouterr().out
-    assert (tmp_path / "peers_tiny.svg").read_text().startswith("<?xml")
+    assert file.with_suffix(".svg").read_text().startswith("<?xml")
 
 
 def test_without_a_single_peer_there_is_no_result(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "command_for", fake_command)
+    monkeypatch.setattr(run, "make_command", fake_command)
     arguments = ["--pair", tiny, "--peers", "llama.cpp", "--precisions", "int4"]
-    output = ["--work", tmp_path, "--output", tmp_path / "x.json"]
+    output = ["--work", tmp_path, "--output", tmp_path / "x"]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, [*arguments, *output])])
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 2 and "no peer could run" in capsys.readouterr().err
-    assert not (tmp_path / "x.json").exists()
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "has no checkpoint named target: benchmarks/pair.py"),
+        ([], "has no checkpoint named target: python -m benchmarks.tools.pair"),
         (["--peers", "vllm"], "'vllm' is not a peer"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
     ],
@@ -215,20 +226,21 @@ def test_bad_input_ends_with_2_and_a_reason(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = ["run.py", "--pair", str(tmp_path), "--output", str(tmp_path / "x.json"), *arguments]
+    given = ["run.py", "--pair", str(tmp_path), "--output", str(tmp_path / "x"), *arguments]
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -> None:
     """The two programs that run in the project's own environment, on real models."""
     prompt = Tokenizer.load(tiny / "target").encode("abcdefgh")
     texts, passes = {}, {}
     for module in ("draftwood", "huggingface"):
-        command = [sys.executable, "-m", f"peers.{module}"]
-        options = Options(tiny, "fp32", tmp_path, 1, (3,))
+        command = [sys.executable, "-m", f"benchmarks.peers.programs.{module}"]
+        options = PeerOptions(tiny, "fp32", tmp_path, 1, (3,))
         peer = PeerProcess([*command, *options.to_arguments()], tmp_path / "log.txt")
         try:
             for method in peer.methods:

@@ -8,65 +8,68 @@ from statistics import median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peers.figures import (
-    Key,
-    Row,
-    Run,
-    fastest,
-    row_of,
-    same_texts,
-    speeds,
+
+from benchmarks.peers.figures import (
+    MethodKey,
+    MethodRow,
+    MethodRun,
+    choose_fastest,
+    count_tokens_per_pass,
+    make_row,
+    measure_speeds,
+    median_speed_ratio,
+    share_of_same_texts,
     summarise,
-    times_as_fast,
-    to_json,
-    tokens_per_pass,
 )
-from peers.protocol import PLAIN, Generation
-from peers.report import markdown
+from benchmarks.peers.protocol import PLAIN, Generation
+from benchmarks.peers.report import to_markdown
+from benchmarks.tools.record import rows_to_json
 
 
 def generation(seconds: float, tokens: tuple[int, ...] = (1, 2), **counters: float) -> Generation:
     return Generation(list(tokens), seconds, counters)
 
 
-def runs_of(*seconds: float, tokens: tuple[int, ...] = (1, 2)) -> list[Run]:
-    return [Run(0, repeat, generation(each, tokens), 0.0) for repeat, each in enumerate(seconds)]
+def runs_of(*seconds: float, tokens: tuple[int, ...] = (1, 2)) -> list[MethodRun]:
+    return [MethodRun(0, repeat, generation(each, tokens), 0.0) for repeat, each in enumerate(seconds)]
 
 
 def test_the_trial_keeps_the_fastest_of_each_entry_and_what_has_no_length() -> None:
     ours = {"plain": 0.9, "chain:3": 0.4, "topk:7": 0.2, "topk:15": 0.3, "auto": 0.8}
     theirs = {"plain": 0.1, "draft:3": 0.7, "draft:5": 0.6}
-    runs = {Key("int4", "draftwood", method): runs_of(seconds, 0.1) for method, seconds in ours.items()}
-    runs |= {Key("int4", "llama.cpp", method): runs_of(seconds, 0.1) for method, seconds in theirs.items()}
+    runs = {MethodKey("int4", "draftwood", method): runs_of(seconds, 0.1) for method, seconds in ours.items()}
+    runs |= {MethodKey("int4", "llama.cpp", method): runs_of(seconds, 0.1) for method, seconds in theirs.items()}
     kept: dict[str, set[str]] = {"draftwood": set(), "llama.cpp": set()}
-    for key in fastest(runs, 1):
+    for key in choose_fastest(runs, 1):
         kept[key.peer].add(key.method)
     assert kept == {"draftwood": {"plain", "auto", "topk:7"}, "llama.cpp": {"plain", "draft:5"}}
-    assert speeds(runs)[Key("int4", "draftwood", "topk:15")] == pytest.approx(10)  # 4 tokens in 0.3 s and 0.1 s
-    assert fastest(runs, 9) == set(runs)
+    assert measure_speeds(runs)[MethodKey("int4", "draftwood", "topk:15")] == pytest.approx(
+        10
+    )  # 4 tokens in 0.3 s and 0.1 s
+    assert choose_fastest(runs, 9) == set(runs)
 
 
 def test_medians_quartiles_and_ratios() -> None:
     plain, fast, other = (
-        Key("fp32", "draftwood", PLAIN),
-        Key("fp32", "draftwood", "topk:7"),
-        Key("fp32", "llama.cpp", PLAIN),
+        MethodKey("fp32", "draftwood", PLAIN),
+        MethodKey("fp32", "draftwood", "topk:7"),
+        MethodKey("fp32", "llama.cpp", PLAIN),
     )
     runs = {plain: runs_of(0.2, 0.4, 0.8), fast: runs_of(0.1, 0.1, 0.4), other: runs_of(0.1, 0.3, 0.2)}
-    row = row_of(fast, runs, runs[plain])
+    row = make_row(fast, runs, runs[plain])
     assert row.tokens_per_second == pytest.approx(20) and (row.low, row.high) == pytest.approx((12.5, 20))
     assert row.of_plain == pytest.approx(2) and row.of_best == pytest.approx(1)
     assert (row.same_as_plain, row.same_as_first, row.tokens_per_pass) == (1, 1, None)
-    best = Key("int8", "draftwood", PLAIN)
-    assert row_of(best, runs | {best: runs_of(1.0)}, runs[plain]).of_best is None
+    best = MethodKey("int8", "draftwood", PLAIN)
+    assert make_row(best, runs | {best: runs_of(1.0)}, runs[plain]).of_best is None
 
 
 def test_the_best_other_peer_is_the_fastest_method_of_the_same_precision() -> None:
     runs = {
-        Key("fp32", "draftwood/openvino", PLAIN): runs_of(0.1),
-        Key("fp32", "llama.cpp", PLAIN): runs_of(0.4),
-        Key("fp32", "llama.cpp", "draft:3"): runs_of(0.2),
-        Key("int4", "llama.cpp", PLAIN): runs_of(0.05),
+        MethodKey("fp32", "draftwood/openvino", PLAIN): runs_of(0.1),
+        MethodKey("fp32", "llama.cpp", PLAIN): runs_of(0.4),
+        MethodKey("fp32", "llama.cpp", "draft:3"): runs_of(0.2),
+        MethodKey("int4", "llama.cpp", PLAIN): runs_of(0.05),
     }
     assert [row.of_best for row in summarise(runs)] == pytest.approx([2, 0.5, 1, 1])
 
@@ -74,40 +77,40 @@ def test_the_best_other_peer_is_the_fastest_method_of_the_same_precision() -> No
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10)), min_size=1, max_size=9))
 def test_ratios_are_taken_within_a_repeat(pairs: list[tuple[float, float]]) -> None:
     own, other = runs_of(*(a for a, _ in pairs)), runs_of(*(b for _, b in pairs))
-    assert times_as_fast(own, other) == pytest.approx(median(b / a for a, b in pairs))
+    assert median_speed_ratio(own, other) == pytest.approx(median(b / a for a, b in pairs))
     # A machine that is slower in some repeats slows both.
     slowed = (
         [run._replace(generation=generation(run.generation.seconds * (1 + run.repeat))) for run in side]
         for side in (own, other)
     )
-    assert times_as_fast(*slowed) == pytest.approx(times_as_fast(own, other))
+    assert median_speed_ratio(*slowed) == pytest.approx(median_speed_ratio(own, other))
 
 
 def test_one_different_token_is_noticed() -> None:
-    plain = [Run(prompt, repeat, generation(1), 0.0) for prompt in range(4) for repeat in range(2)]
+    plain = [MethodRun(prompt, repeat, generation(1), 0.0) for prompt in range(4) for repeat in range(2)]
     drifted = [*plain[:-1], plain[-1]._replace(generation=generation(1, (1, 3)))]
-    assert same_texts(plain, plain) == 1
-    assert same_texts(drifted, plain) == same_texts(plain, drifted) == 0.75
-    assert same_texts(plain, [*plain[:-1], plain[-1]._replace(generation=generation(1, (1,)))]) == 0.75
+    assert share_of_same_texts(plain, plain) == 1
+    assert share_of_same_texts(drifted, plain) == share_of_same_texts(plain, drifted) == 0.75
+    assert share_of_same_texts(plain, [*plain[:-1], plain[-1]._replace(generation=generation(1, (1,)))]) == 0.75
 
 
 def test_tokens_per_pass_from_either_counter() -> None:
-    def counted(**counters: float) -> list[Run]:
-        return [Run(0, 0, generation(1, (1,) * 12, **counters), 0.0)] * 2
+    def counted(**counters: float) -> list[MethodRun]:
+        return [MethodRun(0, 0, generation(1, (1,) * 12, **counters), 0.0)] * 2
 
-    assert tokens_per_pass(counted(target_passes=4)) == tokens_per_pass(counted(accepted=8)) == 3
-    assert tokens_per_pass(counted(drafted=8)) is None
+    assert count_tokens_per_pass(counted(target_passes=4)) == count_tokens_per_pass(counted(accepted=8)) == 3
+    assert count_tokens_per_pass(counted(drafted=8)) is None
 
 
 def test_an_empty_text_is_no_measurement() -> None:
     with pytest.raises(ValueError, match="llama"):
-        summarise({Key("fp32", "llama.cpp", PLAIN): runs_of(0.1, tokens=())})
+        summarise({MethodKey("fp32", "llama.cpp", PLAIN): runs_of(0.1, tokens=())})
 
 
 def test_the_tables_group_by_precision_and_begin_with_the_fastest() -> None:
     speeds = {("fp32", "llama.cpp"): 0.4, ("fp32", "draftwood"): 0.2, ("int4", "draftwood/openvino"): 0.1}
-    runs = {Key(*names, PLAIN): runs_of(seconds) for names, seconds in speeds.items()}
-    lines = markdown(summarise(runs)).splitlines()
+    runs = {MethodKey(*names, PLAIN): runs_of(seconds) for names, seconds in speeds.items()}
+    lines = to_markdown(summarise(runs)).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     names = [line.split(" | ")[0].strip("| ") for line in lines[2:]]
     assert names == ["**fp32**", "**draftwood**", "llama.cpp", "**int4**", "**draftwood/openvino**"]
@@ -115,7 +118,7 @@ def test_the_tables_group_by_precision_and_begin_with_the_fastest() -> None:
 
 
 def test_rows_are_json() -> None:
-    rows = summarise({Key("fp32", "draftwood", PLAIN): runs_of(0.123456)})
-    assert Row(**json.loads(json.dumps(to_json(rows)))[0]) == rows[0]._replace(
+    rows = summarise({MethodKey("fp32", "draftwood", PLAIN): runs_of(0.123456)})
+    assert MethodRow(**json.loads(json.dumps(rows_to_json(rows)))[0]) == rows[0]._replace(
         tokens_per_second=16.2, low=16.2, high=16.2
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import enumeration
@@ -11,6 +9,7 @@ import pytest
 from costs import table
 from enumeration import decoded, pair, total_variation
 
+from benchmarks.planning.simulated import MACHINES, simulate_speeds
 from draftwood.runtime.cost import HostCosts
 from draftwood.runtime.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Passes
@@ -21,9 +20,6 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.controller import REMEMBERED, Controller, Experience
 from draftwood.runtime.speculation.token_tree import unroll
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from planning import MACHINES, speeds
-
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something
 
@@ -32,7 +28,7 @@ KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes 
 @pytest.mark.parametrize("name", MACHINES)
 def test_plans_are_hardly_slower_than_the_best_fixed_choice(name: str, greedy: bool) -> None:
     for acceptance in (0.3, 0.6, 0.8, 0.95):
-        found = speeds(MACHINES[name], greedy, acceptance, tokens=80, count=8)
+        found = simulate_speeds(MACHINES[name], greedy, acceptance, tokens=80, count=8)
         own = found.pop("by cost")
         del found["first request"]
         assert own > 0.97
@@ -42,7 +38,7 @@ def test_plans_are_hardly_slower_than_the_best_fixed_choice(name: str, greedy: b
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_full_machine_is_hardly_slowed_down(name: str) -> None:
     for acceptance in (0.3, 0.8):
-        assert speeds(MACHINES[name], True, acceptance, tokens=64, count=8, sharing=16)["by cost"] > 0.97
+        assert simulate_speeds(MACHINES[name], True, acceptance, tokens=64, count=8, sharing=16)["by cost"] > 0.97
 
 
 def test_the_kind_follows_the_acceptance() -> None:

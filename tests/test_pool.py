@@ -86,7 +86,7 @@ request = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(request, min_size=1, max_size=6))
 def test_every_request_gets_the_text_it_gets_alone(
     requests: list[tuple[list[int], SpeculativeConfig | None, SamplingParams]],

@@ -65,7 +65,7 @@ texts = st.lists(st.integers(0, 1), max_size=60)
 events = st.tuples(st.sampled_from(["begin", "begin", "read", "draft", "truncate", "end"]), st.integers(0, 5), texts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(events, min_size=5, max_size=60), st.sampled_from([0, 20, 120, SLOTS]))
 def test_sequences_are_what_they_were_given_and_the_longest_prefix_is_found(
     happened: list[tuple[str, int, list[int]]], retained: int
@@ -140,7 +140,7 @@ def test_of_rows_computed_twice_one_stays() -> None:
 proposals = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(proposals, st.sampled_from([0, 120]), st.sampled_from([(), ("fake",)]))
 def test_the_slots_of_a_text_ascend_whoever_commits_first(
     turns: list[tuple[int, int, bool]], retained: int, gathering: tuple[str, ...]

@@ -16,10 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lowbit import BACKENDS, assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
 from numpy.typing import NDArray
-from precision import compare, read, spec_of
 from torch.nn.functional import cross_entropy
 from trees import Tree
 
+from benchmarks.precision.quality import compare, make_spec, score_texts
 from draftwood.builder import graph
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.export import export
@@ -56,7 +56,7 @@ def matrices(draw: st.DrawFn) -> NDArray[np.float32]:
     return matrix
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(matrix=matrices(), form=formats)
 def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
     matrix: NDArray[np.float32], form: WeightFormat
@@ -72,7 +72,7 @@ def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
     assert (errors[np.broadcast_to(step == 0, blocks.shape)] == 0).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(matrix=matrices(), bits=st.sampled_from([8, 4]), exponent=st.sampled_from([-40, -20, -9, 0]))
 def test_scales_of_two_bytes_are_fp16_numbers_and_cost_little(
     matrix: NDArray[np.float32], bits: int, exponent: int
@@ -230,13 +230,13 @@ def test_the_command_line_refuses_dynamic_int8_in_one_line(tmp_path: Path, capsy
 def test_the_benchmark_reads_a_text_as_the_model_does() -> None:
     checkpoint = Checkpoint(DEMO / "draft")
     texts = [[1, 5, 9, 300], [1, *range(20, 100)]]
-    engine = TorchEngine(checkpoint.tensor, spec_of(checkpoint, bindings.DRAFT, "torch", "fp32"))
+    engine = TorchEngine(checkpoint.tensor, make_spec(checkpoint, bindings.DRAFT, "torch", "fp32"))
     model = Llama(checkpoint.config, 128)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in tensors(checkpoint).items()})
     with torch.inference_mode():
         logits = [model.full(torch.tensor([text])).logits[0, :-1] for text in texts]
     labels = torch.tensor([token for text in texts for token in text[1:]])
-    reading = read(engine, texts)
+    reading = score_texts(engine, texts)
     assert reading.loss == pytest.approx(cross_entropy(torch.cat(logits), labels).item(), abs=1e-4)
     assert compare(reading, reading, reading)["acceptance"] == 1.0
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from draftwood.models.errors import RequestError
 from draftwood.runtime.random import BLOCK, SeededStream
 from draftwood.runtime.sampling import LIKELY, NEGLIGIBLE, Candidates, Sampler, SamplingParams, largest, nucleus
-from draftwood.runtime.softmax import Weights
+from draftwood.runtime.softmax import NumpySoftmax, Weights
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.drawing import Drawing
 from draftwood.runtime.speculation.verifier import Residual
@@ -59,7 +60,7 @@ def plainly_truncated(scores: NDArray[np.float32], top_k: int, top_p: float, min
     return np.asarray(weights / weights.sum())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000),
     spread=st.sampled_from((0.01, 1.0, 30.0)),
@@ -178,3 +179,128 @@ def test_a_token_that_was_not_offered_has_no_place(token: int) -> None:
     assert [offered.place(each) for each in (3, 5, 8)] == [0, 1, 2]
     with pytest.raises(ValueError, match=f"token {token} is none of the 3"):
         offered.place(token)
+
+
+EXTREMES: tuple[dict[str, float], ...] = (
+    {}, {"top_k": 3}, {"top_k": 2**31 - 1}, {"top_p": 0.5}, {"top_p": 1e-300}, {"min_p": 1.0}, {"min_p": 1e-300},
+    {"top_k": 3, "top_p": 0.9, "min_p": 0.1},
+)  # fmt: skip
+
+
+class NarrowSoftmax(NumpySoftmax):
+    """numpy's arithmetic in the engines' dtype."""
+
+    dtype = np.float32
+
+
+@pytest.mark.parametrize("changes", EXTREMES)
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 100.0])
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_extremes_give_a_distribution(
+    changes: dict[str, float], temperature: float, processed: bool, narrow: bool
+) -> None:
+    """Large logits, masked ones and one that is the best, at the ends of every range: no NaN, no zero divided."""
+    floor = float(np.finfo(np.float32).min)
+    scores = np.array([500.0, 499.0, 0.0, -500.0, 499.9999, floor, -np.inf, 1e-40], np.float32)
+    added = np.array([100.0, 0.0, 0.0, -100.0, 100.0, 0.0, 0.0, 0.0])
+    more = {"logits_processors": (lambda output, logits: logits + added,)} if processed else {}
+    params = SamplingParams(temperature=temperature, **changes, **more)  # type: ignore[arg-type]
+    one = Sampler(params, (), (), 8)
+    if narrow:
+        one.use(NarrowSoftmax())
+    found = one.distribution(scores, [])
+    assert np.isfinite(found).all() and found.min() >= 0 and found.sum() == pytest.approx(1)
+    assert found.argmax() == 0 and found[6] == 0
+    q = one.candidates(scores, [])
+    assert np.isfinite(q.probs).all() and q.probs.sum() == pytest.approx(1) and 0 in q.ids
+    if temperature == 1e-6:
+        assert found[0] == 1
+    assert one.choose(scores, [], SeededStream(np.random.SeedSequence(1))) in np.flatnonzero(found)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}])
+def test_an_array_of_a_processor_stays_its_own(changes: dict[str, float]) -> None:
+    """One that is returned again and again, or kept when it was handed over."""
+    cached, seen = np.array([0.0, 1.0, 9.0, 2.0, 3.0]), []
+
+    def constant(output: object, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+        seen.append((logits, logits.copy()))
+        return cached
+
+    def in_place(output: object, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+        logits[0] = -np.inf
+        return logits
+
+    settings = {"min_tokens": 1, "repetition_penalty": 1.5, "logits_processors": (constant, in_place), **changes}
+    one = Sampler(SamplingParams(**settings), (1,), (2,), 5)  # type: ignore[arg-type]
+    logits = np.array([5, 4, 3, 2, 1], np.float32)
+    for path, banned in (([], True), ([4], False)):
+        assert (one.distribution(logits, path)[2] == 0) == banned
+        one.log_probabilities(logits, path)
+        one.choose(logits, path, SeededStream(np.random.SeedSequence(1)))
+        if not one.params.greedy:
+            one.candidates(logits, path)
+        assert cached.tolist() == [0, 1, 9, 2, 3]
+    assert all((now == then).all() for now, then in seen) and logits.tolist() == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (np.full(5, np.nan), "the largest logit became nan"),
+        (np.array([0, np.nan, 1, 2, 3]), "the largest logit became nan"),
+        (np.array([0, np.inf, 1, 2, 3]), "the largest logit became inf"),
+        (np.array([0, 1e39, 1, 2, 3]), "numbers of fp32"),
+        (np.full(5, -1e39), "numbers of fp32"),
+        (np.full(5, -np.inf), "no token is left"),
+        (np.zeros(4), r"returned shape \(4,\)"),
+        (None, r"returned shape \(\)"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_processor_may_not_return(returned: object, named: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, logits_processors=(lambda output, logits: returned,))  # type: ignore[arg-type,return-value]
+    with pytest.raises(RequestError, match=named):
+        Sampler(params, (), (), 5).distribution(np.zeros(5, np.float32), [])
+
+
+def test_a_processor_may_mask_with_whatever_is_small() -> None:
+    masked = np.array([1.0, -1e300, -np.inf, float(np.finfo(np.float64).min), 1.0])
+    one = sampler(5, logits_processors=(lambda output, logits: masked,), repetition_penalty=1e6)  # type: ignore[arg-type]
+    one.use(NarrowSoftmax())
+    assert one.distribution(np.zeros(5, np.float32), [1, 2, 3]).tolist() == [0.5, 0, 0, 0, 0.5]
+
+
+def test_nothing_is_copied_without_a_processor() -> None:
+    logits, read = np.zeros(5, np.float32), []
+
+    class Looking(NumpySoftmax):
+        def weights(self, logits: NDArray[np.floating], *others: object) -> Weights:  # type: ignore[type-arg]
+            read.append(logits)
+            return super().weights(logits, *others)  # type: ignore[arg-type]
+
+    one = sampler(5)
+    one.use(Looking())
+    one.distribution(logits, [])
+    assert read[0] is logits
+
+
+def test_a_token_that_ends_the_text_is_banned_until_enough_are_there() -> None:
+    one = Sampler(SamplingParams(min_tokens=2, stop_token_ids=(4,)), (), (2,), 5)
+    for output, path, banned in (([], [], True), ([], [1], True), ([], [1, 1], False), ([1], [1], False)):
+        fresh = Sampler(one.params, (), (2,), 5)
+        fresh.commit(output)
+        assert (fresh.distribution(np.zeros(5, np.float32), path)[[2, 4]] == 0).all() == banned
+
+
+def test_penalties_count_what_they_are_defined_to_count() -> None:
+    """Repetition: prompt and output. Presence and frequency: the output, this path included."""
+    params = SamplingParams(repetition_penalty=2, presence_penalty=0.5, frequency_penalty=0.25)
+    one = Sampler(params, (0, 1), (), 5)
+    one.commit([1, 2, 2])
+    logits = np.array([4, -4, 4, 4, 4], np.float32)
+    expected = np.array([2, -8 - 0.5 - 0.25, 2 - 0.5 - 0.75, 2 - 0.5 - 0.25, 4])
+    found = one.log_probabilities(logits, [2, 3])
+    assert found - found[4] == pytest.approx(expected - expected[4])
+    assert np.exp(found).sum() == pytest.approx(1)

@@ -29,6 +29,38 @@ from draftwood.runtime.sampling import Sampler, SamplingParams
         ({"stop_token_ids": ["x"]}, "stop_token_ids must be token ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids must be token ids"),
         ({"logits_processors": ["x"]}, "logits_processors must be functions"),
+        ({"temperature": -0.1}, "temperature must be 0"),
+        ({"temperature": 1e-46}, "temperature must be 0 .greedy. or between 1e-06 and 100, not 1e-46"),
+        ({"temperature": 9.9e-7}, "between 1e-06 and 100"),
+        ({"temperature": 100.1}, "between 1e-06 and 100"),
+        ({"temperature": 3.3e37}, "between 1e-06 and 100"),
+        ({"temperature": float("nan")}, "between 1e-06 and 100"),
+        ({"temperature": float("inf")}, "between 1e-06 and 100"),
+        ({"temperature": 10**5000}, "not a number of thousands of digits"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": 2**31}, "max_tokens must be at least 1 and not more than 2147483647"),
+        ({"top_k": 2**31}, "top_k must be 0"),
+        ({"min_tokens": 129}, "min_tokens must be between 0 and max_tokens"),
+        ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens"),
+        ({"seed": -1}, "seed must be None or an integer between 0"),
+        ({"seed": 2**64}, "seed must be None or an integer between 0"),
+        ({"top_p": 0}, "top_p must be in"),
+        ({"top_p": 1.01}, "top_p must be in"),
+        ({"top_p": float("nan")}, "top_p must be in"),
+        ({"min_p": -0.01}, "min_p must be in"),
+        ({"min_p": 1.01}, "min_p must be in"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between"),
+        ({"repetition_penalty": 1.1e6}, "repetition_penalty must be between"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be in"),
+        ({"presence_penalty": -2.1}, "presence_penalty must be in"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be in"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty must be in"),
+        ({"logprobs": 21}, "logprobs must be None or in"),
+        ({"logprobs": -1}, "logprobs must be None or in"),
+        ({"stop": ["x"] * 129}, "stop must be at most 128 strings"),
+        ({"stop": "x" * 1001}, "stop must be strings of at most 1000 characters"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids must be at most 1024"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids"),
     ],
 )
 def test_values_of_another_type_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
@@ -46,10 +78,26 @@ def test_values_of_another_type_are_refused_by_name(settings: dict[str, Any], me
         ({"stop_token_ids": np.array([3]), "seed": np.int64(2)}, {"stop_token_ids": (3,), "seed": 2}),
         ({"temperature": np.float32(0.5), "max_tokens": np.int32(9)}, {"temperature": 0.5, "max_tokens": 9}),
         ({"temperature": 1}, {}),
+        ({"top_k": -1, "temperature": 100, "seed": 2**64 - 1}, {"temperature": 100.0, "seed": 2**64 - 1}),
     ],
 )
 def test_what_vllm_takes_is_taken(settings: dict[str, Any], same: dict[str, Any]) -> None:
     assert SamplingParams(**settings) == SamplingParams(**same)
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"max_tokens": 1},
+        {"max_tokens": 2**31 - 1, "top_k": 2**31 - 1, "min_tokens": 2**31 - 1},
+        {"temperature": 1e-6, "min_p": 1, "top_p": 1, "presence_penalty": 2, "frequency_penalty": 2, "logprobs": 20},
+        {"min_p": 0, "top_p": 1e-300, "presence_penalty": -2, "frequency_penalty": -2, "logprobs": 0, "seed": 0},
+        {"repetition_penalty": 1e-6, "stop": ["x" * 1000] * 128, "stop_token_ids": [0] * 1024, "temperature": 0},
+        {"repetition_penalty": 1e6, "min_tokens": 0, "top_k": 0},
+    ],
+)
+def test_the_edges_are_taken(edge: dict[str, Any]) -> None:
+    assert SamplingParams(**edge)
 
 
 @pytest.mark.parametrize("unknown", [5, 5000, -1])

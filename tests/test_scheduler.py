@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.scheduler import QueueFullError, Scheduler
+from draftwood.runtime.scheduler import QueueFullError, Scheduler, most_of_one, within_share
 
 T = TypeVar("T")
 
@@ -47,20 +47,82 @@ def test_places_are_given_in_order_of_arrival() -> None:
 
 def test_clients_that_wait_get_places_in_turn() -> None:
     """A hundred requests of one client delay another's single one by one of them."""
-    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=103)
+    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=200)
     for number in range(100):
         scheduler.submit(f"a{number}", "a")
     for name in ("b0", "b1", "c0"):
         scheduler.submit(name, name[0])
-    with pytest.raises(QueueFullError):
-        for number in range(2):
-            scheduler.submit(f"d{number}", "d")
+    scheduler.submit("d0", "d")
     scheduler.remove("b0")  # gave up: its client has another one
     served = []
     for _ in range(7):
         served.append(turn(scheduler))
         scheduler.remove(served[-1])
     assert served == ["a0", "a1", "b1", "c0", "d0", "a2", "a3"]
+
+
+def test_users_take_turns_within_their_client_and_never_across() -> None:
+    """Inventing users gains a client nothing, and naming another client's users takes nothing from it."""
+    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=100)
+    scheduler.submit("now", "a")
+    for request in ("a1 first", "a1 second", "a1 third", "a2 first", "a3 first"):
+        scheduler.submit(request, "a", request[:2])
+    for request in ("b1 first", "a1 of b", "b1 second"):
+        scheduler.submit(request, "b", request[:2])
+    served = []
+    while scheduler.running:
+        served.append(turn(scheduler))
+        scheduler.remove(served[-1])
+    a_and_b = ["a1 first", "b1 first", "a2 first", "a1 of b", "a3 first", "b1 second", "a1 second", "a1 third"]
+    assert served == ["now", *a_and_b]
+
+
+def fill(scheduler: Scheduler[object], client: str | None, user: str | None = None) -> int:
+    """How many requests of a client are taken until one is refused."""
+    for count in range(1000):
+        try:
+            scheduler.submit(object(), client, user or f"user {count}")
+        except QueueFullError as error:
+            assert "retry later" in str(error)
+            return count
+    raise AssertionError("never full")
+
+
+def test_no_client_fills_the_queue_alone() -> None:
+    """It has half of it, the next one half of what is left; whom nobody told apart may have all."""
+    scheduler: Scheduler[object] = Scheduler(max_running=3, max_waiting=64)
+    assert [fill(scheduler, client) for client in "abcdef"] == [3 + 33, 16, 8, 4, 2, 1]
+    assert scheduler.num_waiting == 64
+    assert fill(scheduler, "g") == 0
+    assert fill(Scheduler(max_running=3, max_waiting=64), None) == 3 + 64
+
+
+@given(st.integers(0, 300))
+def test_the_most_of_one_client_is_what_its_share_comes_to(places: int) -> None:
+    held = 0
+    while within_share(held, held, places):
+        held += 1
+    assert held == most_of_one(places)
+    assert held < places or places < 3
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 5), max_size=120))
+def test_whoever_has_least_gets_the_last_place(places: int, events: list[int]) -> None:
+    """Whatever came before: while any place is free, a client that holds none gets one."""
+    held = Counter[int]()
+    for client in events:
+        if within_share(held[client], held.total(), places):
+            held[client] += 1
+        assert held.total() <= places
+        assert within_share(0, held.total(), places) == (held.total() < places)
+        assert all(count <= most_of_one(places) for count in held.values())
+
+
+def test_a_request_that_is_unknown_is_a_mistake() -> None:
+    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=1)
+    scheduler.submit("a")
+    with pytest.raises(ValueError, match="neither running nor waiting"):
+        scheduler.remove("b")
 
 
 def test_without_a_queue_a_free_place_is_still_taken() -> None:
@@ -78,23 +140,36 @@ def test_limits_under_which_nothing_runs_are_refused(limits: tuple[int, int]) ->
 
 @given(
     st.integers(1, 4),
-    st.integers(0, 4),
-    st.lists(st.tuples(st.sampled_from(["submit", "submit", "next", "remove"]), st.integers(0, 9)), max_size=60),
+    st.integers(0, 8),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["submit", "submit", "next", "remove"]),
+            st.sampled_from([None, "a", "b", "c"]),
+            st.integers(0, 9),
+        ),
+        max_size=60,
+    ),
 )
-def test_limits_hold_and_nobody_starves(max_running: int, max_waiting: int, events: list[tuple[str, int]]) -> None:
+def test_limits_hold_and_nobody_starves(
+    max_running: int, max_waiting: int, events: list[tuple[str, str | None, int]]
+) -> None:
     scheduler: Scheduler[int] = Scheduler(max_running, max_waiting)
-    inside: list[int] = []
-    for number, (event, choice) in enumerate(events):
+    inside: dict[int, str | None] = {}  # request -> client
+    for number, (event, client, choice) in enumerate(events):
         if event == "submit":
-            full = len(inside) == max_running + max_waiting
+            waiting = set(scheduler) - set(scheduler.running)
+            held = 0 if client is None else sum(inside[each] == client for each in waiting)
+            may = len(inside) < max_running or within_share(held, len(waiting), max_waiting)
             try:
-                scheduler.submit(number, choice % 3)
-                inside.append(number)
-                assert not full
+                scheduler.submit(number, client, choice % 2)
+                inside[number] = client
+                assert may
             except QueueFullError:
-                assert full
+                assert not may
         elif event == "remove" and inside:
-            scheduler.remove(inside.pop(choice % len(inside)))
+            gone = sorted(inside)[choice % len(inside)]
+            scheduler.remove(gone)
+            del inside[gone]
         elif event == "next" and inside:
             turn(scheduler)
         assert sorted(scheduler) == sorted(inside) and len(scheduler) == len(inside)

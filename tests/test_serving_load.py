@@ -16,16 +16,23 @@ from bundling import ROOT
 from fake_aiperf import FIRST_MS, PER_TOKEN_MS, Sent
 from hypothesis import given
 from hypothesis import strategies as st
-from peers.process import PeerError
-from peers.protocol import PLAIN, Options
 from rich.console import Console
-from serving_load import run, servers
-from serving_load.aiperf import AIPerf, Answer, Load, find_aiperf, read_load, write_inputs
-from serving_load.figures import Key, Row, Run, p99, summarise, times_as_much, to_json
-from serving_load.plot import draw
-from serving_load.report import COLUMNS, markdown, ratios
-from serving_load.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, running
 
+from benchmarks.load.serving import run, servers
+from benchmarks.load.serving.aiperf import AIPerf, LoadResult, MeasuredAnswer, find_aiperf, read_load, write_inputs
+from benchmarks.load.serving.figures import (
+    ServerKey,
+    ServerRow,
+    ServerRun,
+    median_throughput_ratio,
+    summarise,
+)
+from benchmarks.load.serving.plot import draw
+from benchmarks.load.serving.report import COLUMNS, make_ratio_table, to_markdown
+from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, start_server
+from benchmarks.peers.process import PeerError
+from benchmarks.peers.protocol import PLAIN, PeerOptions
+from benchmarks.tools.record import rows_to_json
 from draftwood.models.errors import RequestError
 from draftwood.runtime import LLM, SamplingParams
 
@@ -33,39 +40,32 @@ AIPERF = ROOT / "build" / "peers"
 FAKE = Server(LLAMA_CPP, PLAIN, (sys.executable, fake_completions.__file__))
 
 
-def runs_of(*speeds: float, answers: Sequence[Answer] = (Answer(0, "text", 5.0, 1.0),)) -> list[Run]:
-    return [Run(Load(speed, list(answers), None), 0.0) for speed in speeds]
+def runs_of(
+    *speeds: float, answers: Sequence[MeasuredAnswer] = (MeasuredAnswer(0, "text", 5.0, 1.0),)
+) -> list[ServerRun]:
+    return [ServerRun(LoadResult(speed, list(answers), None), 0.0) for speed in speeds]
 
 
 def chunk(text: str) -> str:
     return json.dumps({"choices": [{"text": text}]})
 
 
-@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=300))
-def test_a_percentile_is_never_beyond_what_was_measured(values: list[float]) -> None:
-    assert median(values) - 1e-9 <= p99(values) <= max(values) + 1e-9
-
-
-def test_p99_of_a_hundred_and_one_values_is_the_second_largest() -> None:
-    assert p99(list(range(101))) == 99
-
-
 @given(st.lists(st.tuples(st.floats(1, 1e3), st.floats(1, 1e3)), min_size=1, max_size=9))
 def test_ratios_are_taken_within_a_repeat(pairs: list[tuple[float, float]]) -> None:
     own, other = runs_of(*(a for a, _ in pairs)), runs_of(*(b for _, b in pairs))
-    assert times_as_much(own, other) == pytest.approx(median(a / b for a, b in pairs))
+    assert median_throughput_ratio(own, other) == pytest.approx(median(a / b for a, b in pairs))
 
 
 def test_rows_compare_at_the_same_concurrency() -> None:
     runs = {
-        Key(OURS, PLAIN, 1): runs_of(10, 20),
-        Key(OURS, "speculative", 1): runs_of(30, 40),
-        Key(LLAMA_CPP, PLAIN, 1): runs_of(10, 10),
-        Key(LLAMA_CPP, "draft:3", 1): runs_of(5, 60),
-        Key(LLAMA_CPP, PLAIN, 2): runs_of(1, 1),
+        ServerKey(OURS, PLAIN, 1): runs_of(10, 20),
+        ServerKey(OURS, "speculative", 1): runs_of(30, 40),
+        ServerKey(LLAMA_CPP, PLAIN, 1): runs_of(10, 10),
+        ServerKey(LLAMA_CPP, "draft:3", 1): runs_of(5, 60),
+        ServerKey(LLAMA_CPP, PLAIN, 2): runs_of(1, 1),
     }
-    rows = {Key(*row[:3]): row for row in summarise(runs, ["text"])}
-    fast = rows[Key(OURS, "speculative", 1)]
+    rows = {ServerKey(*row[:3]): row for row in summarise(runs, ["text"])}
+    fast = rows[ServerKey(OURS, "speculative", 1)]
     assert (fast.tokens_per_second, fast.of_plain) == (35, 2.5)
     assert fast.of_best == pytest.approx((30 / 5 + 40 / 60) / 2)
     alone = {key: own for key, own in runs.items() if key.peer == OURS}
@@ -73,9 +73,14 @@ def test_rows_compare_at_the_same_concurrency() -> None:
 
 
 def test_latencies_are_over_all_requests_and_one_wrong_text_is_noticed() -> None:
-    first = [Answer(0, "a", 1.0, 0.1), Answer(1, "b", 2.0, 0.2)]
-    second = [Answer(0, "a", 3.0, 0.3), Answer(1, "a", 4.0, 0.4)]
-    runs = {Key(OURS, PLAIN, 2): [Run(Load(9, first, 2.0), 0.1), Run(Load(9, second, 3.0), 0.3)]}
+    first = [MeasuredAnswer(0, "a", 1.0, 0.1), MeasuredAnswer(1, "b", 2.0, 0.2)]
+    second = [MeasuredAnswer(0, "a", 3.0, 0.3), MeasuredAnswer(1, "a", 4.0, 0.4)]
+    runs = {
+        ServerKey(OURS, PLAIN, 2): [
+            ServerRun(LoadResult(9, first, 2.0), 0.1),
+            ServerRun(LoadResult(9, second, 3.0), 0.3),
+        ]
+    }
     row = summarise(runs, ["a", "b"])[0]
     assert (row.first_ms_p50, row.per_token_ms_p50) == pytest.approx((2.5, 0.25))
     assert (row.first_ms_p99, row.per_token_ms_p99) == pytest.approx((3.97, 0.397))
@@ -90,7 +95,7 @@ def test_exports_are_read_without_the_warm_up(tmp_path: Path) -> None:
             Sent("profiling", "1", [chunk("one"), chunk(" two"), json.dumps({"choices": [], "usage": {}}), "[DONE]"]),
         ],
     )
-    assert read_load(tmp_path) == Load(100.0, [Answer(1, "one two", 2 * FIRST_MS, PER_TOKEN_MS)], None)
+    assert read_load(tmp_path) == LoadResult(100.0, [MeasuredAnswer(1, "one two", 2 * FIRST_MS, PER_TOKEN_MS)], None)
 
 
 def test_a_failed_request_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +109,7 @@ def test_a_failed_request_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
     program.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(PeerError, match="aiperf ended with 3; see"):
         aiperf.profile("http://127.0.0.1:1", 1, 1, tmp_path / "out")
-    monkeypatch.setattr("serving_load.aiperf.SECONDS_TO_RUN", 0.1)
+    monkeypatch.setattr("benchmarks.load.serving.aiperf.SECONDS_TO_RUN", 0.1)
     program.write_text("#!/bin/sh\nsleep 60\n")
     with pytest.raises(PeerError, match=r"aiperf did not end within 0\.1 s; see"):
         aiperf.profile("http://127.0.0.1:1", 1, 1, tmp_path / "out")
@@ -113,20 +118,20 @@ def test_a_failed_request_is_no_measurement(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_missing_names_its_script(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"AIPerf is not set up: sh .*setup/aiperf\.sh"):
         find_aiperf(tmp_path)
-    assert (ROOT / "benchmarks" / "serving_load" / "setup" / "aiperf.sh").is_file()
+    assert (ROOT / "benchmarks" / "load" / "serving" / "setup" / "aiperf.sh").is_file()
     with pytest.raises(PeerError, match=r"sh .*setup/llama\.cpp\.sh"):
-        prepare_llama_cpp(Options(tmp_path, "fp32", tmp_path / "llama.cpp", 1, (3,)))
+        prepare_llama_cpp(PeerOptions(tmp_path, "fp32", tmp_path / "llama.cpp", 1, (3,)))
     with pytest.raises(RequestError, match=r"llama\.cpp has no fp16 weights: leave --pair out"):
-        prepare_llama_cpp(Options(tmp_path, "fp16", tmp_path, 1, (3,)))
+        prepare_llama_cpp(PeerOptions(tmp_path, "fp16", tmp_path, 1, (3,)))
 
 
 def test_a_slot_of_llama_cpp_has_room_for_a_whole_sequence(tmp_path: Path) -> None:
     for role in ("target", "draft"):
         (tmp_path / role).mkdir()
-    options = Options(tmp_path, "fp32", tmp_path / "work", 2, (3, 5))
+    options = PeerOptions(tmp_path, "fp32", tmp_path / "work", 2, (3, 5))
     with pytest.raises(PeerError, match="did not convert the pair"):
         llama_cpp_servers(options, 16, 1024)
-    options.converted(lambda folder: None)
+    options.convert_once(lambda folder: None)
     found = {server.method: server.command for server in llama_cpp_servers(options, 16, 1024)}
     assert list(found) == [PLAIN, "draft:3", "draft:5"] and "-md" not in found[PLAIN]
     for method, command in found.items():
@@ -137,16 +142,16 @@ def test_a_slot_of_llama_cpp_has_room_for_a_whole_sequence(tmp_path: Path) -> No
 def test_a_server_that_ends_at_once_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(PeerError, match=r"llama\.cpp plain did not start; see .*log\.txt"),
-        running(Server(LLAMA_CPP, PLAIN, (sys.executable, "-c", "pass")), tmp_path / "log.txt"),
+        start_server(Server(LLAMA_CPP, PLAIN, (sys.executable, "-c", "pass")), tmp_path / "log.txt"),
     ):
         pass
 
 
 def test_a_picture_and_a_table_of_the_same_rows(tmp_path: Path) -> None:
-    runs = {Key(peer, PLAIN, clients): runs_of(clients) for peer in (OURS, LLAMA_CPP) for clients in (1, 4)}
+    runs = {ServerKey(peer, PLAIN, clients): runs_of(clients) for peer in (OURS, LLAMA_CPP) for clients in (1, 4)}
     rows = summarise(runs, ["text"])
-    assert [Row(**row) for row in json.loads(json.dumps(to_json(rows)))] == rows
-    lines = markdown(rows).splitlines()
+    assert [ServerRow(**row) for row in json.loads(json.dumps(rows_to_json(rows)))] == rows
+    lines = to_markdown(rows).splitlines()
     assert {line.count("|") for line in lines} == {len(COLUMNS) + 3}
     names = ["**1 at a time**", "**draftwood**", "llama.cpp", "**4 at a time**", "**draftwood**", "llama.cpp"]
     assert [line.split(" |")[0].strip("| ") for line in lines[2:]] == names
@@ -156,12 +161,12 @@ def test_a_picture_and_a_table_of_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_latencies_are_set_against_the_plain_server_of_the_same_peer() -> None:
-    quick, slow = [Answer(0, "text", 2.0, 0.5)], [Answer(0, "text", 8.0, 1.0)]
+    quick, slow = [MeasuredAnswer(0, "text", 2.0, 0.5)], [MeasuredAnswer(0, "text", 8.0, 1.0)]
     methods = {PLAIN: runs_of(10, answers=slow), "speculative": runs_of(15, answers=quick)}
-    runs = {Key(OURS, method, clients): own for clients in (1, 4) for method, own in methods.items()}
+    runs = {ServerKey(OURS, method, clients): own for clients in (1, 4) for method, own in methods.items()}
     shown = Console(width=100)
     with shown.capture() as captured:
-        shown.print(ratios(summarise(runs, ["text"])))
+        shown.print(make_ratio_table(summarise(runs, ["text"])))
     lines = [line.split()[-2:] for line in captured.get().splitlines() if line.strip()[-1:].isdigit()]
     assert lines == [["1.50"] * 2, ["0.25"] * 2, ["0.25"] * 2, ["0.50"] * 2, ["0.50"] * 2]
 
@@ -171,7 +176,7 @@ def arguments(tiny_bundle: Path, tmp_path: Path) -> list[str]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n', encoding="utf-8")
     given = ["--bundle", tiny_bundle, "--prompts", prompts, "--concurrency", "1,2", "--requests", 1, "--repeats", 2]
-    given += ["--max-tokens", 8, "--threads", 1, "--work", tmp_path, "--output", tmp_path / "load.json"]
+    given += ["--max-tokens", 8, "--threads", 1, "--work", tmp_path, "--output", tmp_path / "results"]
     return ["run.py", *map(str, given)]
 
 
@@ -184,7 +189,8 @@ def test_a_whole_load_over_real_servers(
     monkeypatch.setattr(run, "llama_cpp_servers", lambda options, at_a_time, context: [FAKE])
     monkeypatch.setattr(sys, "argv", [*arguments, "--pair", str(tmp_path)])
     run.main()
-    figures = json.loads((tmp_path / "load.json").read_text())
+    (file,) = (tmp_path / "results").glob("load_serving_20*.json")
+    figures = json.loads(file.read_text())
     rows = {(row["peer"], row["method"], row["concurrency"]): row for row in figures["rows"]}
     assert {key[:2] for key in rows} == {(OURS, PLAIN), (OURS, "speculative"), (LLAMA_CPP, PLAIN)}
     for (peer, method, _), row in rows.items():
@@ -192,7 +198,7 @@ def test_a_whole_load_over_real_servers(
         assert (row["acceptance_length"] is not None) == (method == "speculative")
     assert figures["versions"] == {LLAMA_CPP: "llama.cpp 1.0", "aiperf": "fake 1.0"}
     assert figures["date"] and figures["processor"] and figures["cores"] >= 1
-    assert (tmp_path / "load.svg").read_text().startswith("<?xml")
+    assert file.with_suffix(".svg").read_text().startswith("<?xml")
     shown = capsys.readouterr().out
     assert "2 at a time" in shown and "by own plain" in shown
 
@@ -207,7 +213,8 @@ def test_a_wrong_answer_of_ours_ends_with_1_behind_the_figures(
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="answers differ from what the bundle writes plainly: plain at 1, plain at 2"):
         run.main()
-    assert json.loads((tmp_path / "load.json").read_text())["rows"][0]["same_text"] == 0
+    (file,) = (tmp_path / "results").glob("load_serving_20*.json")
+    assert json.loads(file.read_text())["rows"][0]["same_text"] == 0
 
 
 @pytest.mark.parametrize(
@@ -240,7 +247,7 @@ def test_bad_input_ends_with_2_and_a_reason(
 def test_the_real_aiperf_shows_what_speculation_did(tiny_bundle: Path, tmp_path: Path) -> None:
     """Its table "Spec Decode" of a server that speculates, and none of one that does not."""
     if not (AIPERF / "aiperf" / "venv").exists():
-        pytest.skip("AIPerf is not set up: benchmarks/serving_load/setup/aiperf.sh")
+        pytest.skip("AIPerf is not set up: benchmarks/load/serving/setup/aiperf.sh")
     with LLM(tiny_bundle) as llm:
         prompts = [llm.encode(text) for text in ("one", "a longer one")]
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -249,7 +256,7 @@ def test_the_real_aiperf_shows_what_speculation_did(tiny_bundle: Path, tmp_path:
     aiperf = AIPerf(find_aiperf(AIPERF), tmp_path / "inputs.json", len(prompts), tiny_bundle)
     for server in servers.draftwood_servers(tiny_bundle, 2, 1):
         always = server if server.method == PLAIN else replace(server, command=(*server.command, "--budget", "fixed"))
-        with running(always, tmp_path / "log.txt") as process:
+        with start_server(always, tmp_path / "log.txt") as process:
             load = aiperf.profile(process.url, 2, 4, tmp_path / server.method)
         assert sorted(answer.prompt for answer in load.answers) == [0, 0, 1, 1]
         assert all(answer.text == texts[answer.prompt] and answer.first_ms > 0 for answer in load.answers)

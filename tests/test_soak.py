@@ -97,6 +97,7 @@ class Visitor:
         return reason or "left"
 
 
+@pytest.mark.full
 def test_ten_thousand_rounds_leave_nothing_behind(llm: LLM) -> None:
     """Neither Python's memory, nor sequences in the pools, nor places."""
 

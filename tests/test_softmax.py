@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from enumeration import decoded, pair, total_variation
 from fakes import FakeCache, FakeEngine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from native_parts import kernels
 from numpy.typing import NDArray
 
+from draftwood.models.errors import EngineError
 from draftwood.plugins.native.library import FEW, NativeLibrary
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
 from draftwood.runtime.engines.native import NativeSoftmax
 from draftwood.runtime.engines.pool import PooledEngine
-from draftwood.runtime.sampling import SamplingParams
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.sampling import Sampler, SamplingParams
 from draftwood.runtime.softmax import NumpySoftmax, Weights, softmax_of
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 NUMPY = NumpySoftmax()
-temperatures = st.sampled_from([1e-300, 0.05, 0.6, 1.0, 3.0])
+TINIEST, LARGEST = 5e-324, sys.float_info.max
+temperatures = st.sampled_from([TINIEST, 1e-300, 1e-46, 1e-38, 0.05, 0.6, 1.0, 3.0, 1e6, 3.3e37, 1e39, LARGEST])
+EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 700)  # of panels of 16, and of runs of 256
 
 
 @pytest.fixture(scope="module", params=["", "-march=x86-64"], ids=["native", "x86-64"])
@@ -39,28 +44,110 @@ def logits_of(seed: int, vocab_size: int) -> NDArray[np.float32]:
     return logits
 
 
-@settings(deadline=None)
-@given(seed=st.integers(0, 999), vocab_size=st.integers(1, 700), temperature=temperatures)
+@given(seed=st.integers(0, 999), vocab_size=st.sampled_from(EDGES), temperature=temperatures)
 def test_weights_are_numpys(native: NativeSoftmax, seed: int, vocab_size: int, temperature: float) -> None:
     """In fp32: relative to a weight's own size as long as its exponent is small, and none for what is banned."""
     logits = logits_of(seed, vocab_size)
     expected, total = NUMPY.weights(logits, temperature, np.empty(vocab_size))
-    found, found_total = native.weights(logits, temperature, np.full(vocab_size, 7, np.float32))
+    room = np.full(vocab_size + 16, 7, np.float32)
+    found, found_total = native.weights(logits, temperature, room[:vocab_size])
+    assert (room[vocab_size:] == 7).all()
     assert found == pytest.approx(expected, rel=2e-5, abs=1e-37)
     assert (found[np.isinf(logits)] == 0).all()
     assert found_total == pytest.approx(found.sum(dtype=np.float64), rel=1e-6)
     assert found_total == pytest.approx(total, rel=1e-6)
 
 
-@settings(deadline=None)
-@given(seed=st.integers(0, 999), vocab_size=st.integers(1, 3 * FEW), share=st.sampled_from([1.0, 0.3, 1e-4, 1e-9]))
-def test_likely_tokens_are_numpys(native: NativeSoftmax, seed: int, vocab_size: int, share: float) -> None:
+@given(
+    seed=st.integers(0, 999),
+    vocab_size=st.sampled_from((*EDGES, FEW, FEW + 1, 3 * FEW)),
+    share=st.sampled_from([1.0, 0.3, 1e-4, 1e-9]),
+    temperature=temperatures,
+)
+def test_likely_tokens_are_numpys(
+    native: NativeSoftmax, seed: int, vocab_size: int, share: float, temperature: float
+) -> None:
     logits = logits_of(seed, vocab_size)
-    for temperature in (0.6, 5.0):
-        ids, weights = native.likely(logits, temperature, share)
-        expected_ids, expected = NUMPY.likely(logits, temperature, share)
-        assert ids.tolist() == expected_ids.tolist()
-        assert weights == pytest.approx(expected)
+    ids, weights = native.likely(logits, temperature, share)
+    expected_ids, expected = NUMPY.likely(logits, temperature, share)
+    assert ids.tolist() == expected_ids.tolist()
+    assert weights == pytest.approx(expected)
+    assert not np.isinf(logits[ids]).any(), "a token without probability is never likely"
+
+
+@pytest.mark.parametrize("vocab_size", EDGES)
+@pytest.mark.parametrize("level", [0.0, -3e38, 3e38, 1e-40])
+def test_equal_logits_weigh_the_same(native: NativeSoftmax, vocab_size: int, level: float) -> None:
+    logits = np.full(vocab_size, level, np.float32)
+    for temperature in (TINIEST, 1e-46, 1.0, 3.3e37, LARGEST):
+        weights, total = native.weights(logits, temperature, np.empty(vocab_size, np.float32))
+        assert (weights == weights[0]).all() and total == pytest.approx(vocab_size, rel=1e-6)
+        ids, likely = native.likely(logits, temperature, 0.5)
+        assert ids.tolist() == list(range(vocab_size)) and (likely == 1).all()
+
+
+@pytest.mark.parametrize("softmax", ["kernels", "kernels, float64", "numpy"])
+def test_penalties_at_any_temperature(softmax: str, native: NativeSoftmax) -> None:
+    """Penalties leave float64, whose weights go into a buffer of the kernels' type."""
+    logits: NDArray[np.floating[Any]] = logits_of(5, 50)
+    if softmax != "kernels":
+        logits = logits.astype(np.float64)
+    used: NumpySoftmax = NUMPY if softmax == "numpy" else native
+    for temperature in (TINIEST, 1e-46, 1e-38, 0.5, 3.3e37, LARGEST):
+        weights, total = used.weights(logits, temperature, np.empty(50, used.dtype))
+        assert weights[logits.argmax()] == pytest.approx(1) and total >= 0.999
+        assert (weights[np.isinf(logits)] == 0).all() and np.isfinite(weights).all()
+        if temperature < 1e-30:
+            assert total == pytest.approx(1)
+        if temperature > 1e30:
+            assert total == pytest.approx(np.isfinite(logits).sum())
+
+
+def test_logits_far_apart(native: NativeSoftmax) -> None:
+    """Their difference is beyond fp32."""
+    logits = np.array([3e38, -3e38, -np.inf], np.float32)
+    for temperature, second in ((1.0, 0.0), (1e38, np.exp(-6))):
+        for used in (native, NUMPY):
+            weights, _ = used.weights(logits, temperature, np.empty(3, used.dtype))
+            assert weights == pytest.approx([1, second, 0], rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [[np.nan], [np.inf], [np.nan, np.inf]], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 16, 17, 300])
+def test_logits_that_are_no_numbers_are_an_error(bad: list[float], vocab_size: int, native: NativeSoftmax) -> None:
+    """Wherever they stand: no garbage is drawn, and nothing beyond the vocabulary."""
+    for first in {0, vocab_size // 2, vocab_size - 1}:
+        logits = logits_of(1, vocab_size)
+        logits[first : first + len(bad)] = bad[: vocab_size - first]
+        assert_refused(logits, native)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 16, 17])
+def test_logits_that_ban_every_token_are_an_error(vocab_size: int, native: NativeSoftmax) -> None:
+    assert_refused(np.full(vocab_size, -np.inf, np.float32), native)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=lambda each: str(each)
+)
+def test_nothing_is_chosen_from_what_is_no_number(settings: dict[str, Any], bad: float, native: NativeSoftmax) -> None:
+    logits = logits_of(1, 20)
+    logits[7] = bad
+    sampler = Sampler(SamplingParams(**settings), [1], (), 20)
+    for softmax in (NUMPY, native):
+        sampler.use(softmax)
+        with pytest.raises(EngineError, match="a logit that is NaN or infinite"):
+            sampler.choose(logits, (), seeded_streams(0).target)
+
+
+def assert_refused(logits: NDArray[np.float32], native: NativeSoftmax) -> None:
+    for temperature in (1e-46, 0.7, 1e300):
+        for used, dtype in ((native, np.float32), (native, np.float64), (NUMPY, np.float64)):
+            with pytest.raises(EngineError, match="a logit that is NaN or infinite: its weights are damaged"):
+                used.weights(logits.astype(dtype), temperature, np.empty(len(logits), used.dtype))
+            with pytest.raises(EngineError, match="a logit that is NaN or infinite"):
+                used.likely(logits.astype(dtype), temperature, 1e-4)
 
 
 def test_logits_that_lie_otherwise_are_read_right(native: NativeSoftmax) -> None:

@@ -163,7 +163,7 @@ def run_together(pool: StaticPool, group: Sequence[Mirrored], rows: int) -> None
 step = st.tuples(st.sampled_from(["pass", "pass", "commit", "leave"]), st.integers(0, 7), st.integers(1, 9), trees())
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(steps=st.lists(step, min_size=4, max_size=14))
 def test_any_mix_of_sequences_is_scored_as_alone(steps: list[Any], one: Engine, alone: Engine) -> None:
     """Sequences come and go, draw rows over several passes, and commit what they like; `chosen` says whose turn it is,

@@ -72,7 +72,7 @@ def test_conversion_encodes_as_sentencepiece_does(
     assert ours.decode(expected) == theirs.decode(expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=st.text("abcdefghilnoprstuy .,12\n🙂é", max_size=40))
 def test_conversion_agrees_on_any_text(
     converted: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str

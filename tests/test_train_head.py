@@ -156,7 +156,7 @@ def fitted(w_rej: float) -> tuple[AcceptanceHead, HeadResult, torch.Tensor, Exam
     return head, judge(head, held, training, validation, train, 0.0), truth, held
 
 
-@pytest.mark.parametrize("w_rej", [1.0, 6.0, 12.0])
+@pytest.mark.parametrize("w_rej", [6.0, *(pytest.param(each, marks=pytest.mark.full) for each in (1.0, 12.0))])
 def test_the_weights_bias_is_removed_exactly(w_rej: float) -> None:
     """As trained, the odds are the true ones divided by w_rej; de-biased, they are the true ones."""
     head, result, truth, held = fitted(w_rej)

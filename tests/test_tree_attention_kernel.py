@@ -30,13 +30,13 @@ def check(worker: ProcessPoolExecutor, case: Case) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES[case.dtype])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases())
 def test_any_case_equals_the_oracle(worker: ProcessPoolExecutor, case: Case) -> None:
     check(worker, case)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 def test_splits_change_nothing(worker: ProcessPoolExecutor, dtype: str, multiprocessors: int) -> None:
     case = replace(TREE, dtype=dtype, multiprocessors=multiprocessors)
@@ -44,7 +44,7 @@ def test_splits_change_nothing(worker: ProcessPoolExecutor, dtype: str, multipro
     check(worker, case)
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 128])
+@pytest.mark.parametrize("head_dim", [80, *(pytest.param(each, marks=pytest.mark.full) for each in (96, 128))])
 def test_head_sizes(worker: ProcessPoolExecutor, head_dim: int) -> None:
     check(worker, replace(TREE, head_dim=head_dim))
 

@@ -39,6 +39,7 @@ def test_ptx_and_cubins_of_every_kernel(library: KernelLibrary) -> None:
 
 
 @needs_triton
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "instruction"), [("bf16", b".bf16.bf16.f32"), ("fp32", b"fma.rn.f32")])
 def test_other_dtypes(dtype: str, instruction: bytes) -> None:
     """bf16 by tensor cores; fp32 by fused multiply-adds, and not by TF32, which keeps 10 bits."""

@@ -19,6 +19,8 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extr
 
 from triton_client import FAULTS, OWN, SLOW, Call, ask, inputs, metric, post  # noqa: E402 - after the skips
 
+from draftwood.runtime.async_llm import MAX_WAITING  # noqa: E402
+from draftwood.runtime.scheduler import most_of_one  # noqa: E402
 from draftwood.runtime.serving.triton import Placement, write_model  # noqa: E402
 from draftwood.runtime.serving.triton_contract import ModelSettings  # noqa: E402
 from draftwood.runtime.serving.triton_server import Distribution, TritonServer  # noqa: E402
@@ -99,6 +101,26 @@ def test_who_gives_no_name_shares_one(server: TritonServer) -> None:
 def test_a_name_decides_before_a_sequence_does(server: TritonServer) -> None:
     many = [("m", streaming(client="many", sequence=number)) for number in (1, 2, 3)]
     assert order(server, [*many, ("o", streaming(sequence=9))]) == "momm"
+
+
+def test_nobody_fills_the_queue_alone(server: TritonServer) -> None:
+    """Those without a name are one client, too: it gets half of the places, and another still finds one."""
+    share = most_of_one(MAX_WAITING)
+    short = inputs("hello", max_tokens=1, seed=SLOW, end_id=-1)
+
+    def waiting() -> float:
+        return metric(server, "draftwood_requests_waiting", model=MODEL)
+
+    with ThreadPoolExecutor(share + 4) as threads:
+        with Call(server.grpc, MODEL, inputs("hello", max_tokens=900, stream=True, seed=SLOW, end_id=-1)) as longer:
+            longer.next()
+            many = [threads.submit(ask, server, MODEL, short) for _ in range(share + 3)]
+            wait_for(lambda: sum(each.done() for each in many) == 3 and waiting() == share, seconds=60)
+            other = threads.submit(ask, server, MODEL, short, client="other")
+            wait_for(lambda: waiting() == share + 1, seconds=60)
+        refused = [error for each in many if (error := each.exception())]
+        assert len(refused) == 3 and all("of this client are waiting" in str(error) for error in refused)
+        other.result()
 
 
 @pytest.mark.parametrize(

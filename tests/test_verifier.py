@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,28 +150,26 @@ MERGED_CONTROLS = {  # copies are deep: two tokens and longer texts show them
 }
 
 
-def bias(config: SpeculativeConfig, vocab_size: int, params: SamplingParams) -> float:
-    """The largest distance to plain decoding's distribution over some pairs of models."""
-    distances = []
+def biases(config: SpeculativeConfig, vocab_size: int, params: SamplingParams) -> Iterator[float]:
+    """Distances to plain decoding's distribution, of one pair of models after the other."""
     for seed in range(6):
         target, draft = pair(seed, vocab_size)
-        distances.append(total_variation(decoded(target, draft, config, params), decoded(target, None, None, params)))
-    return max(distances)
+        yield total_variation(decoded(target, draft, config, params), decoded(target, None, None, params))
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_negative_controls_are_seen(name: str) -> None:
     """I2: each variant that docs/papers.md calls biased is measured as biased by the same enumeration."""
-    assert bias(CONTROLS[name], 3, PARAMS) > 1e-4
+    assert any(bias > 1e-4 for bias in biases(CONTROLS[name], 3, PARAMS))
 
 
 @pytest.mark.parametrize("name", MERGED_CONTROLS)
 def test_negative_controls_of_merged_graphs_are_seen(name: str) -> None:
-    assert bias(MERGED_CONTROLS[name], 2, SamplingParams(max_tokens=4)) > 1e-4
+    assert any(bias > 1e-4 for bias in biases(MERGED_CONTROLS[name], 2, SamplingParams(max_tokens=4)))
 
 
 def test_the_same_graph_is_exact_whole_and_judged_by_rejection() -> None:
-    assert bias(Biased(grown=merged), 2, SamplingParams(max_tokens=4)) < 1e-12
+    assert max(biases(Biased(grown=merged), 2, SamplingParams(max_tokens=4))) < 1e-12
 
 
 def test_the_same_machinery_finds_an_honest_tree_exact() -> None:

@@ -1,1 +1,1 @@
-"""Other systems on the same weights, in the same run: one program per peer, one driver; see docs/benchmarks.md."""
+"""Other systems on the same weights in the same run: one program per peer, and one driver. See docs/benchmarks.md."""

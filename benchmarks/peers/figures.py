@@ -1,27 +1,29 @@
-"""From single runs to figures: medians, spread, ratios in equal groups, and whether a text is what it should be."""
+"""Figures of peers from single runs: medians, quartiles, ratios within a repeat and prompt, and equal texts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean, median, quantiles
-from typing import Any, NamedTuple
+from statistics import mean, median
+from typing import NamedTuple
 
-from peers.protocol import PLAIN, Generation, split_method
+import numpy as np
+
+from benchmarks.peers.protocol import PLAIN, Generation, split_method
 
 OURS = "draftwood"
 
 
-class Key(NamedTuple):
-    """What a row of the table is about."""
+class MethodKey(NamedTuple):
+    """Identifies a row of the table."""
 
     precision: str
     peer: str
     method: str
 
 
-class Run(NamedTuple):
-    """One generation. others: processor seconds that other programs used meanwhile, per second."""
+class MethodRun(NamedTuple):
+    """One generation. others: processor seconds per second that other programs used meanwhile."""
 
     prompt: int
     repeat: int
@@ -33,15 +35,15 @@ class Run(NamedTuple):
         return self.generation.seconds / len(self.generation.tokens)
 
 
-class Row(NamedTuple):
+class MethodRow(NamedTuple):
     """One peer, precision and method.
 
-    tokens_per_second: median over prompts and repeats; low and high are its quartiles. of_plain, of_best: how many
-    times as fast as the same peer's plain decoding, and as the best method of a peer other than Draftwood at the same
-    precision (None where there is no such peer): medians of ratios within one repeat and prompt. same_as_plain: share
-    of prompts on which every text is that of the same peer's plain decoding, token by token. same_as_first: the same,
-    compared with the plain text of the first entry of the run. tokens_per_pass: of the target, None where the peer does
-    not tell. others: see Run, median.
+    tokens_per_second: median over prompts and repeats. low, high: quartiles of the same. of_plain: speed divided by
+    that of the same peer's plain decoding. of_best: speed divided by that of the fastest method of another peer than
+    Draftwood at the same precision, None without such a peer; both are medians of the ratios within one repeat and
+    prompt. same_as_plain: share of prompts on which every text equals that of the same peer's plain decoding, token by
+    token. same_as_first: the same, compared with the plain decoding of the run's first entry. tokens_per_pass: of the
+    target, None if the peer does not report it. others: see MethodRun, median.
     """
 
     precision: str
@@ -62,92 +64,84 @@ class Row(NamedTuple):
         return self.peer.startswith(OURS)
 
 
-def speeds(runs: Mapping[Key, Sequence[Run]]) -> dict[Key, float]:
+def measure_speeds(runs: Mapping[MethodKey, Sequence[MethodRun]]) -> dict[MethodKey, float]:
     """Tokens per second over all runs of a key together."""
     tokens = {key: sum(len(run.generation.tokens) for run in own) for key, own in runs.items()}
     return {key: tokens[key] / sum(run.generation.seconds for run in own) for key, own in runs.items()}
 
 
-def fastest(runs: Mapping[Key, Sequence[Run]], count: int) -> set[Key]:
-    """Of every peer and precision the `count` fastest methods that have a length, and all that have none."""
-    groups: dict[tuple[str, str], list[Key]] = defaultdict(list)
-    by_speed = speeds(runs)
+def choose_fastest(runs: Mapping[MethodKey, Sequence[MethodRun]], count: int) -> set[MethodKey]:
+    """The `count` fastest methods with a length of every peer and precision, and all methods without a length."""
+    groups: dict[tuple[str, str], list[MethodKey]] = defaultdict(list)
+    by_speed = measure_speeds(runs)
     for key in sorted(runs, key=lambda key: -by_speed[key]):
         groups[key.precision, key.peer].append(key)
-    kept: set[Key] = set()
+    kept: set[MethodKey] = set()
     for keys in groups.values():
         sized = [key for key in keys if split_method(key.method)[1]]
         kept |= (set(keys) - set(sized)) | set(sized[:count])
     return kept
 
 
-def summarise(runs: dict[Key, list[Run]]) -> list[Row]:
-    """Rows in the order of `runs`, which holds at least one. Every peer and precision has a plain method, every key the
-    same prompts and repeats.
+def summarise(runs: dict[MethodKey, list[MethodRun]]) -> list[MethodRow]:
+    """Rows in the order of `runs`, which is not empty. Every peer and precision must have a plain method, and every key
+    the same prompts and repeats.
 
-    Raises ValueError for an empty text, of which nothing can be said.
+    Raises ValueError for an empty text.
     """
     for key, own in runs.items():
         if not own or not all(run.generation.tokens for run in own):
             raise ValueError(f"{key.peer} ({key.precision}, {key.method}) wrote nothing")
     first = next(key for key in runs if key.method == PLAIN)
-    return [row_of(key, runs, runs[first]) for key in runs]
+    return [make_row(key, runs, runs[first]) for key in runs]
 
 
-def row_of(key: Key, runs: dict[Key, list[Run]], first: Sequence[Run]) -> Row:
+def make_row(key: MethodKey, runs: dict[MethodKey, list[MethodRun]], first: Sequence[MethodRun]) -> MethodRow:
     own, plain = runs[key], runs[key._replace(method=PLAIN)]
     speeds = [1 / run.seconds_per_token for run in own]
-    low, middle, high = quantiles(speeds, n=4, method="inclusive") if len(speeds) > 1 else speeds * 3
-    best = best_of_others(key, runs)
-    return Row(
+    low, middle, high = map(float, np.percentile(speeds, (25, 50, 75)))
+    best = find_best_other(key, runs)
+    return MethodRow(
         *key,
         tokens_per_second=middle,
         low=low,
         high=high,
-        of_plain=times_as_fast(own, plain),
-        of_best=times_as_fast(own, runs[best]) if best is not None else None,
-        same_as_plain=same_texts(own, plain),
-        same_as_first=same_texts(own, first),
-        tokens_per_pass=tokens_per_pass(own),
+        of_plain=median_speed_ratio(own, plain),
+        of_best=median_speed_ratio(own, runs[best]) if best is not None else None,
+        same_as_plain=share_of_same_texts(own, plain),
+        same_as_first=share_of_same_texts(own, first),
+        tokens_per_pass=count_tokens_per_pass(own),
         others=median(run.others for run in own),
     )
 
 
-def best_of_others(key: Key, runs: dict[Key, list[Run]]) -> Key | None:
-    """The fastest method at this precision of a peer that is not Draftwood in any variant."""
+def find_best_other(key: MethodKey, runs: dict[MethodKey, list[MethodRun]]) -> MethodKey | None:
+    """The fastest method at this precision, all variants of Draftwood excluded."""
     theirs = [other for other in runs if other.precision == key.precision and not other.peer.startswith(OURS)]
     return min(theirs, key=lambda other: median(run.seconds_per_token for run in runs[other]), default=None)
 
 
-def times_as_fast(own: Iterable[Run], other: Iterable[Run]) -> float:
-    """Median ratio of seconds per token, each within one repeat and prompt, so that a slow phase hits both."""
+def median_speed_ratio(own: Iterable[MethodRun], other: Iterable[MethodRun]) -> float:
+    """Median of the speed ratios within one repeat and prompt: a slow phase of the machine affects both sides."""
     theirs = {(run.repeat, run.prompt): run.seconds_per_token for run in other}
     return median(theirs[run.repeat, run.prompt] / run.seconds_per_token for run in own)
 
 
-def same_texts(own: Iterable[Run], other: Iterable[Run]) -> float:
-    """Share of prompts on which all of both sides' texts are one and the same."""
+def share_of_same_texts(own: Iterable[MethodRun], other: Iterable[MethodRun]) -> float:
+    """Share of prompts on which all texts of both sides are equal."""
     texts: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for run in (*own, *other):
         texts[run.prompt].add(tuple(run.generation.tokens))
     return mean(len(variants) == 1 for variants in texts.values())
 
 
-def tokens_per_pass(runs: Sequence[Run]) -> float | None:
-    """Tokens per pass of the target: from its number of passes, or of accepted tokens, as a peer tells either."""
+def count_tokens_per_pass(runs: Sequence[MethodRun]) -> float | None:
+    """Tokens per target pass, from the number of passes or of accepted tokens, whichever the peer reports."""
     tokens = sum(len(run.generation.tokens) for run in runs)
     counters = [run.generation.counters for run in runs]
     if all("target_passes" in counter for counter in counters):
         return tokens / sum(counter["target_passes"] for counter in counters)
     if all("accepted" in counter for counter in counters):
-        # Every pass yields one token of the target's own.
+        # Every pass yields one token that the target chose itself.
         return tokens / (tokens - sum(counter["accepted"] for counter in counters))
     return None
-
-
-def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows with figures rounded to what they are worth."""
-    return [
-        {name: round(value, 3) if isinstance(value, float) else value for name, value in row._asdict().items()}
-        for row in rows
-    ]

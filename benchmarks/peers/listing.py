@@ -1,4 +1,4 @@
-"""Figures of many programs in groups, under the same columns: on the screen, and as Markdown for docs/benchmarks.md."""
+"""Tables of programs in groups: for the screen, and as Markdown for docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rich.table import Table
 
 
 class Line(NamedTuple):
-    """One program's. cells: what stands in the columns. others: cores that other programs took meanwhile. ours: bold in
-    Markdown."""
+    """One program. cells: of the columns. others: cores that other programs used meanwhile. ours: bold in Markdown."""
 
     peer: str
     method: str
@@ -23,8 +22,8 @@ class Line(NamedTuple):
 Groups = Mapping[str, Sequence[Line]]  # by heading
 
 
-def on_screen(columns: Sequence[str], groups: Groups, unbroken: int) -> Table:
-    """The first `unbroken` columns, names included, keep their cells on one line."""
+def make_screen_table(columns: Sequence[str], groups: Groups, unbroken: int) -> Table:
+    """A table for the screen. unbroken: number of first columns, names included, whose cells stay on one line."""
     headers = [header.replace("× ", "×\N{NO-BREAK SPACE}").replace(" ", "\n") for header in (*columns, "others' cores")]
     result = Table("", "", *headers, box=box.SIMPLE, pad_edge=False)
     for column in result.columns[2:]:
@@ -39,7 +38,8 @@ def on_screen(columns: Sequence[str], groups: Groups, unbroken: int) -> Table:
     return result
 
 
-def as_markdown(columns: Sequence[str], groups: Groups) -> str:
+def make_markdown(columns: Sequence[str], groups: Groups) -> str:
+    """A table of Markdown."""
     rows = [f"| | | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for heading, lines in groups.items():
         rows.append(f"| **{heading}** |" + " |" * (len(columns) + 1))

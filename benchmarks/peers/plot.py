@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
-
-from peers.figures import Row
-from peers.protocol import PLAIN
+from benchmarks.peers.figures import MethodRow
+from benchmarks.peers.protocol import PLAIN
+from benchmarks.tools.svg import new_figure, save_svg
 
 BAR = 0.24  # inches
 
 
-def draw(rows: Sequence[Row], picture: Path) -> None:
-    """Write an SVG. Draftwood is green, others are blue, plain decoding is pale; a star marks a text that differs from
-    the peer's own plain decoding."""
-    matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "draftwood"})
+def draw(rows: Sequence[MethodRow], picture: Path) -> None:
+    """Write an SVG. Draftwood is green, other peers are blue, plain decoding is pale. A star marks a method whose text
+    differs from the same peer's plain decoding."""
     groups = {
         precision: sorted((row for row in rows if row.precision == precision), key=lambda row: row.tokens_per_second)
         for precision in dict.fromkeys(row.precision for row in rows)
     }
     sizes = [len(group) for group in groups.values()]
-    canvas = Figure(figsize=(7.5, BAR * sum(sizes) + 0.7 * len(sizes)), layout="constrained")
+    canvas = new_figure(7.5, BAR * sum(sizes) + 0.7 * len(sizes))
     axes = canvas.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=sizes)[:, 0]
     for axis, (precision, group) in zip(axes, groups.items(), strict=True):
         names = [f"{row.peer} {row.method}{'' if row.same_as_plain == 1 else ' *'}" for row in group]
@@ -40,4 +37,4 @@ def draw(rows: Sequence[Row], picture: Path) -> None:
         axis.set_title(precision, loc="left")
         axis.margins(y=0.01)
     axes[-1].set_xlabel("tokens per second, median and quartiles")
-    canvas.savefig(picture, metadata={"Date": None})
+    save_svg(canvas, picture)

@@ -1,9 +1,8 @@
-"""Peers' programs as the driver sees them: started, asked, ended; and who else used the processor meanwhile."""
+"""The driver's side of the peers' programs: start them, ask them, end them."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peers.protocol import Generation, PeerOptions
+from benchmarks.tools.processor import read_tree_seconds
 from draftwood.models.errors import RequestError
-from peers.protocol import Generation, Options
 
-BENCHMARKS = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = ROOT / "benchmarks" / "peers" / "setup"
 
 
 class Program(NamedTuple):
-    """A peer's module, and the precisions it has on a CPU."""
+    """The module of a peer, and its precisions on a CPU."""
 
     module: str
     precisions: tuple[str, ...]
@@ -34,12 +35,12 @@ PROGRAMS = {
 
 
 class PeerError(Exception):
-    """A peer could not load or answer, in its own words."""
+    """A peer could not load or answer; the message is the peer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One peer at one precision. name: a key of PROGRAMS, perhaps with a variant: "draftwood/openvino"."""
+    """One peer at one precision. name: a key of PROGRAMS, or such a key with a variant: "draftwood/openvino"."""
 
     name: str
     precision: str
@@ -53,8 +54,8 @@ class Entry:
         return self.name.partition("/")[2]
 
 
-def entries(names: list[str], precisions: list[str]) -> list[Entry]:
-    """Every peer at every precision it has. Raises RequestError that lists the peers."""
+def parse_entries(names: list[str], precisions: list[str]) -> list[Entry]:
+    """Every peer at every one of these precisions that it has. Raises RequestError that lists the peers."""
     found = []
     for name in names:
         program = PROGRAMS.get(Entry(name, "").peer)
@@ -64,8 +65,8 @@ def entries(names: list[str], precisions: list[str]) -> list[Entry]:
     return found
 
 
-def without(chosen: Sequence[Entry], left_out: Iterable[str]) -> list[Entry]:
-    """The entries but those named as "NAME:PRECISION". Raises RequestError for one that is not among them."""
+def remove_entries(chosen: Sequence[Entry], left_out: Iterable[str]) -> list[Entry]:
+    """The entries without those named as "NAME:PRECISION". Raises RequestError for a name that is not among them."""
     named = {f"{entry.name}:{entry.precision}": entry for entry in chosen}
     for name in left_out:
         if named.pop(name, None) is None:
@@ -73,29 +74,28 @@ def without(chosen: Sequence[Entry], left_out: Iterable[str]) -> list[Entry]:
     return list(named.values())
 
 
-def command_for(entry: Entry, options: Options) -> list[str]:
-    """How to start its program: with the interpreter of its own environment, or with this one for Draftwood.
+def make_command(entry: Entry, options: PeerOptions) -> list[str]:
+    """The command that starts a peer's program, with the interpreter of the peer's environment (Draftwood: this one).
 
-    Raises PeerError naming the script that makes the environment.
+    Raises PeerError that names the script which makes the environment.
     """
     python = options.work / "venv" / "bin" / "python"
     if entry.peer == "draftwood":
         python = Path(sys.executable)
     elif not python.is_file():
-        setup = BENCHMARKS / "peers" / "setup" / f"{entry.peer}.sh"
-        raise PeerError(f"{entry.peer} is not set up: sh {setup} {options.work.parent}")
-    return [str(python), "-m", f"peers.{PROGRAMS[entry.peer].module}", *options.to_arguments()]
+        raise PeerError(f"{entry.peer} is not set up: sh {SETUP / entry.peer}.sh {options.work.parent}")
+    return [str(python), "-m", f"benchmarks.peers.programs.{PROGRAMS[entry.peer].module}", *options.to_arguments()]
 
 
 class PeerProcess:
-    """One program, loaded. Raises PeerError when it does not start."""
+    """One running program. Raises PeerError when it does not start."""
 
     def __init__(self, command: list[str], log: Path) -> None:
-        """log: file for what it writes besides answers."""
+        """log: file for the program's output on stderr."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                command, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
             )
         self._log = log
         try:
@@ -107,19 +107,19 @@ class PeerProcess:
         self.methods: list[str] = hello["methods"]
 
     def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
-        """Raises PeerError with what the peer complains of."""
+        """Ask for one text. Raises PeerError with the peer's message."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"method": method, "prompt": prompt, "max_tokens": max_tokens}) + "\n")
         self._process.stdin.flush()
         return Generation(**self._read())
 
     def processor_seconds(self) -> float:
-        """What it and its children have used so far."""
-        return sum(map(used_by, [self._process.pid, *children_of(self._process.pid)]))
+        """Processor time of the program and its children so far."""
+        return read_tree_seconds(self._process.pid)
 
     def close(self) -> None:
-        """End it and wait for its end."""
-        with self._process:  # closes the pipes: its requests are over
+        """End the program and wait for its end."""
+        with self._process:  # closes the pipes, which ends the program
             pass
 
     def _read(self) -> dict[str, Any]:
@@ -131,28 +131,3 @@ class PeerProcess:
         if "error" in answer:
             raise PeerError(f"{answer['error']}; see {self._log}")
         return answer
-
-
-def used_by(pid: int) -> float:
-    """Processor seconds of a process, 0 for one that has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def used_by_all() -> float:
-    """Processor seconds of the whole machine so far; 0 where /proc does not tell."""
-    try:
-        user, nice, system = Path("/proc/stat").read_text().split()[1:4]
-    except OSError:
-        return 0.0
-    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")

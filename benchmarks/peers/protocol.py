@@ -1,10 +1,10 @@
-"""What the driver and a peer's program say to each other: one JSON object per line, on the program's stdin and stdout.
+"""The protocol between the driver and a peer's program: JSON lines on the program's stdin and stdout.
 
-First the program loads and says {"version": ..., "methods": [...]}. Then for every
-{"method": "plain", "prompt": [ids], "max_tokens": N} it answers {"tokens": [ids], "seconds": s, "counters": {...}}, or
-{"error": text}. End of stdin ends it.
+When the program has loaded, it writes {"version": ..., "methods": [...]}. To every request
+{"method": "plain", "prompt": [ids], "max_tokens": N} it answers {"tokens": [ids], "seconds": s, "counters": {...}} or
+{"error": text}. It ends at the end of stdin.
 
-A program runs in its peer's environment: this file needs the standard library alone.
+A program runs in the environment of its peer, so this file uses the standard library only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PLAIN = "plain"
 
 
 class Generation(NamedTuple):
-    """What a peer made of one prompt, greedily.
+    """The greedy continuation of one prompt.
 
-    tokens: of the output, an end of text included and not stopped at where the peer can do that. seconds: wall clock
-    from token ids to token ids, the prompt included. counters: what the peer tells of itself, of "drafted", "accepted"
-    (tokens) and "target_passes" where it tells them.
+    tokens: of the output; generation continues after an end of text if the peer can do that. seconds: from the prompt's
+    token ids to the last token id, by the clock. counters: those of "drafted", "accepted" (tokens) and "target_passes"
+    that the peer reports.
     """
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Generation(NamedTuple):
 
 
 class Peer(Protocol):
-    """One peer with one pair loaded. version: of the package. methods: a plain one first."""
+    """One peer that has loaded a pair. version: of the package. methods: the plain one first."""
 
     version: str
     methods: list[str]
@@ -46,12 +46,12 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What a peer's program is told when it starts.
+class PeerOptions:
+    """The options of a peer's program.
 
     pair: a folder with Hugging Face folders `target` and `draft`. precision: of the weights of both. work: the peer's
-    own folder, for what it converts. draft_tokens: lengths of a proposal to offer, one method each. variant: which of
-    several ways the peer can be built, "" is its usual one.
+    own folder, for converted models. draft_tokens: lengths of a proposal, one method each. variant: names one of the
+    ways to build the peer; "" is the usual one.
     """
 
     pair: Path
@@ -62,7 +62,7 @@ class Options:
     variant: str = ""
 
     @classmethod
-    def parse(cls, arguments: list[str]) -> Options:
+    def parse(cls, arguments: list[str]) -> PeerOptions:
         parser = argparse.ArgumentParser()
         parser.add_argument("--pair", type=Path, required=True)
         parser.add_argument("--precision", required=True)
@@ -84,10 +84,10 @@ class Options:
         """ "plain", and "kind:length" for every kind and length."""
         return [PLAIN, *(f"{kind}:{length}" for kind in kinds for length in self.draft_tokens)]
 
-    def converted(self, convert: Callable[[Path], object]) -> Path:
-        """The pair in the peer's own format: a folder that `convert` is given to fill, unless an earlier run did.
+    def convert_once(self, convert: Callable[[Path], object]) -> Path:
+        """The folder with the pair in the peer's own format. `convert` fills it, unless an earlier run did.
 
-        Its name holds sizes and times of the pair's files, so that another pair under the same name is another folder.
+        The folder's name contains a digest of sizes and times of the pair's files: a changed pair gets a new folder.
         """
         kinds = (".json", ".safetensors")
         found = (file for role in ("target", "draft") for file in (self.pair / role).iterdir())
@@ -110,26 +110,26 @@ def split_method(method: str) -> tuple[str, int]:
     return kind, int(length or 0)
 
 
-def serve(open_peer: Callable[[Options], Peer]) -> None:
-    """A peer's program: load, then answer until stdin ends. What libraries print goes to stderr."""
+def serve(open_peer: Callable[[PeerOptions], Peer]) -> None:
+    """Run a peer's program: load, then answer until stdin ends. Output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
-        peer = open_peer(Options.parse(sys.argv[1:]))
+        peer = open_peer(PeerOptions.parse(sys.argv[1:]))
     except Exception as error:  # whatever a peer raises, the driver goes on with the others
-        say(answers, {"error": f"{type(error).__name__}: {error}"})
+        write_message(answers, {"error": f"{type(error).__name__}: {error}"})
         raise
-    say(answers, {"version": peer.version, "methods": peer.methods})
+    write_message(answers, {"version": peer.version, "methods": peer.methods})
     for line in sys.stdin:
         request = json.loads(line)
         try:
             generation = peer.generate(request["method"], request["prompt"], request["max_tokens"])
         except Exception as error:
-            say(answers, {"error": f"{type(error).__name__}: {error}"})
+            write_message(answers, {"error": f"{type(error).__name__}: {error}"})
         else:
-            say(answers, generation._asdict())
+            write_message(answers, generation._asdict())
 
 
-def say(stream: TextIO, message: object) -> None:
+def write_message(stream: TextIO, message: object) -> None:
     stream.write(json.dumps(message) + "\n")
     stream.flush()

@@ -1,6 +1,6 @@
-"""The comparison's figures for a person: on the screen, and as Markdown for docs/benchmarks.md.
+"""The figures of a comparison as tables: on the screen, and as Markdown for docs/benchmarks.md.
 
-PYTHONPATH=benchmarks python -m peers.report benchmarks/results/peers_202m.json
+python -m benchmarks.peers.report benchmarks/results/peers_202m_2026-11-22.json
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.table import Table
 
-from peers.figures import Row
-from peers.listing import Line, as_markdown, on_screen
+from benchmarks.peers.figures import MethodRow
+from benchmarks.peers.listing import Line, make_markdown, make_screen_table
 
 COLUMNS = ("tokens/s", "quartiles", "× own plain", "× best other", "tokens per pass", "as own plain", "as first")
 
 
-def cells(row: Row) -> list[str]:
-    """What stands in COLUMNS."""
+def format_cells(row: MethodRow) -> list[str]:
+    """The cells of COLUMNS."""
     return [
         f"{row.tokens_per_second:.0f}",
         f"{row.low:.0f}-{row.high:.0f}",
@@ -31,12 +31,12 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def by_precision(rows: Sequence[Row]) -> dict[str, list[Line]]:
-    """In the order of the run, the fastest first in each group."""
+def group_lines(rows: Sequence[MethodRow]) -> dict[str, list[Line]]:
+    """Lines by precision, in the order of the run; in each group the fastest comes first."""
     fastest = sorted(rows, key=lambda row: -row.tokens_per_second)
     return {
         precision: [
-            Line(row.peer, row.method, cells(row), row.others, row.ours)
+            Line(row.peer, row.method, format_cells(row), row.others, row.ours)
             for row in fastest
             if row.precision == precision
         ]
@@ -44,15 +44,15 @@ def by_precision(rows: Sequence[Row]) -> dict[str, list[Line]]:
     }
 
 
-def table(rows: Sequence[Row]) -> Table:
+def make_table(rows: Sequence[MethodRow]) -> Table:
     """For the screen."""
-    return on_screen(COLUMNS, by_precision(rows), unbroken=2)
+    return make_screen_table(COLUMNS, group_lines(rows), unbroken=2)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def to_markdown(rows: Sequence[MethodRow]) -> str:
     """For the documentation."""
-    return as_markdown(COLUMNS, by_precision(rows))
+    return make_markdown(COLUMNS, group_lines(rows))
 
 
 if __name__ == "__main__":
-    print(markdown([Row(**row) for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]]))
+    print(to_markdown([MethodRow(**row) for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]]))

@@ -32,10 +32,10 @@ from torch.nn import functional
 from draftwood.models.config import LlamaConfig
 from draftwood.models.demo.corpus import BOS, EOS, UNK, default_roots, documents, encode, train_tokenizer
 from draftwood.models.demo.muon import Muon
-from draftwood.models.layers import EMBED_TOKENS, LM_HEAD, network_of
+from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from draftwood.models.llama import Llama
 
-VOCABULARY = (f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight")
+VOCABULARY = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
 CONTEXT = 512  # tokens of a training window
 POSITIONS = 1024  # rotary positions the pair is published for
 BATCH = 8  # windows per process and step

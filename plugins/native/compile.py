@@ -1,4 +1,4 @@
-"""Compile the kernels for this machine's processor with its C compiler, once, when a bundle is built."""
+"""Compile the kernels for this machine's processor with its C compiler."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "kernels" / "llama.c"
 # No fast-math: results would depend on how a loop was cut. Products and sums contract, everywhere in the same way.
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared")
 COMPILERS = ("cc", "gcc", "clang")
+VERSION_SECONDS = 60  # a compiler that has not told its version by then is none
 
 
 class CompilerError(ValueError):
@@ -32,18 +34,43 @@ def compiler() -> list[str]:
         return [sys.executable, "-m", "ziglang", "cc"]
     raise CompilerError(
         "backend native compiles its kernels for this processor and finds no C compiler: install gcc or clang, or "
-        "pip install 'draftwood[native]'"
+        "pip install 'draftwood[native]'; or build the bundle with --backend onnxruntime, which needs none"
     )
+
+
+@cache
+def compiler_version(command: tuple[str, ...]) -> str:
+    """What a compiler says of itself; asked once for each command. Raises CompilerError when it cannot be run."""
+    asked = [*command, "--version"]
+    try:
+        result = subprocess.run(
+            asked, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=VERSION_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise not_runnable(command[0], error) from error
+    return result.stdout + result.stderr
 
 
 def compile_kernels(path: Path, flags: tuple[str, ...] = FLAGS) -> None:
     """Write the kernels as a shared library. Raises CompilerError with the compiler's message."""
     command = [*compiler(), *flags, str(SOURCE), "-o", str(path), "-lm", "-lpthread"]
+    environment = {**os.environ, "LC_ALL": "C"}  # so that a full disk is known by its message
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    except OSError as error:
-        raise CompilerError(f"{command[0]} cannot be run ({error}): set CC to a C compiler") from error
-    if result.returncode:
-        raise CompilerError(
-            f"the kernels do not compile with {' '.join(command[:2])}:\n{result.stderr.strip()[-2000:]}"
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environment
         )
+    except OSError as error:
+        raise not_runnable(command[0], error) from error
+    if not result.returncode:
+        return
+    message = result.stderr.strip()[-2000:]
+    if "No space left on device" in message or "File too large" in message:
+        raise CompilerError(
+            f"no room to compile the kernels in {path.parent}: free some space, or set DRAFTWOOD_CACHE and TMPDIR to "
+            "folders on another disk"
+        )
+    raise CompilerError(f"the kernels do not compile with {' '.join(command[:2])}:\n{message}")
+
+
+def not_runnable(program: str, error: Exception) -> CompilerError:
+    return CompilerError(f"{program} cannot be run ({error}): set CC to a C compiler")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,16 @@ class NativeLibrary:
             self._library = ctypes.CDLL(str(path.resolve()))
             instructions = self._library.draftwood_instructions
         except (OSError, AttributeError) as error:
-            raise KernelError(f"{path.name} cannot be loaded here ({error}): rebuild the bundle here") from error
+            raise KernelError(f"{path} cannot be loaded here ({error}): delete it, and it is made anew") from error
         interface = getattr(self._library, "draftwood_interface", lambda: 1)()
         if interface != INTERFACE:
-            raise KernelError(f"{path.name} was compiled for another release of draftwood: rebuild the bundle")
+            raise KernelError(f"{path} was compiled for another release of draftwood: delete it")
         instructions.restype = c_char_p
         self.instructions: tuple[str, ...] = tuple(instructions().decode().split())
         if missing := set(self.instructions) - available(self.instructions):
             raise KernelError(
-                f"{path.name} was compiled for a processor with {', '.join(sorted(missing))}, which this one lacks: "
-                "rebuild the bundle here"
+                f"{path} was compiled for a processor with {', '.join(sorted(missing))}, which this one lacks: "
+                "delete it, and it is made anew"
             )
         self._library.draftwood_open.restype = c_void_p
         self._library.draftwood_open.argtypes = [POINTER(Model), c_int, c_int]
@@ -151,17 +152,23 @@ class NativeLibrary:
         return result
 
     def softmax(self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]) -> float:
-        """weights [V] = exp((logits - max) / temperature); returns their sum."""
-        return float(self._brief.draftwood_softmax(address(logits), len(logits), temperature, address(weights)))
+        """weights [V] = exp((logits - max) / temperature); returns their sum. Raises KernelError when a logit is NaN or
+        +inf, or all are -inf."""
+        total = float(self._brief.draftwood_softmax(address(logits), len(logits), temperature, address(weights)))
+        if math.isnan(total):
+            raise KernelError("a logit is NaN or infinite")
+        return total
 
     def likely(
         self, logits: NDArray[np.float32], temperature: float, share: float, room: int = FEW
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Tokens at least `share` times as probable as the best one: ids [K], ascending, and exp as above [K]. room:
-        for how many of them, at first."""
+        for how many of them, at first. Raises KernelError as `softmax` does."""
         ids, weights = np.empty(room, np.int64), np.empty(room)
         settings = len(logits), temperature, share, room
         count = self._brief.draftwood_likely(address(logits), *settings, address(ids), address(weights))
+        if count < 0:
+            raise KernelError("a logit is NaN or infinite")
         if count > room:
             return self.likely(logits, temperature, share, count)
         return ids[:count], weights[:count]

@@ -15,6 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
+LAYOUT = "1"  # of matrices in a file of weights, the same for every processor; another one with every change of it
+
+
+def whole_panels(size: int) -> int:
+    """A number of outputs filled up to whole panels."""
+    return -(-size // PANEL) * PANEL
 
 
 def filled(rows: NDArray[Any]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Native: a pass as our own kernels compute it, compiled for the processor when the bundle was built.
+"""Native: a pass as our own kernels compute it, compiled for the processor at their first use on a machine.
 
 Weights lie in memory as the kernels read them (plugins/native/packing.py). A row's logits have the same bits whatever
 other rows its pass has, however wide it is and wherever in the cache its ancestors lie: speculative text is plain
@@ -7,7 +7,6 @@ decoding's bit for bit, in every precision.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from threading import Lock
@@ -17,19 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models import bindings, layers
-from ...models.config import LlamaConfig
 from ...models.errors import EngineError
-from ...models.layers import EMBEDDING, GATED, network_of
-from ...plugins.native.library import COMPUTED, FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
-from ...plugins.native.packing import PANEL
-from ..softmax import NumpySoftmax, Weights
+from ...plugins.native.cache import open_kernels
+from ...plugins.native.compile import CompilerError
+from ...plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
+from ...plugins.native.packing import PANEL, whole_panels
+from ..softmax import NO_NUMBERS, NumpySoftmax, Weights
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
-
-KERNELS = "kernels.so"  # of a bundle; both engines run on it
-# Of a file of weights, by safetensors' names.
-DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
-LARGE_PAGE = 1 << 21  # bytes
-ACCEPTANCE = "acceptance."  # prefix of names in a file of weights
+from .native_weights import ACCEPTANCE, packed_network, packed_rows, read_weights
 
 
 class Results(NamedTuple):
@@ -92,7 +86,10 @@ class NativeSoftmax(NumpySoftmax):
         """See Softmax.weights."""
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
-        return Weights(values, self._library.softmax(logits, temperature, values))
+        try:
+            return Weights(values, self._library.softmax(logits, temperature, values))
+        except KernelError as error:
+            raise EngineError(NO_NUMBERS) from error
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
@@ -100,7 +97,10 @@ class NativeSoftmax(NumpySoftmax):
         """See Softmax.likely."""
         if not self._reads(logits):
             return super().likely(logits, temperature, share)
-        return self._library.likely(logits, temperature, share)
+        try:
+            return self._library.likely(logits, temperature, share)
+        except KernelError as error:
+            raise EngineError(NO_NUMBERS) from error
 
     @staticmethod
     def _reads(logits: NDArray[np.floating[Any]]) -> bool:
@@ -110,23 +110,21 @@ class NativeSoftmax(NumpySoftmax):
 class NativeEngine:
     """One role's weights and the kernels that read them."""
 
-    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0) -> None:
-        """Read `path`, with the kernels beside it. threads: 0 takes one for each core. Raises EngineError when either
-        file is unusable here."""
+    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
+        """Read `path`; the kernels come from this machine's cache. threads: 0 takes one for each core. private:
+        see `read_weights`. Raises EngineError when the weights are unusable, or the kernels cannot be had here."""
         if threads < 0:
             raise EngineError(f"threads must be 0, for one on each core, or more, not {threads}")
         self._handle: int | None = None
         self._lock = Lock()  # nobody closes an engine in the middle of a pass
         self.spec = spec
-        self._weights = read_weights(path)
+        self._weights = read_weights(path, spec, private)
         try:
-            self._library = NativeLibrary(path.parent / KERNELS)
+            self._library = open_kernels()
             self.softmax = NativeSoftmax(self._library)
             self._model = native_model(spec, self._weights)
             self._handle = self._library.open(self._model, spec.pass_widths[-1], threads or cores())
-        except KeyError as error:
-            raise EngineError(f"{path.name} lacks the tensor {error}: rebuild the bundle") from error
-        except KernelError as error:
+        except (KernelError, CompilerError) as error:
             raise EngineError(str(error)) from error
 
     def new_cache(self) -> NativeKVCache:
@@ -194,35 +192,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def whole_panels(size: int) -> int:
-    return -(-size // PANEL) * PANEL
-
-
-def packed_rows(matrix: layers.Matrix) -> int:
-    """Outputs of a packed matrix, filled up to whole panels: those of a gated one alternate, so each source is."""
-    if matrix.join == GATED:
-        return sum(map(whole_panels, matrix.outputs))
-    return whole_panels(sum(matrix.outputs))
-
-
-def refuse_variant(config: LlamaConfig) -> None:
-    """Raises EngineError that names what the kernels do not compute yet; biases they take anywhere."""
-    if missing := [name for name in config.variant.differences if name not in COMPUTED]:
-        raise EngineError(
-            f"the native kernels do not compute {', '.join(missing)} of this model: build it with --backend onnxruntime"
-        )
-
-
-def field(name: str) -> str:
-    """Of `struct layer`, by the name of a layer's tensor."""
-    return name.rpartition(".")[2]
-
-
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
-    """The C structures that point into `weights`. Raises KeyError for a tensor that is missing, and EngineError for a
-    model that the kernels do not compute."""
-    refuse_variant(spec.model)
-    model, network = spec.model, network_of(spec.model)
+    """The C structures that point into `weights`, which are those that the spec says."""
+    model, network = spec.model, packed_network(spec.model, spec.precision)
 
     def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
@@ -232,14 +204,10 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
 
     def described(part: layers.Matrix) -> Matrix:
-        # Inner channels that quantisation added are in the file only.
-        gated = part.join == GATED
-        outputs = 2 * PANEL * (len(weights[f"{part.name}.weights"]) // 2) if gated else sum(part.outputs)
-        return matrix(part.name, outputs)
+        return matrix(part.name, packed_rows(part) if part.gated else sum(part.outputs))
 
-    def layer(described_layer: layers.Layer) -> Layer:
-        norms = {field(norm.name): address(weights[norm.name]) for norm in described_layer.norms}
-        return Layer(**norms, **{field(part.name): described(part) for part in described_layer.matrices})
+    def layer(parts: layers.Layer) -> Layer:
+        return Layer(*(address(weights[norm.name]) for norm in parts.norms), *map(described, parts.matrices))
 
     decoder = (Layer * model.num_layers)(*map(layer, network.layers))
     headed = bindings.ACCEPTANCE.name in spec.outputs
@@ -258,33 +226,9 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         len(blocks),
         model.norm_eps,
         float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
-        *(address(weights[name]) for name in (EMBEDDING, network.norm.name, "cosine", "sine")),
+        *(address(weights[name]) for name in (network.embedding.name, network.norm.name, "cosine", "sine")),
         address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
         decoder,
         (Matrix * len(blocks))(*blocks),
         described(network.head),
     )
-
-
-def read_weights(path: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a safetensors file. They are read into one piece of memory, which then has large pages; but the
-    embedding, of which a pass needs a few rows, is mapped. Raises EngineError."""
-    tensors: dict[str, NDArray[Any]] = {}
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-            read = max(entry["data_offsets"][1] for name, entry in header.items() if name != EMBEDDING)
-            memory = np.empty(read + LARGE_PAGE, np.uint8)
-            memory = memory[-memory.ctypes.data % LARGE_PAGE :][:read]
-            if file.readinto(memory.data) < read:
-                raise ValueError("it is cut off")
-        for name, entry in header.items():
-            dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-            if name == EMBEDDING:
-                tensors[name] = np.memmap(path, dtype, "r", 8 + size + start, shape)
-            else:
-                tensors[name] = memory[start:end].view(dtype).reshape(shape)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
-        raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
-    return tensors

@@ -14,6 +14,7 @@ from ...models.errors import EngineError
 from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
 from .feeds import feed, output_of
 from .layout import refuse_growth
+from .onnx_file import EXTERNAL
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -62,8 +63,11 @@ class OnnxRuntimeEngine:
     """One exported graph in one ONNX Runtime session. Arrays live in host memory; with the CUDA provider ONNX Runtime
     copies them itself."""
 
-    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, provider: str = "cpu") -> None:
-        """Open `path`. threads: 0 lets ONNX Runtime choose. Raises EngineError when file or provider are unusable."""
+    def __init__(
+        self, path: Path, spec: EngineSpec, threads: int = 0, provider: str = "cpu", private: bool = False
+    ) -> None:
+        """Open `path`. threads: 0 lets ONNX Runtime choose. private: weights beside the graph are read into memory,
+        where ONNX Runtime maps them. Raises EngineError when file or provider are unusable."""
         try:
             import onnxruntime
         except ModuleNotFoundError as error:
@@ -83,7 +87,11 @@ class OnnxRuntimeEngine:
             raise EngineError(
                 f"this onnxruntime has no {name}: install the [gpu] extra (onnxruntime-gpu) or choose --provider cpu"
             )
+        beside = path.with_name(path.name + EXTERNAL)
         try:
+            if private and beside.is_file():
+                content = np.fromfile(beside, np.uint8)
+                options.add_external_initializers_from_files_in_memory([beside.name], [content], [content.nbytes])
             self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=[name])
         except Exception as error:  # ONNX Runtime's own exception types are not public
             raise EngineError(f"{path.name} cannot be opened by ONNX Runtime: {error}") from error

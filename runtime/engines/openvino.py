@@ -54,9 +54,10 @@ class OpenVinoEngine:
     """One exported graph compiled for the CPU when it is opened. Matrices of int8 and int4 are multiplied in integers,
     each row's activations rounded by themselves."""
 
-    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0) -> None:
-        """Open `path`. threads: 0 lets OpenVINO choose. Raises EngineError when OpenVINO or the file are unusable, or
-        when the engine has a pass of one row, whose kernels round differently from those of wider ones."""
+    def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
+        """Open `path`. threads: 0 lets OpenVINO choose. private: no file stays mapped. Raises EngineError when OpenVINO
+        or the file are unusable, or when the engine has a pass of one row, whose kernels round differently from those
+        of wider ones."""
         if spec.widths[0] < 2:
             raise EngineError("an OpenVINO engine has no pass of one row: rebuild the bundle with this release")
         try:
@@ -74,7 +75,7 @@ class OpenVinoEngine:
             settings["INFERENCE_NUM_THREADS"] = threads
         try:
             with signal_stack_kept():
-                model = read_graph(path, spec.model.num_layers)
+                model = read_graph(path, spec.model.num_layers, not private)
                 self._compiled: Any = openvino.Core().compile_model(model, "CPU", settings)
         except Exception as error:  # OpenVINO raises RuntimeError for everything
             raise EngineError(f"{path.name} cannot be opened by OpenVINO: {error}") from error

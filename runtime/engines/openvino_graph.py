@@ -29,9 +29,11 @@ LANES = 16  # columns of ones: for a single column OpenVINO takes another kernel
 SLOT_AXIS = 2  # of a cache [B, H_kv, C, D] and of its rows
 
 
-def read_graph(path: Path, num_layers: int) -> Any:
-    """The openvino.Model of an exported graph of the additive form, its cache outputs replaced by NEW_ROWS."""
+def read_graph(path: Path, num_layers: int, mapped: bool = True) -> Any:
+    """The openvino.Model of an exported graph of the additive form, its cache outputs replaced by NEW_ROWS. mapped:
+    weights beside the graph stay in their file."""
     core = openvino.Core()
+    core.set_property({"ENABLE_MMAP": mapped})
     conversion = Conversion()
     core.add_extension(ConversionExtension("TensorScatter", conversion.scatter))
     core.add_extension(ConversionExtension("Attention", conversion.attention))

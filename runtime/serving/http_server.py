@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Timer
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from ...models.errors import ConfigError
 from ..async_llm import AsyncLLM
+from .connection_limit import MAX_CONNECTIONS, room_for
+from .connections import Door, Rarely
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEAT_SECONDS = 0.5  # some senders, such as timeout(1), deliver one signal twice
 FLUSH_SECONDS = 5  # for answers that are generated already, to be read by their clients
 UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is gone: it would keep its place for ever
 CLOSE_SECONDS = 60.0  # for the pass that is computed when requests are cut off; longer ones are on a device that hangs
-HEAD_SECONDS = 30.0  # at least, until a connection on which no whole request head arrives is closed; twice that at most
-MAX_CONNECTIONS = 1024  # idle ones included; a defence against being flooded, far above what is ever served at a time
 
 
 class Server(uvicorn.Server):
@@ -47,7 +47,10 @@ def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> sock
         if not 0 <= port < 1 << 16:
             raise OSError("ports go from 0 to 65535")
         listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
-        if sys.platform == "linux":  # connections inherit it
+        # Connections inherit both options. Without the first, the end of an answer waits until its client has
+        # acknowledged the head, and clients take 40 ms to do so.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sys.platform == "linux":
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(unread_seconds * 1000))
         return listener
     except OSError as error:
@@ -62,41 +65,51 @@ async def serve(
     drain_seconds: float,
     log_level: str,
     started: Callable[[], None],
+    max_connections: int = MAX_CONNECTIONS,
 ) -> bool:
     """Serve until SIGTERM or SIGINT; from then on refuse new requests, finish the accepted ones, and return.
 
     A later signal, or the end of drain_seconds, cuts off what still runs. started: called once requests are answered.
-    Returns whether every accepted request was finished.
+    max_connections: see Door; fewer, with a warning, where fewer files may be open. Closes the listener. Returns
+    whether every accepted request was finished. Raises ConfigError when no connection could be had.
     """
-    raise_file_limit()
+    room = room_for(max_connections)
+    if room < max_connections:
+        print(
+            f"draftwood: warning: room for {room} connections instead of {max_connections}: raise the limit of open "
+            "files (ulimit -n)",
+            file=sys.stderr,
+        )
+    # A proxy is believed by create_app, if at all.
     config = uvicorn.Config(
-        app,
-        log_level=log_level,
-        lifespan="off",
-        limit_concurrency=MAX_CONNECTIONS,
-        server_header=False,
+        app, log_level=log_level, lifespan="off", ws="none", http="h11", server_header=False, proxy_headers=False
     )
+    logging.getLogger("uvicorn.error").addFilter(Rarely())
     server = Server(config)
+    door = Door(server, listener, room)
     stop, hurry = asyncio.Event(), asyncio.Event()
     with signals_to(asyncio.get_running_loop(), stop, hurry):
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=[]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
+        accepting = asyncio.create_task(door.accept())
         if server.started:
             started()
-        watching = asyncio.create_task(hang_up_on_silent(server))
+        watching = asyncio.create_task(door.hang_up_on_silent())
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, serving, accepting), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         watching.cancel()
         finished = await drained(async_llm, drain_seconds, hurry)
         with ended_after(CLOSE_SECONDS):
             await asyncio.to_thread(async_llm.close)
+        accepting.cancel()
         server.should_exit = True
         await asyncio.wait((serving,), timeout=FLUSH_SECONDS)
-        for connection in server.server_state.connections:  # whoever reads no more, or never sent all of its request
-            connection.transport.abort()
+        door.hang_up()  # on whoever reads no more, or never sent all of its request
         await serving
+        with suppress(asyncio.CancelledError):
+            await accepting
     return finished
 
 
@@ -115,32 +128,6 @@ def ended_after(seconds: float) -> Generator[None, None, None]:
         yield
     finally:
         timer.cancel()
-
-
-async def hang_up_on_silent(server: uvicorn.Server) -> None:
-    """Close connections that begin no request: uvicorn waits for one for ever, and enough of them keep others out."""
-    silent: dict[Any, Any] = {}  # connection -> what it asked for last
-    while True:
-        found: dict[Any, Any] = {
-            connection: cycle
-            for connection in server.server_state.connections
-            if (cycle := getattr(connection, "cycle", None)) is None or cycle.response_complete
-        }
-        for connection in [each for each, cycle in found.items() if each in silent and silent[each] is cycle]:
-            connection.transport.abort()
-        silent = found
-        await asyncio.sleep(HEAD_SECONDS)
-
-
-def raise_file_limit() -> None:
-    """As many open files as MAX_CONNECTIONS takes, where that is allowed: the usual 1024 are a few too small."""
-    if sys.platform != "win32":
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MAX_CONNECTIONS)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def drained(async_llm: AsyncLLM, seconds: float, hurry: asyncio.Event) -> bool:

@@ -1,19 +1,53 @@
-"""ServingMetrics: what a server counts about its requests, as Prometheus text."""
+"""ServingMetrics: what an AsyncLLM counts about its requests.
+
+prometheus_client writes the text, but does not count: its metrics take a lock each and its histograms one observation
+at a time, in every round, and an AsyncLLM without a server needs no package this way.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import NamedTuple
 
+from ...models.errors import ConfigError
 from ..metrics import SpecDecodeStats
 
 # vLLM's boundaries, in seconds.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
+
+# Every metric and its description, of the OpenAI-compatible server and of Triton's model.
+GAUGES = {
+    "draftwood_requests_running": "Requests being decoded",
+    "draftwood_requests_waiting": "Requests waiting for a place",
+    "draftwood_engine_healthy": "1, or 0 when nobody can expect a text",
+}
+PROMPT_TOKENS, GENERATION_TOKENS = "draftwood_prompt_tokens_total", "draftwood_generation_tokens_total"
+PREFIX_QUERIES, PREFIX_HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+DRAFTS, DRAFT_TOKENS = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
+COUNTERS = {
+    DRAFTS: "Proposals verified",
+    DRAFT_TOKENS: "Draft tokens proposed",
+    ACCEPTED_TOKENS: "Draft tokens accepted",
+    PREFIX_QUERIES: "Tokens of prompts, read or not",
+    PREFIX_HITS: "Tokens of prompts that another request had read",
+    PROMPT_TOKENS: "Tokens of prompts",
+    GENERATION_TOKENS: "Tokens generated",
+}
+ENDED, ENDED_TEXT = "draftwood_requests_total", "Requests by their end"
+FIRST_TOKEN, INTER_TOKEN = "draftwood_time_to_first_token_seconds", "draftwood_inter_token_latency_seconds"
+QUEUE, REQUEST = "draftwood_request_queue_seconds", "draftwood_request_seconds"
+HISTOGRAMS = {
+    FIRST_TOKEN: ("From arrival to the first response", FIRST_TOKEN_BUCKETS),
+    INTER_TOKEN: ("Between responses, per token", INTER_TOKEN_BUCKETS),
+    QUEUE: ("From arrival to a place among the running requests", REQUEST_BUCKETS),
+    REQUEST: ("From arrival to the last response", REQUEST_BUCKETS),
+}
 
 
 class Histogram:
@@ -27,15 +61,6 @@ class Histogram:
     def observe(self, seconds: float, times: int = 1) -> None:
         self.counts[bisect_left(self.boundaries, seconds)] += times
         self.sum += seconds * times
-
-    def samples(self, name: str) -> Iterator[str]:
-        """Prometheus' cumulative buckets, sum and count."""
-        total = 0
-        for boundary, count in zip((*self.boundaries, "+Inf"), self.counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{le="{boundary}"}} {total}'
-        yield f"{name}_sum {self.sum}"
-        yield f"{name}_count {total}"
 
 
 class Drafted(NamedTuple):
@@ -55,71 +80,48 @@ class ServingMetrics:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._finished: Counter[str] = Counter()  # by reason
-        self._drafted = Drafted()
-        self._prompt_tokens = self._prefix_queries = self._prefix_hits = 0
-        self._generation_tokens = 0
-        self._first_token = Histogram(FIRST_TOKEN_BUCKETS)
-        self._inter_token = Histogram(INTER_TOKEN_BUCKETS)
-        self._queue = Histogram(REQUEST_BUCKETS)
-        self._request = Histogram(REQUEST_BUCKETS)
+        self._counters = dict.fromkeys(COUNTERS, 0)
+        self._ended: Counter[str] = Counter()  # by reason
+        self._histograms = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
 
     def record_start(self, prompt_tokens: int, queue_seconds: float) -> None:
         """A request left the queue."""
         with self._lock:
-            self._prompt_tokens += prompt_tokens
-            self._queue.observe(queue_seconds)
+            self._counters[PROMPT_TOKENS] += prompt_tokens
+            self._histograms[QUEUE].observe(queue_seconds)
 
     def record_prompt(self, tokens: int, cached_tokens: int) -> None:
         """A prompt was read, except for so many tokens that another request had read."""
         with self._lock:
-            self._prefix_queries += tokens
-            self._prefix_hits += cached_tokens
+            self._counters[PREFIX_QUERIES] += tokens
+            self._counters[PREFIX_HITS] += cached_tokens
 
     def record_round(self, tokens: int, seconds: float, first: bool, before: Drafted, after: Drafted) -> None:
         """One round emitted `tokens`. seconds: since the request arrived if it was its first round, since its last
         round otherwise, which every token of this one shares."""
         with self._lock:
-            self._generation_tokens += tokens
-            self._drafted = Drafted(
-                *(total + new - old for total, new, old in zip(self._drafted, after, before, strict=True))
-            )
+            self._counters[GENERATION_TOKENS] += tokens
+            for name, old, new in zip((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), before, after, strict=True):
+                self._counters[name] += new - old
             if first:
-                self._first_token.observe(seconds)
+                self._histograms[FIRST_TOKEN].observe(seconds)
             elif tokens:
-                self._inter_token.observe(seconds / tokens, tokens)
+                self._histograms[INTER_TOKEN].observe(seconds / tokens, tokens)
 
     def record_end(self, reason: str, seconds: float) -> None:
         """A request ended. reason: its finish_reason, "abort", "deadline" or "error". seconds: since it arrived."""
         with self._lock:
-            self._finished[reason] += 1
-            self._request.observe(seconds)
+            self._ended[reason] += 1
+            self._histograms[REQUEST].observe(seconds)
 
     def to_prometheus(self, gauges: Mapping[str, float]) -> str:
-        """Everything in Prometheus' text format 0.0.4. gauges: name -> value, what is true right now."""
+        """Everything in Prometheus' text format 0.0.4. gauges: what is true right now, by names of GAUGES.
+
+        Raises ConfigError without prometheus_client.
+        """
+        try:
+            from .prometheus import to_text
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"metrics as text need {error.name}: pip install 'draftwood[serve]'") from error
         with self._lock:
-            counters = {
-                "vllm:spec_decode_num_drafts_total": self._drafted.num_drafts,
-                "vllm:spec_decode_num_draft_tokens_total": self._drafted.num_draft_tokens,
-                "vllm:spec_decode_num_accepted_tokens_total": self._drafted.num_accepted_tokens,
-                "vllm:prefix_cache_queries_total": self._prefix_queries,
-                "vllm:prefix_cache_hits_total": self._prefix_hits,
-                "draftwood_prompt_tokens_total": self._prompt_tokens,
-                "draftwood_generation_tokens_total": self._generation_tokens,
-            }
-            histograms = {
-                "draftwood_time_to_first_token_seconds": self._first_token,
-                "draftwood_inter_token_latency_seconds": self._inter_token,
-                "draftwood_request_queue_seconds": self._queue,
-                "draftwood_request_seconds": self._request,
-            }
-            lines = []
-            for name, value in gauges.items():
-                lines += [f"# TYPE {name} gauge", f"{name} {value}"]
-            for name, value in counters.items():
-                lines += [f"# TYPE {name} counter", f"{name} {value}"]
-            lines.append("# TYPE draftwood_requests_total counter")
-            lines += [f'draftwood_requests_total{{finish_reason="{r}"}} {n}' for r, n in sorted(self._finished.items())]
-            for name, histogram in histograms.items():
-                lines += [f"# TYPE {name} histogram", *histogram.samples(name)]
-        return "\n".join(lines) + "\n"
+            return to_text(gauges, self._counters, self._ended, self._histograms)

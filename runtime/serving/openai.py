@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ...models.bindings import TARGET
-from ...models.errors import DraftwoodError, RequestError
+from ...models.errors import DraftwoodError, RequestError, shown
 from ..async_llm import AsyncLLM, RequestStream
 from ..llm import Prompt
+from ..scheduler import most_of_one
 from ..speculation.config import SpeculativeConfig
+from .json_text import pieces
 from .openai_answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts, as_json
 from .openai_errors import Refusal, add_errors, refusal_of
 from .openai_guard import REQUEST_ID, Limits, RequestGuard
 from .openai_protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from .openai_route import JsonRoute
 from .openai_streams import ClientGone, Numbered, merged, while_connected
 from .openai_tokens import TokensApi
 
@@ -53,6 +56,7 @@ def create_app(
     whose scripts may use it, "*" for any.
     """
     app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
+    app.router.route_class = JsonRoute
     add_errors(app)
     add_state(app, async_llm)
     api = OpenAIApi(async_llm, model, request_seconds)
@@ -67,7 +71,9 @@ def create_app(
     }
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
-    guard = RequestGuard(app, limits)
+    guard: ASGIApp = RequestGuard(app, limits)
+    if limits.trusted_proxies:  # uvicorn's types of the same protocol are its own
+        guard = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, guard), list(limits.trusted_proxies)))
     if not allowed_origins:
         return guard
     return CORSMiddleware(
@@ -135,39 +141,40 @@ class OpenAIApi:
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         if refused := self.other_model(body.model):
             return refused
-        if body.echo and body.logprobs is not None:
-            raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here")
-        self._check_room(body, len(body.prompts))
+        config = self._checked(body, len(body.prompts))
         prompts = [await asyncio.to_thread(self._llm.encode, prompt) for prompt in body.prompts]
-        echoes = [self._echo(prompt) if body.echo else "" for prompt in body.prompts]
+        echoes = [await asyncio.to_thread(self._echo, prompt) if body.echo else "" for prompt in body.prompts]
         shape = CompletionShape(self._texts, body.logprobs is not None)
-        return await self._answer(request, body, shape, prompts, echoes, COMPLETION_TOKENS)
+        return await self._answer(request, body, config, shape, prompts, echoes, COMPLETION_TOKENS)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         if refused := self.other_model(body.model):
             return refused
-        self._check_room(body, 1)
-        messages = [message.to_template() for message in body.messages]
-        prompt = await asyncio.to_thread(self._llm.encode_chat, messages)
+        config = self._checked(body, 1)
+        prompt = await asyncio.to_thread(self._llm.encode_chat, body.conversation)
         shape = ChatShape(self._texts, body.logprobs)
-        return await self._answer(request, body, shape, [prompt], [""], self._max_length)
+        return await self._answer(request, body, config, shape, [prompt], [""], self._max_length)
 
     def other_model(self, name: str | None) -> Response | None:
         """The refusal of a model that is not this one."""
         if name in (None, self._card["id"]):
             return None
-        message = f"the model {name!r} does not exist; this server has {self._card['id']!r}"
+        message = f"the model {shown(name)} does not exist; this server has {self._card['id']!r}"
         refusal = Refusal(404, message, param="model", code="model_not_found")
         return Response(refusal.body, refusal.status, refusal.headers)
 
-    def _check_room(self, body: GenerationBody, num_prompts: int) -> None:
-        """Raises RequestError for more choices than there could ever be room for."""
-        total, room = num_prompts * body.n, self._async_llm.max_requests
+    def _checked(self, body: GenerationBody, num_prompts: int) -> SpeculativeConfig | None:
+        """How to speculate, after everything was checked that costs nothing to check. Raises RequestError, also for
+        more choices than there could ever be room for, or ConfigError."""
+        body.check()
+        running, total = self._async_llm.max_running, num_prompts * body.n
+        room = running + most_of_one(self._async_llm.max_requests - running)
         if total > room:
             raise RequestError(
-                f"{total} choices are more than the {room} this server runs and queues: "
+                f"{total} choices are more than the {room} this server runs and queues for one client: "
                 "send fewer prompts or a smaller n"
             )
+        return self._llm.resolved(body.speculation())
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._llm.tokenizer.decode(prompt)
@@ -176,22 +183,21 @@ class OpenAIApi:
         self,
         request: Request,
         body: GenerationBody,
+        config: SpeculativeConfig | None,
         shape: Shape,
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
         default_max_tokens: int,
     ) -> Response:
         """Generate `n` choices per prompt and send them the way the client asked for."""
-        config = self._llm.resolved(body.speculation())
-        client = body.client or (request.client.host if request.client else None)
-        streams = await self._submit(body, client, prompts, config, default_max_tokens)
+        streams = await self._submit(body, request.state.client, prompts, config, default_max_tokens)
         proposal = 0 if config is None else config.max_tokens
         echoed = [echo for echo in echoes for _ in range(body.n)]
         answer = Answer(shape, self._texts, str(self._card["id"]), prompts, echoed, proposal)
         chunks = merged(streams)
         try:
             if not body.stream:
-                return as_json(await while_connected(request, collected(answer, chunks)))
+                return await while_connected(request, collected(answer, chunks))
             # Until there is a first chunk, an error still is an HTTP status.
             first = await while_connected(request, anext(chunks))
         except ClientGone:
@@ -202,7 +208,7 @@ class OpenAIApi:
     async def _submit(
         self,
         body: GenerationBody,
-        client: str | None,
+        client: str,
         prompts: Sequence[list[int]],
         config: SpeculativeConfig | None,
         default_max_tokens: int,
@@ -215,7 +221,12 @@ class OpenAIApi:
                 for choice in range(body.n):
                     seeded = replace(params, seed=None if params.seed is None else params.seed + choice)
                     stream = self._async_llm.generate(
-                        prompt, seeded, speculative=config, deadline_s=self._request_seconds, client=client
+                        prompt,
+                        seeded,
+                        speculative=config,
+                        deadline_s=self._request_seconds,
+                        client=client,
+                        user=body.client,
                     )
                     streams.append(stream)
         except DraftwoodError:
@@ -225,12 +236,12 @@ class OpenAIApi:
         return streams
 
 
-async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> dict[str, Any]:
-    """The whole answer."""
+async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> Response:
+    """The whole answer. It is written beside the event loop, since it may have many megabytes."""
     async with aclosing(chunks):
         async for index, chunk in chunks:
-            answer.add(index, chunk)
-    return answer.whole()
+            answer.note(index, chunk)
+    return await asyncio.to_thread(answer.whole)
 
 
 async def server_sent(
@@ -262,4 +273,4 @@ async def server_sent(
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"
+    return f"data: {''.join(pieces(content))}\n\n".encode()

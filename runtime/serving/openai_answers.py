@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
@@ -16,6 +17,9 @@ from ..explain import token_texts
 from ..metrics import SpecDecodeStats
 from ..text import StreamChunk
 from ..tokenizer import Tokenizer
+from .json_text import pieces
+
+KNOWN_TOKENS = 65536  # whose texts are remembered: the alternatives of a long answer are mostly the same ones
 
 
 class Part(NamedTuple):
@@ -32,19 +36,18 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._text_of = token_texts(tokenizer)
+        self.text = lru_cache(KNOWN_TOKENS)(token_texts(tokenizer))
+        self.bytes = lru_cache(KNOWN_TOKENS)(self._bytes)
 
-    def text(self, token: int) -> str:
-        return self._text_of(token)
-
-    def bytes(self, token: int) -> list[int] | None:
+    def _bytes(self, token: int) -> tuple[int, ...] | None:
         """UTF-8 of the token; None where it is only a part of a character."""
         alone = self._tokenizer.decode([token], skip_special_tokens=False)
-        return None if "\ufffd" in alone else list(self.text(token).encode())
+        return None if "\ufffd" in alone else tuple(self.text(token).encode())
 
 
 class Shape(Protocol):
-    """How one of the two APIs writes a choice."""
+    """How one of the two APIs writes a choice. Log-probabilities are iterators, see `json_text.pieces`: a token with
+    its alternatives is a kilobyte of text and several of objects, and there may be a hundred thousand."""
 
     prefix: str  # of an answer's id
     whole_object: str
@@ -75,13 +78,14 @@ class CompletionShape:
 
     whole = chunk
 
-    def _written(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, list[Any]]:
-        text = self._texts.text
-        tokens = [text(item.token_id) for item in logprobs]
-        tops = [self._by_text(item.top) for item in logprobs]
-        offsets = [offset + sum(map(len, tokens[:index])) for index in range(len(tokens))]
-        values = [finite(item.logprob) for item in logprobs]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    def _written(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Iterator[Any]]:
+        tokens = [self._texts.text(item.token_id) for item in logprobs]
+        return {
+            "tokens": iter(tokens),
+            "token_logprobs": (finite(item.logprob) for item in logprobs),
+            "top_logprobs": (self._by_text(item.top) for item in logprobs),
+            "text_offset": accumulate(map(len, tokens[:-1]), initial=offset) if tokens else iter(()),
+        }
 
     def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
         """As the API has it: where two tokens look the same, only the more probable one is shown."""
@@ -114,13 +118,12 @@ class ChatShape:
     def _rest(self, part: Part) -> dict[str, Any]:
         logprobs = None
         if self._logprobs:
-            tokens = [
-                self._token(item.token_id, item.logprob)
-                | {"top_logprobs": [self._token(token, value) for token, value in item.top.items()]}
-                for item in part.logprobs
-            ]
-            logprobs = {"content": tokens, "refusal": None}
+            logprobs = {"content": map(self._with_alternatives, part.logprobs), "refusal": None}
         return {"logprobs": logprobs, "finish_reason": part.finish_reason}
+
+    def _with_alternatives(self, item: TokenLogprob) -> dict[str, Any]:
+        alternatives = [self._token(token, value) for token, value in item.top.items()]
+        return {**self._token(item.token_id, item.logprob), "top_logprobs": alternatives}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": self._texts.bytes(token)}
@@ -128,9 +131,9 @@ class ChatShape:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice so far."""
+    """One choice so far. texts: of its chunks."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
@@ -152,7 +155,7 @@ class Answer:
     ) -> None:
         """prompts: token ids of each. echoes: what each choice's text begins with; every prompt has equally many, side
         by side. proposal: tokens one may have at most; 0: no speculation."""
-        self.choices = [Choice(text=echo) for echo in echoes]
+        self.choices = [Choice(texts=[echo]) for echo in echoes]
         self._shape, self._texts = shape, texts
         self._head = {"id": shape.prefix + uuid4().hex, "created": int(time.time()), "model": model}
         self._prompts = prompts
@@ -162,32 +165,38 @@ class Answer:
         """The chunks before the first token: roles, and the prompts where they are echoed."""
         opening = [self._shape.opening(index) for index in range(len(self.choices))]
         echoes = [
-            self._shape.chunk(index, Part(choice.text, [], None))
+            self._shape.chunk(index, Part(choice.texts[0], [], None))
             for index, choice in enumerate(self.choices)
-            if choice.text
+            if choice.texts[0]
         ]
         return [self._chunk([choice]) for choice in (*opening, *echoes) if choice is not None]
 
-    def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
-        """Note what a round added; the chunk to send for it, None when there is nothing to tell yet."""
+    def note(self, index: int, chunk: StreamChunk) -> None:
+        """What a round added."""
         choice = self.choices[index]
-        part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
-        choice.text += chunk.text
+        choice.texts.append(chunk.text)
         choice.logprobs += chunk.logprobs
         choice.num_tokens += len(chunk.token_ids)
         choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
+
+    def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
+        """Note it in an answer that is sent in chunks; the one to send for it, None when there is nothing to tell
+        yet."""
+        choice = self.choices[index]
+        part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
+        self.note(index, chunk._replace(text="", logprobs=[]))  # which are sent, and nobody asks for again
         choice.offset += sum(len(self._texts.text(item.token_id)) for item in chunk.logprobs)
         if not (part.text or part.logprobs or part.finish_reason):
             return None
         return self._chunk([self._shape.chunk(index, part)])
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Response:
         """The finished answer."""
         choices = [
-            self._shape.whole(index, Part(choice.text, choice.logprobs, choice.finish_reason))
+            self._shape.whole(index, Part("".join(choice.texts), choice.logprobs, choice.finish_reason))
             for index, choice in enumerate(self.choices)
         ]
-        return {**self._head, "object": self._shape.whole_object, "choices": choices, **self._account()}
+        return as_json({**self._head, "object": self._shape.whole_object, "choices": choices, **self._account()})
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage and metrics."""
@@ -226,7 +235,8 @@ class Answer:
 
 
 def as_json(content: Mapping[str, Any]) -> Response:
-    return Response(json.dumps(content, allow_nan=False), media_type="application/json")
+    """An answer; its iterators are used up."""
+    return Response("".join(pieces(content)), media_type="application/json")
 
 
 def finite(logprob: float) -> float:

@@ -15,12 +15,14 @@ from ...models.errors import ConfigError, RequestError
 from ..async_llm import DeadlineError, QueueFullError, ShutdownError
 
 FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic puts the branches of a union among the fields
+MAX_NAME = 100  # characters of a field's name that are quoted
 PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
+MAX_SHOWN = 200  # characters of what was asked for
 RETRY_SECONDS = 1  # a place is free again after the shortest of the running requests
 
 
 class Refusal(NamedTuple):
-    """An error as an answer. retry_after: seconds, for clients that may come again."""
+    """An error as an answer. retry_after: seconds, for clients that may come again. closing: the connection, too."""
 
     status: int
     message: str
@@ -28,6 +30,7 @@ class Refusal(NamedTuple):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None
+    closing: bool = False
 
     @property
     def body(self) -> bytes:
@@ -42,6 +45,8 @@ class Refusal(NamedTuple):
             headers["www-authenticate"] = "Bearer"
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
+        if self.closing:
+            headers["connection"] = "close"
         return headers
 
 
@@ -60,17 +65,22 @@ def refusal_of(error: Exception) -> Refusal:
 
 def invalid(error: RequestValidationError) -> Refusal:
     """What is wrong with a body: of several things, and of the branches of a union, the most specific one, which a
-    value has that is of the right type."""
-    worst = max(error.errors(), key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
+    value has that is of the right type and there at all."""
+    worst = max(error.errors(), key=lambda item: (len(item["loc"]), specific(item["type"])))
     if worst["type"] == "json_invalid":
         return Refusal(400, f"the body is not valid JSON: {worst['ctx']['error']}")
+    names = [name if isinstance(name, int) else name[:MAX_NAME] for name in worst["loc"]]
     if worst["type"] == "extra_forbidden":
-        name = str(worst["loc"][-1])
-        return Refusal(400, f"{name} is not supported by this server: leave it out", param=name)
-    place = [str(name) for name in worst["loc"][1:] if isinstance(name, int) or FIELD.fullmatch(name)]
+        return Refusal(400, f"{names[-1]} is not supported by this server: leave it out", param=str(names[-1]))
+    place = [str(name) for name in names[1:] if isinstance(name, int) or FIELD.fullmatch(name)]
     if not place:
         return Refusal(400, "the body must be a JSON object, sent with Content-Type: application/json")
     return Refusal(400, f"{'.'.join(place)}: {worst['msg']}", param=place[0])
+
+
+def specific(kind: str) -> int:
+    """How much a kind of pydantic's errors says."""
+    return 0 if kind.endswith("_type") else 1 if kind == "missing" else 2
 
 
 def add_errors(app: FastAPI) -> None:
@@ -80,7 +90,8 @@ def add_errors(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             refusal = invalid(error)
         elif isinstance(error, HTTPException):
-            refusal = Refusal(error.status_code, f"{error.detail}: {request.method} {request.url.path}; {PLACES}")
+            asked = f"{request.method} {request.url.path}"[:MAX_SHOWN]
+            refusal = Refusal(error.status_code, f"{error.detail}: {asked}; {PLACES}")
         else:
             refusal = refusal_of(error)
         return Response(refusal.body, refusal.status, refusal.headers)

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from ...models.errors import RequestError
+from ...models.errors import RequestError, shown
+from ..conversation import Role
 from ..llm import Prompt, Speculation, is_batch
-from ..sampling import REPETITION_PENALTIES, LogitsProcessor, SamplingParams
+from ..sampling import (
+    LARGEST_COUNT,
+    LARGEST_SEED,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKENS,
+    REPETITION_PENALTIES,
+    TEMPERATURES,
+    LogitsProcessor,
+    SamplingParams,
+)
+from ..speculation.bounds import check_bounds
 from ..speculation.config import SpeculativeConfig
-from .proposals import refuse_endless
 
 # Known fields that change nothing about the text, whatever they say.
 IGNORED = {
@@ -51,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "early_stopping": (False,),
-    "function_call": ("none", "auto"),
+    "function_call": ("none",),
     "functions": ([],),
     "grammar": ("",),
     "include_stop_str_in_output": (False,),
@@ -65,7 +67,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none",),
     "tools": ([],),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -74,14 +76,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 16
 
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+MAX_USER = 512  # characters
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+User = Annotated[str, StringConstraints(max_length=MAX_USER)]
 # Without fail_fast a wrong list costs one error message per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
-SPECULATIVE_CONFIG = TypeAdapter(SpeculativeConfig)
 
 
-class Body(BaseModel):
-    """Types as JSON has them: no "1" for 1, no 1 for true, no NaN."""
+class Strict(BaseModel):
+    """Types as JSON has them: no "1" for 1, no 1 for true, no NaN. A field that is null is left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -94,12 +98,20 @@ class Body(BaseModel):
 
     @classmethod
     def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return value is None
+
+
+class Body(Strict):
+    """Without the fields that ask for nothing."""
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
         if name == "speculative":
             return False  # null says: do not speculate
-        return value is None or name in IGNORED or value in NEUTRAL.get(name, ())
+        return value is None or name in IGNORED or any(same(value, neutral) for neutral in NEUTRAL.get(name, ()))
 
 
-class StreamOptions(Body):
+class StreamOptions(Strict):
     """include_usage: a last chunk with usage and metrics; continuous_usage_stats: and the usage so far in every other
     one. include_obfuscation only pads what OpenAI itself sends."""
 
@@ -115,27 +127,36 @@ class GenerationBody(Body, ABC):
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices per prompt; choice i is drawn with seed + i")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, description="0 is greedy")
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST_COUNT)
+    temperature: float | None = Field(
+        None, ge=0, le=TEMPERATURES[1], description=f"0 is greedy, {TEMPERATURES[0]:g} the least besides"
+    )
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=-1, description="-1 is none")
+    seed: int | None = Field(None, ge=-1, le=LARGEST_SEED, description="-1 is none")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit, -100 to 100")
     # Beyond OpenAI's, with vLLM's names.
-    top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all")
+    top_k: int | None = Field(None, ge=-1, le=LARGEST_COUNT, description="0 or -1 keeps all")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
-    min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = Field(None, ge=0, le=LARGEST_COUNT)
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    user: str | None = Field(None, description="whose request it is: users that wait get places in turn")
-    safety_identifier: str | None = Field(None, description="OpenAI's newer name for user")
+    user: User | None = Field(None, description="whose request it is: users that wait get places in turn")
+    safety_identifier: User | None = Field(None, description="OpenAI's newer name for user")
     # Ours.
     speculative: Literal[False] | dict[str, Any] | None = Field(
         None, description="SpeculativeConfig's fields for this request; false or null decodes plainly"
     )
+
+    @field_validator("speculative", mode="before")
+    @classmethod
+    def _false_alone_is_false(cls, value: Any) -> Any:
+        if value == 0 and value is not False:  # which Literal takes for it
+            raise ValueError("send false, null, or an object of SpeculativeConfig's fields")
+        return value
 
     @property
     def token_limit(self) -> int | None:
@@ -151,6 +172,11 @@ class GenerationBody(Body, ABC):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """SamplingParams.logprobs."""
+
+    def check(self) -> None:
+        """Raises RequestError for fields that do not go together."""
+        if not self.stream and self.stream_options != StreamOptions():
+            raise RequestError("stream_options needs stream to be true")
 
     def sampling_params(self, default_max_tokens: int, vocab_size: int) -> SamplingParams:
         """Raises RequestError for values out of range."""
@@ -188,6 +214,11 @@ class CompletionBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here")
+
     @property
     def prompts(self) -> list[Prompt]:
         """The prompt, or prompts, as a list."""
@@ -195,34 +226,31 @@ class CompletionBody(GenerationBody):
         return prompt if prompt and is_batch(prompt) else [cast(Prompt, prompt)]
 
 
-class TextPart(BaseModel):
+class TextPart(Strict):
     """A part of a message; there are only texts here."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    """One message; further fields reach the chat template as they are."""
+class Message(Strict):
+    """One message, see `conversation.to_template`. Null and empty lists, as in an answer that is sent back, are left
+    out."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    role: Role
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
+    name: str | None = None
 
-    role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-
-    def to_template(self) -> dict[str, Any]:
-        """What chat templates expect: content is one text."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content}
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return value is None or (value == [] and name not in cls.model_fields)
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_COUNT)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -231,26 +259,40 @@ class ChatBody(GenerationBody):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def num_logprobs(self) -> int | None:
+    def conversation(self) -> list[dict[str, Any]]:
+        return conversation(self.messages)
+
+    def check(self) -> None:
+        super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise RequestError("max_completion_tokens is max_tokens by another name: send one of them")
+
+    @property
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as Python has them."""
+    return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def same(value: Any, neutral: Any) -> bool:
+    """Whether two values are equal in JSON, where true is not 1."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     """A SpeculativeConfig from JSON. Raises RequestError, or ConfigError when it is not lossless."""
     unknown = sorted(set(values) - {field.name for field in fields(SpeculativeConfig)})
     if unknown:
-        raise RequestError(f"speculative.{unknown[0]} is unknown: it takes the fields of SpeculativeConfig")
-    try:
-        typed = SPECULATIVE_CONFIG.validate_python(dict(values))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise RequestError(f"speculative.{place}: {first['msg']}") from error
-    refuse_endless({name: getattr(typed, name) for name in values})
-    # pydantic fills a dataclass without its __post_init__, where everything that is not lossless is refused.
-    return replace(typed)
+        name = f"speculative.{unknown[0]:.100}"
+        raise RequestError(f"{name} is unknown: it takes the fields of SpeculativeConfig")
+    check_bounds(values, RequestError, "speculative.")
+    return SpeculativeConfig(**values)
 
 
 def logit_bias(biases: Mapping[str, float], vocab_size: int) -> LogitsProcessor:
@@ -258,7 +300,7 @@ def logit_bias(biases: Mapping[str, float], vocab_size: int) -> LogitsProcessor:
     added = np.zeros(vocab_size)
     for token, bias in biases.items():
         if not token.isascii() or not token.isdigit() or len(token) > 9 or int(token) >= vocab_size:
-            raise RequestError(f"logit_bias: {token!r} is not a token id between 0 and {vocab_size - 1}")
+            raise RequestError(f"logit_bias: {shown(token)} is not a token id between 0 and {vocab_size - 1}")
         if not -100 <= bias <= 100:
             raise RequestError(f"logit_bias of token {token} must be between -100 and 100, not {bias}")
         added[int(token)] = bias

@@ -10,10 +10,11 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ...models.errors import RequestError
-from ..llm import too_long
+from ..conversation import to_template
+from ..prompt import too_long
 from ..tokenizer import Tokenizer
 from .openai_answers import as_json
-from .openai_protocol import Body, Message, TokenIds
+from .openai_protocol import Body, Message, TokenIds, conversation
 
 
 class TokenizeBody(Body):
@@ -70,7 +71,7 @@ class TokensApi:
             return self._encode(body.prompt, body.add_special_tokens)
         if body.messages is None or body.prompt is not None:
             raise RequestError("send either a prompt or messages")
-        messages = [message.to_template() for message in body.messages]
+        messages = to_template(conversation(body.messages))
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=body.add_generation_prompt)
         return self._encode(text, add_special_tokens=False)
 

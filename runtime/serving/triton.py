@@ -94,7 +94,7 @@ def write_model(
         (staging / "1").mkdir(parents=True)
         (staging / "1" / "model.py").write_text(MODEL, encoding="utf-8")
         if copy_bundle:
-            shutil.copytree(bundle, staging / "bundle")
+            opened.copy_to(staging / "bundle")
         placed = replace(settings, bundle="bundle" if copy_bundle else str(bundle.resolve()))
         (staging / CONFIG).write_text(config_pbtxt(name, placed, placement), encoding="utf-8")
         (staging / "README.md").write_text(readme(bundle.resolve(), folder, placed, placement), encoding="utf-8")

@@ -133,10 +133,7 @@ def changed(config: SpeculativeConfig | None) -> dict[str, Any] | None:
 
 
 def changed_from(content: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """The inverse of `changed` after a way through JSON, where tuples are lists."""
+    """The inverse of `changed` after a way through JSON."""
     if content is None:
         return None
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-    }
-    return SpeculativeConfig(**values)
+    return SpeculativeConfig(**content)

@@ -23,12 +23,14 @@ from ..llm import LLM
 from ..metrics import SpecDecodeStats
 from ..sampling import SamplingParams
 from ..text import StreamChunk
+from .json_text import parsed as parsed_json
 from .triton_contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
 from .triton_metrics import TritonMetrics
 from .triton_request import parse_request
 from .triton_response import ResponseWriter
 
 POLL_SECONDS = 0.05  # how often to look whether the client of a request without chunks has gone, and at the load
+NAMELESS = ""  # the client of every request that names none
 WARM_UP = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
@@ -118,7 +120,7 @@ class Call:
 
     async def answer(self, engine: AsyncLLM) -> None:
         """Send responses as rounds end. Raises whatever ends the request early; then nothing final was sent."""
-        parameters = json.loads(self._request.parameters() or "{}")
+        parameters = parsed_json(self._request.parameters() or "{}")
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
         deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
         prompt = await asyncio.to_thread(engine.llm.encode, parsed.prompt)  # a long one takes seconds
@@ -128,7 +130,7 @@ class Call:
             parsed.params,
             speculative=parsed.speculative,
             deadline_s=deadline,
-            client=parsed.client or (str(sequence) if sequence else None),
+            client=parsed.client or (str(sequence) if sequence else NAMELESS),
         )
         self._metrics.record_start(stream.num_prompt_tokens)
         writer = ResponseWriter(parsed, stream.num_prompt_tokens)

@@ -7,7 +7,6 @@ served and would change the output is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.errors import RequestError
+from ...models.errors import RequestError, shown
 from ..sampling import SamplingParams
+from ..speculation.bounds import MAX_PROPOSAL, check_bounds
 from ..speculation.config import SpeculativeConfig
-from .proposals import refuse_endless
+from .json_text import parsed
 from .triton_contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
 
 ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
@@ -42,6 +42,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # On padding, on beams, and on which of two exact ways to accept.
 WITHOUT_EFFECT = {"pad_id", "length_penalty", "use_draft_logits"}
+LARGEST = 2**64  # of integers: a seed is the largest that anything takes
 MAX_TEXT_BYTES = 4 << 20  # of one text; to read it as tokens takes seconds, and Triton itself lets gigabytes pass
 
 
@@ -111,12 +112,12 @@ def plain(name: str, item: Any) -> Any:
 
 def json_object(content: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        settings = parsed(content)
+    except RequestError as error:
         raise RequestError(f"sampling_parameters is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise RequestError(f"sampling_parameters must be a JSON object, not {content!r}")
-    return parsed
+    if not isinstance(settings, dict):
+        raise RequestError(f"sampling_parameters must be a JSON object, not {shown(content)}")
+    return settings
 
 
 def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,14 +131,16 @@ def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             converted = convert(name, value)
             if values.setdefault(name, converted) != converted:
-                raise RequestError(f"{name} is given twice, as {values[name]!r} and {converted!r}: send it once")
+                raise RequestError(
+                    f"{name} is given twice, as {shown(values[name])} and {shown(converted)}: send it once"
+                )
     return values
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
     """Whether a setting may be left out. Raises RequestError when it may not, and is not served."""
     if name in NEUTRAL and str(value).lower() not in {str(neutral).lower() for neutral in NEUTRAL[name]}:
-        raise RequestError(f"{name}={value!r} is not served: leave it out")
+        raise RequestError(f"{name}={shown(value)} is not served: leave it out")
     return name in NEUTRAL or name in WITHOUT_EFFECT
 
 
@@ -164,7 +167,9 @@ def speculation(values: Mapping[str, Any], own: SpeculativeConfig | None) -> Spe
     """The model's way to speculate, as the request changes it. num_draft_tokens: of one proposal, 0 decodes plainly."""
     changes = {name: value for name, value in values.items() if name in SPECULATION}
     limit = values.get("num_draft_tokens")
-    refuse_endless(changes if limit is None else changes | {"num_draft_tokens": limit})
+    check_bounds(changes, RequestError)
+    if limit is not None and not 0 <= limit <= MAX_PROPOSAL:
+        raise RequestError(f"num_draft_tokens must be at least 0 and not more than {MAX_PROPOSAL}, but is {limit}")
     if limit == 0:
         return None
     config = own if own is not None or not (changes or limit) else SpeculativeConfig()
@@ -181,11 +186,13 @@ def convert(name: str, value: Any) -> Any:
     kind = KINDS.get(name)
     if kind is None:
         similar = ", ".join(get_close_matches(name, KINDS))
-        raise RequestError(f"{name!r} is no setting of this model: leave it out{similar and f', or send {similar}'}")
+        raise RequestError(
+            f"{shown(name)} is no setting of this model: leave it out{similar and f', or send {similar}'}"
+        )
     try:
         return kind(value)
-    except (TypeError, ValueError, KeyError) as error:
-        raise RequestError(f"{name} must be {kind.__doc__}, not {value!r}") from error
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise RequestError(f"{name} must be {kind.__doc__}, not {shown(value)}") from error
 
 
 def boolean(value: Any) -> bool:
@@ -199,7 +206,9 @@ def integer(value: Any) -> int:
     """an integer"""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError(value)
-    return int(value)
+    if not -LARGEST <= (number := int(value)) <= LARGEST:
+        raise ValueError(value)
+    return number
 
 
 def number(value: Any) -> float:
@@ -225,11 +234,15 @@ def named(value: Any) -> str:
 
 def integers(value: Any) -> tuple[int, ...]:
     """a list of integers"""
+    if isinstance(value, Mapping):
+        raise ValueError(value)
     return tuple(integer(item) for item in (value.split(",") if isinstance(value, str) else value))
 
 
 def texts(value: Any) -> tuple[str, ...]:
     """text or a list of texts"""
+    if isinstance(value, Mapping):
+        raise ValueError(value)
     return (value,) if isinstance(value, str) else tuple(text(item) for item in value)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...models.bindings import TOP_COLUMNS
-from ...models.errors import ConfigError
+from ...models.errors import ConfigError, shown
 from ..cost import CostModel
 from .acceptance import Shapes
 from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
+from .bounds import SHARES, check_bounds
 from .calibration import Calibration, Estimate, uncorrected
 from .controller import Controller, Experience, Plan
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
@@ -37,12 +38,20 @@ MERGERS = ("none", "gsd")
 KEYS = ("draft", "calibrated", "head")
 BUDGETS = ("cost", "fixed")
 STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
-SHARES = ("sibling_share", "leaf_share", "rejection_threshold", "confidence_threshold", "entropy_threshold")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "grow": (AUTO, *GROWERS),
+    "merge": MERGERS,
+    "stop_rule": STOPPERS,
+    "key": KEYS,
+    "verify": (AUTO, *VERIFIERS),
+    "budget": BUDGETS,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How to speculate. Raises ConfigError for settings that contradict each other or are not lossless.
+    """How to speculate. Raises ConfigError for settings that contradict each other or are not lossless, and for those
+    of another type or beyond the bounds of `bounds.py`.
 
     grow: "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth, or any
     `topology`, see `baseline.sequoia`); "dyspec" draws where acceptance is expected, in a static shape, "dyspec-heap"
@@ -91,28 +100,18 @@ class SpeculativeConfig:
     budget: str = "cost"
 
     def __post_init__(self) -> None:
-        choices = {
-            "grow": (AUTO, *GROWERS),
-            "merge": MERGERS,
-            "stop_rule": STOPPERS,
-            "key": KEYS,
-            "verify": (AUTO, *VERIFIERS),
-            "budget": BUDGETS,
-        }
-        for name, names in choices.items():
+        check_bounds({name: getattr(self, name) for name in self.__dataclass_fields__})
+        for name in ("branching", "topology"):
+            if type(getattr(self, name)) is list:  # as JSON has them
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, names in CHOICES.items():
             if getattr(self, name) not in names:
-                raise ConfigError(f"{name} must be one of {', '.join(names)}, not {getattr(self, name)!r}")
-        for name in ("max_draft_len", "max_total_draft_tokens", "frontier_width", "merge_ngram", "lookup_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("min_draft_len", "lookup_ngram"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, but is {getattr(self, name)}")
+                raise ConfigError(f"{name} must be one of {', '.join(names)}, not {shown(getattr(self, name))}")
         for name in SHARES:
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be in [0, 1], not {shown(getattr(self, name))}")
         if not 0 < self.draft_threshold <= 1:
-            raise ConfigError(f"draft_threshold must be in (0, 1], not {self.draft_threshold}")
+            raise ConfigError(f"draft_threshold must be in (0, 1], not {shown(self.draft_threshold)}")
         if self.grow == "dyspec-heap" and self.stop_rule != "fixed":
             raise ConfigError(
                 f"stop_rule={self.stop_rule!r} needs growth by layers: use grow='dyspec' instead of 'dyspec-heap'"
@@ -127,7 +126,7 @@ class SpeculativeConfig:
 
     def _check_shape(self) -> None:
         if not self.branching or min(self.branching) < 1:
-            raise ConfigError(f"branching must name at least one child per depth, not {self.branching}")
+            raise ConfigError(f"branching must name at least one child per depth, not {shown(self.branching)}")
         if any(not 0 <= parent <= index for index, parent in enumerate(self.topology)):
             raise ConfigError("topology must name each position's parent, an earlier position; 0 is the root")
         if self.grow == "static" and not self.topology:

@@ -32,7 +32,8 @@ PLAIN_DEPTH = 0
 class Plan(NamedTuple):
     """One round's limits; depth 0 decodes plainly. tokens, seconds: what the round is expected to yield and to take.
     speed_up: expected of the best proposal over plain decoding. probe: it is made although that is less than one, to
-    see whether it still is. chain: propose a chain of `depth` tokens, whatever else the configuration grows."""
+    see whether it still is. chain: propose a chain of `depth` tokens, whatever else the configuration grows. reason: of
+    a plain round, the figures that decided."""
 
     depth: int
     size: int
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
     speed_up: float
     probe: bool
     chain: bool = False
+    reason: str = ""
 
 
 class Experience:
@@ -99,7 +101,7 @@ class Controller:
         if allowed > loss and allowed > loss + self._held_up(best, context, sharing):
             self._experience.plain_rounds = 0
             return best._replace(probe=True)
-        return plain._replace(speed_up=best.speed_up)
+        return plain._replace(speed_up=best.speed_up, reason=self._why_not(best, room, unread, sharing))
 
     def worth_reading(self, context: int, room: int, sharing: int) -> bool:
         """Whether the draft is to read the prompt of `context` tokens, for a text of `room` tokens behind it."""
@@ -118,6 +120,17 @@ class Controller:
         does not know what their rows, and those rejected, do to a pass."""
         clearly = sharing == 1 or plan.speed_up > SHARED_SPEED_UP
         return clearly and self._saves(plan, room) > catching_up
+
+    def _why_not(self, plan: Plan, room: int, unread: int, sharing: int) -> str:
+        """What `_pays` found wanting. Times are counted in plain tokens: costs may stand for sizes of models."""
+        promise = f"a proposal promises {plan.speed_up:.2f} times plain speed"
+        if sharing > 1 and plan.speed_up <= SHARED_SPEED_UP:
+            return f"{promise} and {sharing} requests share the passes, where more than {SHARED_SPEED_UP:.2f} is asked"
+        if not (reading := self._catching_up(unread)):
+            return promise
+        saved, reading = self._saves(plan, room) / self._plain_seconds, reading / self._plain_seconds
+        saving = f"{promise}, which saves the time of {max(0.0, saved):.1f} tokens over the {room} that may follow"
+        return f"{saving}, but the draft would first read {unread} tokens, in the time of {reading:.1f}"
 
     def _saves(self, plan: Plan, room: float) -> float:
         """Seconds that such rounds save over a text of `room` tokens."""

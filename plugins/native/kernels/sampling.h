@@ -3,35 +3,47 @@
 #include <math.h>
 #include "ranking.h"
 
-#define FAINT (-126.0f) /* 2^x below it is nothing */
-
-/* weights [size] = e^((logits - their largest) / temperature); returns their sum. */
+/* weights [size] = e^((logits - their largest) / temperature); returns their sum. NaN when a logit is NaN or plus
+ * infinity, or all are minus infinity: then the weights mean nothing.
+ *
+ * Differences are halved: that of two finite numbers may overflow. A temperature below 1.5e-38 or above 1e38, whose
+ * reciprocal fp32 does not hold, is taken for that. */
 double draftwood_softmax(const float *logits, int size, double temperature, float *weights) {
-    const float peak = highest(logits, size), factor = (float)fmin(LOG2_E / temperature, 1e38);
+    const float peak = highest(logits, size), factor = (float)fmax(fmin(2 * LOG2_E / temperature, 2e38), FLT_MIN);
+    f32 numbers = {0};
     double total = 0;
+    if (!isfinite(peak)) return NAN;
     for (int first = 0; first < size; first += RUN) {
         f32 sum = {0};
         for (int from = first; from < first + RUN && from < size; from += LANES) {
-            f32 power = (columns(logits, from, size) - peak) * factor;
-            f32 weight = choose(power < FAINT, splat(0), power_of_two(power));
+            f32 power = (columns(logits, from, size) * 0.5f - peak * 0.5f) * factor;
+            f32 limited = larger(splat(FAINT), power);
+            f32 weight = from_on(power, FAINT, normal_power_of_two(limited));
+            numbers += limited; /* is NaN where a logit is */
             store_some(weights + from, weight, size - from);
             sum += weight;
         }
         for (int lane = 0; lane < LANES; lane++) total += sum[lane];
     }
+    for (int lane = 0; lane < LANES; lane++)
+        if (isnan(numbers[lane])) return NAN;
     return total;
 }
 
 /* ids, weights [room]: the same of those alone that are at least `share` times as probable as the best, in their order,
- * as many as there is room for; returns how many there are. */
+ * as many as there is room for; returns how many there are, none that has no probability, or -1 where softmax returns
+ * NaN. 0 < share <= 1. */
 int draftwood_likely(const float *logits, int size, double temperature, double share, int room, int64_t *ids,
                      double *weights) {
-    const float peak = highest(logits, size), least = (float)(peak + temperature * log(share));
+    const float peak = highest(logits, size);
+    const float least = (float)fmax(peak + temperature * log(share), -FLT_MAX);
     int count = 0;
+    if (!isfinite(peak)) return -1;
     for (int first = 0; first < size; first += LANES) {
-        f32 value = columns(logits, first, size);
-        for (uint32_t left = at_least(value, least); left; left &= left - 1) {
+        uint32_t left = not_below(columns(logits, first, size), least);
+        for (; left; left &= left - 1) {
             const int id = first + __builtin_ctz(left);
+            if (!(logits[id] <= peak)) return -1;
             if (count++ >= room) continue;
             ids[count - 1] = id;
             weights[count - 1] = exp(((double)logits[id] - peak) / temperature);

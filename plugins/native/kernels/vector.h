@@ -35,14 +35,25 @@ INLINE void store_some(float *to, f32 value, int size) {
     if (size >= LANES) store(to, value); else memcpy(to, &value, size * sizeof(float));
 }
 INLINE f32 load_some(const float *from, int size, float rest) {
+    if (size >= LANES) return load(from);
     f32 value = splat(rest);
-    memcpy(&value, from, (size < LANES ? size : LANES) * sizeof(float));
+    memcpy(&value, from, size * sizeof(float));
     return value;
 }
 #endif
 INLINE f32 choose(i32 mask, f32 yes, f32 no) { return (f32)(((i32)yes & mask) | ((i32)no & ~mask)); }
+/* The second one where either is no number. Compilers make sixteen comparisons of one of two registers. */
 #if defined(__AVX512F__)
 INLINE f32 larger(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX__)
+INLINE f32 larger(f32 a, f32 b) {
+    __m256 one[2], two[2];
+    memcpy(one, &a, sizeof a);
+    memcpy(two, &b, sizeof b);
+    for (int half = 0; half < 2; half++) one[half] = _mm256_max_ps(one[half], two[half]);
+    memcpy(&a, one, sizeof a);
+    return a;
+}
 #else
 INLINE f32 larger(f32 a, f32 b) { return choose(a > b, a, b); }
 #endif
@@ -74,23 +85,38 @@ INLINE f32 only(uint16_t bits, f32 value) {
 #endif
 }
 
-/* A bit for each lane that is no smaller. */
-INLINE uint16_t at_least(f32 value, float least) {
+/* The value in lanes where `place` is no smaller than `least`, elsewhere 0. */
+INLINE f32 from_on(f32 place, float least, f32 value) {
 #if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(least), _CMP_GE_OQ);
+    return (f32)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)place, (__m512)splat(least), _CMP_GE_OQ), (__m512)value);
+#else
+    return (f32)((i32)value & ~((i32)(place - least) >> 31)); /* the sign of the difference: no comparison */
+#endif
+}
+
+/* A bit for each lane that is not smaller: what is no number has one, too. */
+INLINE uint16_t not_below(f32 value, float least) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(least), _CMP_NLT_UQ);
 #else
     uint16_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits |= (uint16_t)((value[lane] >= least) << lane);
+    for (int lane = 0; lane < LANES; lane++) bits |= (uint16_t)(!(value[lane] < least) << lane);
     return bits;
 #endif
 }
 
-/* To the nearest integer, ties to even, for |value| < 2^22: the last bits of WHOLE_ZERO + value are the integer. */
-INLINE i32 nearest(f32 value) { return (i32)(value + WHOLE_ZERO) - (i32)splat(WHOLE_ZERO); }
+/* To the nearest integer, ties to even, for |value| < 2^22: the last bits of WHOLE_ZERO + value are the integer. A
+ * compiler must not fuse the product that `value` may be with this sum: the product would then be rounded once instead
+ * of twice, and near a tie the integer would depend on whether the processor has fused instructions. */
+INLINE i32 nearest(f32 value) {
+    __asm__("" : "+m"(value));
+    return (i32)(value + WHOLE_ZERO) - (i32)splat(WHOLE_ZERO);
+}
 
-/* 2^x for x <= 0, to 2e-7: 2^n times a polynomial on [-1/2, 1/2] (2^r's Taylor series). */
-INLINE f32 power_of_two(f32 x) {
-    x = larger(x, splat(-126.0f));
+#define FAINT (-126.0f) /* 2^x is normal from here on */
+
+/* 2^x for FAINT <= x <= 0, to 2e-7: 2^n times a polynomial on [-1/2, 1/2] (2^r's Taylor series). */
+INLINE f32 normal_power_of_two(f32 x) {
     f32 n = x + WHOLE_ZERO;
     f32 r = x - (n - WHOLE_ZERO);
     f32 p = r * 1.5403530e-4f + 1.3333558e-3f;
@@ -101,6 +127,9 @@ INLINE f32 power_of_two(f32 x) {
     p = p * r + 1.0f;
     return (f32)((i32)p + ((i32)n << 23));
 }
+
+/* The same for any x <= 0; where 2^x is smaller, and for what is no number, 2^FAINT. */
+INLINE f32 power_of_two(f32 x) { return normal_power_of_two(larger(x, splat(FAINT))); }
 
 /* x * sigmoid(x), without overflow on either side. */
 INLINE f32 silu(f32 x) {

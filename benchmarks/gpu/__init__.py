@@ -1,0 +1,1 @@
+"""Checks and measurements that need a GPU; `make gpu-check` runs them."""

@@ -1,0 +1,1 @@
+"""Many requests at a time: throughput, latency, shared prefixes, and a queueing simulation."""

@@ -1,0 +1,127 @@
+"""Throughput and latency of AsyncLLM, without HTTP, against the number of concurrent requests: plain and speculative.
+
+    python -m benchmarks.load.concurrency bundles/demo-110m \\
+        --prompts models/demo/prompts.jsonl --output benchmarks/results
+
+A client sends its next request when it has the answer to the last one. Plain and speculative runs alternate.
+`serving/run.py` measures the same over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.tools.record import add_output, write_results
+from draftwood.cli.bench import read_prompts
+from draftwood.runtime import LLM, AsyncLLM, SamplingParams
+
+CONCURRENCY = (1, 2, 4, 8, 16)
+REQUESTS = 3  # of each client
+MODES = ("plain", "speculative")
+
+
+class RequestTimes(NamedTuple):
+    """One request. first, whole: seconds until the first token and until the end. tokens: of its text."""
+
+    first: float
+    whole: float
+    tokens: int
+
+
+async def ask(served: AsyncLLM, prompt: list[int], mode: str, tokens: int) -> RequestTimes:
+    start = perf_counter()
+    first, count = 0.0, 0
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    async for chunk in served.generate(prompt, params, speculative=None if mode == "plain" else "own"):
+        first = first or perf_counter() - start
+        count += len(chunk.token_ids)
+    return RequestTimes(first, perf_counter() - start, count)
+
+
+async def run_clients(
+    served: AsyncLLM, prompts: Sequence[list[int]], mode: str, clients: int, tokens: int
+) -> dict[str, float]:
+    """Figures of one run, in seconds and tokens per second."""
+
+    async def client(number: int) -> list[RequestTimes]:
+        turns = range(number, number + REQUESTS)
+        return [await ask(served, prompts[turn % len(prompts)], mode, tokens) for turn in turns]
+
+    start = perf_counter()
+    answers = [answer for each in await asyncio.gather(*map(client, range(clients))) for answer in each]
+    seconds = perf_counter() - start
+    first_p50, first_p99 = np.percentile([answer.first for answer in answers], (50, 99))
+    later = [(answer.whole - answer.first) / max(1, answer.tokens - 1) for answer in answers]
+    later_p50, later_p99 = np.percentile(later, (50, 99))
+    return {
+        "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
+        "first_token_p50": float(first_p50),
+        "first_token_p99": float(first_p99),
+        "per_token_p50": float(later_p50),
+        "per_token_p99": float(later_p99),
+    }
+
+
+async def measure(llm: LLM, prompts: Sequence[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
+    """Medians over the runs, by number of clients and mode."""
+    runs: dict[tuple[int, str], list[dict[str, float]]] = {}
+    with AsyncLLM(llm, max_running=max(CONCURRENCY), prefix_cache_slots=0) as served:
+        for repeat in range(repeats + 1):
+            for clients in CONCURRENCY:
+                for mode in MODES:
+                    figures = await run_clients(served, prompts, mode, clients, tokens)
+                    if repeat:  # the first one binds buffers
+                        runs.setdefault((clients, mode), []).append(figures)
+    return {
+        str(clients): {
+            mode: {name: round(median(run[name] for run in runs[clients, mode]), 4) for name in runs[clients, mode][0]}
+            for mode in MODES
+        }
+        for clients in CONCURRENCY
+    }
+
+
+def make_table(figures: dict[str, Any]) -> Table:
+    result = Table(
+        "requests at a time", "tokens/s plain", "speculative", "ratio", "first token p50, p99", "per token p50, p99"
+    )
+    for clients, modes in figures.items():
+        plain, own = (modes[mode] for mode in MODES)
+        ratio = own["tokens_per_second"] / plain["tokens_per_second"]
+        cells = [f"{plain['tokens_per_second']:.0f}", f"{own['tokens_per_second']:.0f}", f"{ratio:.2f}"]
+        cells += [
+            f"{1e3 * own[f'{name}_p50']:.0f}, {1e3 * own[f'{name}_p99']:.0f} ms"
+            for name in ("first_token", "per_token")
+        ]
+        result.add_row(clients, *cells)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=2)
+    add_output(parser, "load_concurrency")
+    args = parser.parse_args()
+    with LLM(args.bundle) as llm:
+        prompts = [llm.encode(text) for text in read_prompts(args.prompts)]
+        figures = asyncio.run(measure(llm, prompts, args.max_tokens, args.repeats))
+    Console().print(make_table(figures))
+    settings = {"bundle": args.bundle.name, "max_tokens": args.max_tokens}
+    write_results(args.output, args.name, settings | {"requests": figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""HTTP servers under load: throughput and latency against the number of concurrent requests, measured by AIPerf."""

@@ -1,0 +1,125 @@
+"""Start and stop the servers under load."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NamedTuple
+
+from benchmarks.peers.process import PeerError, PeerProcess, make_command, parse_entries
+from benchmarks.peers.programs.llama_cpp import is_healthy
+from benchmarks.peers.protocol import PLAIN, PeerOptions
+from benchmarks.tools.processor import read_tree_seconds
+from draftwood.models.errors import RequestError
+
+MODEL = "pair"  # name of the model on every server
+OURS, LLAMA_CPP = "draftwood", "llama.cpp"
+# Options that turn the prefix cache off. Prompts recur in a load, and every request must read its own.
+WITHOUT_CACHE = {OURS: ("--prefix-cache-slots", 0), LLAMA_CPP: ("--no-cache-prompt", "--cache-ram", 0)}
+HOST = "127.0.0.1"
+SECONDS_TO_LOAD, SECONDS_TO_END = 120, 30
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How to start one server. command: accepts --host and --port."""
+
+    peer: str
+    method: str
+    command: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer} {self.method}"
+
+
+class RunningServer(NamedTuple):
+    """A server that is ready. url: without a path."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def processor_seconds(self) -> float:
+        """Processor time of the server and its children so far."""
+        return read_tree_seconds(self.process.pid)
+
+
+def draftwood_servers(bundle: Path, at_a_time: int, threads: int) -> list[Server]:
+    """A plain and a speculative server of the same bundle."""
+    serve = [sys.executable, "-m", "draftwood.cli.main", "serve", bundle, "--served-model-name", MODEL]
+    command = tuple(map(str, [*serve, "--max-running", at_a_time, "--threads", threads, *WITHOUT_CACHE[OURS]]))
+    return [Server(OURS, PLAIN, (*command, "--no-speculation")), Server(OURS, "speculative", command)]
+
+
+def llama_cpp_servers(options: PeerOptions, at_a_time: int, context: int) -> list[Server]:
+    """A plain server, and one per length of a proposal with the pair's draft. Every slot holds `context` tokens."""
+    models = options.convert_once(refuse_conversion)
+    program = options.work / "build" / "bin" / "llama-server"
+    target = [program, "-m", models / "target.gguf", "--alias", MODEL, "-np", at_a_time, "-c", at_a_time * context]
+    threads = ["-t", options.threads, "-tb", options.threads]
+    command = tuple(map(str, [*target, *threads, *WITHOUT_CACHE[LLAMA_CPP], "--log-disable"]))
+    draft = ("-md", str(models / "draft.gguf"), "--spec-type", "draft-simple", "--spec-draft-n-max")
+    drafts = [Server(LLAMA_CPP, f"draft:{n}", (*command, *draft, str(n))) for n in options.draft_tokens]
+    return [Server(LLAMA_CPP, PLAIN, command), *drafts]
+
+
+def prepare_llama_cpp(options: PeerOptions) -> str:
+    """Let llama.cpp's program convert the pair, unless an earlier run did. Returns llama.cpp's version.
+
+    Raises RequestError for a precision that llama.cpp lacks, and PeerError that names the script which installs it.
+    """
+    chosen = parse_entries([LLAMA_CPP], [options.precision])
+    if not chosen:
+        raise RequestError(f"llama.cpp has no {options.precision} weights: leave --pair out, or take another bundle")
+    program = PeerProcess(make_command(chosen[0], options), options.work / "log.txt")
+    program.close()
+    return program.version
+
+
+def refuse_conversion(folder: Path) -> None:
+    raise PeerError(f"llama.cpp's program did not convert the pair to {folder}")
+
+
+@contextmanager
+def start_server(server: Server, log: Path) -> Iterator[RunningServer]:
+    """Start a server on a free port, wait until it is healthy, and stop it at the end.
+
+    Raises PeerError when it does not start.
+    """
+    port = find_free_port()
+    with log.open("ab") as lines:
+        command = [*server.command, "--host", HOST, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=lines, stderr=lines)
+    try:
+        wait_until_healthy(server, process, port, log)
+        yield RunningServer(f"http://{HOST}:{port}", process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_healthy(server: Server, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    connection = HTTPConnection(HOST, port, timeout=1)
+    deadline = monotonic() + SECONDS_TO_LOAD
+    while not is_healthy(connection):
+        if process.poll() is not None or monotonic() > deadline:
+            raise PeerError(f"{server.name} did not start; see {log}")
+        sleep(0.1)
+    connection.close()
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

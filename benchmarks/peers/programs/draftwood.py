@@ -1,0 +1,105 @@
+"""Draftwood, with the decoder of `draftwood bench`. The variant names the backend of the bundle.
+
+The program runs the commands of a user: `draftwood build`, then `draftwood profile`. A bundle is kept until the code
+that built it changes, since quantising a large target takes minutes. Its costs are measured anew in every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+
+from benchmarks.peers.protocol import Generation, PeerOptions, serve
+from draftwood import builder, models, plugins
+from draftwood.cli.bench import parse_config
+from draftwood.models.bindings import DRAFT, TARGET
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.cost import assumed, read_costs
+from draftwood.runtime.decoder import SpeculativeDecoder
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.random import seeded_streams
+from draftwood.runtime.sampling import Sampler, SamplingParams
+
+TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
+DIGEST_FILE = "code"  # beside a kept bundle: a digest of the code that built it
+BUILDING_PACKAGES = (builder, models, plugins)
+SOURCES = (".py", ".c", ".h")
+DEFAULT_METHOD = "auto"  # the default of a user: sizes planned by the measured costs
+
+
+class Draftwood:
+    def __init__(self, options: PeerOptions) -> None:
+        backend = options.variant or "onnxruntime"
+        output = build_bundle(options, backend)
+        run_draftwood("profile", output, "--threads", options.threads)
+        self._bundle = EngineBundle.open(output)
+        self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_draft(options.threads))
+        self._costs = read_costs(output) or assumed(*(engine.spec.model for engine in self._engines))
+        self._decoders: dict[str, SpeculativeDecoder] = {}
+        self.version = f"draftwood {version('draftwood')}"
+        if backend != "native":
+            self.version += f", {backend} {version(backend)}"
+        self.methods = [*options.methods("chain"), *TREES, DEFAULT_METHOD]
+
+    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
+        if method not in self._decoders:
+            config, length = parse_config(method), self._bundle.manifest.max_length
+            self._decoders[method] = SpeculativeDecoder(*self._engines, config, length, (), self._costs)
+        stats = SpecDecodeStats()
+        start = perf_counter()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        sampler = Sampler(params, prompt, (), self._engines[0].spec.model.vocab_size)
+        for _ in self._decoders[method].generate(prompt, sampler, seeded_streams(0), stats):
+            pass
+        seconds = perf_counter() - start
+        counters: dict[str, float] = {
+            "target_passes": stats.target_passes,
+            "drafted": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_tokens,
+        }
+        return Generation(list(sampler.output), seconds, counters)
+
+
+def build_bundle(options: PeerOptions, backend: str) -> Path:
+    """The pair's bundle, built by the present code; that of an earlier run if the code has not changed."""
+    code = digest_files(
+        file for package in BUILDING_PACKAGES for folder in package.__path__ for file in Path(folder).rglob("*")
+    )
+
+    def build(folder: Path) -> None:
+        pair = ["--target", options.pair / TARGET, "--draft", options.pair / DRAFT, "--output", folder / "bundle"]
+        run_draftwood("build", *pair, "--backend", backend, "--precision", options.precision, "--no-profile")
+        (folder / DIGEST_FILE).write_text(code, encoding="utf-8")
+
+    folder = options.convert_once(build)
+    if (folder / DIGEST_FILE).read_text(encoding="utf-8") != code:
+        shutil.rmtree(folder)
+        folder = options.convert_once(build)
+    return folder / "bundle"
+
+
+def digest_files(files: Iterable[Path]) -> str:
+    """A digest of the names and contents of source files."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file.suffix in SOURCES):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def run_draftwood(*arguments: object) -> None:
+    """Run a command in a process of its own, so that the memory of a build is free while decoding is measured."""
+    command = [sys.executable, "-m", "draftwood.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+
+
+if __name__ == "__main__":
+    serve(Draftwood)

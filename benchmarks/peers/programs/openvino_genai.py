@@ -1,0 +1,82 @@
+"""OpenVINO GenAI on the CPU: plain, and with the draft, which selects the continuous-batching pipeline.
+
+The precision fp32 includes fp32 arithmetic and caches. Other precisions keep the processor's default arithmetic (bf16
+if the processor has it), under which speculation may change the text. The variant "f32" selects fp32 arithmetic for
+them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
+
+EXACT_SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+CACHE_GB = 1
+
+
+class OpenVinoGenAI:
+    def __init__(self, options: PeerOptions) -> None:
+        self._models = options.convert_once(lambda folder: convert(options, folder))
+        self._library: Any = import_module("openvino_genai")
+        self._tensor: Any = import_module("openvino").Tensor
+        self._properties: dict[str, object] = {"INFERENCE_NUM_THREADS": options.threads}
+        if options.precision == "fp32" or options.variant == "f32":
+            self._properties |= EXACT_SETTINGS
+        self._loaded: dict[str, Any] = {}
+        self.version = f"openvino-genai {version('openvino-genai')}"
+        self.methods = options.methods("draft")
+
+    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
+        import numpy as np
+
+        kind, length = split_method(method)
+        pipeline = self._pipeline(kind)
+        config = self._library.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        if kind == "draft":
+            config.num_assistant_tokens = length
+        start = perf_counter()
+        ids = np.array([prompt], np.int64)
+        inputs = self._library.TokenizedInputs(self._tensor(ids), self._tensor(np.ones_like(ids)))
+        result = pipeline.generate(inputs, config)
+        tokens = [int(token) for token in result.tokens[0]]
+        seconds = perf_counter() - start
+        counters = {}
+        if kind == "draft":
+            counters = {"accepted": result.extended_perf_metrics.get_num_accepted_tokens()}
+        return Generation(tokens, seconds, counters)
+
+    def _pipeline(self, kind: str) -> Any:
+        if kind not in self._loaded:
+            settings = dict(self._properties)
+            if kind == "draft":
+                draft = str(self._models / "draft")
+                settings["draft_model"] = self._library.draft_model(draft, "CPU", **self._properties)
+                scheduler = self._library.SchedulerConfig()
+                scheduler.cache_size = CACHE_GB
+                settings["scheduler_config"] = scheduler
+            elif kind != PLAIN:
+                raise ValueError(f"method {kind!r} is not one of {', '.join(self.methods)}")
+            self._loaded[kind] = self._library.LLMPipeline(str(self._models / "target"), "CPU", **settings)
+        return self._loaded[kind]
+
+
+def convert(options: PeerOptions, folder: Path) -> None:
+    for role in ("target", "draft"):
+        export = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
+        task = ["--task", "text-generation-with-past", "--weight-format", options.precision]
+        # Matrices that its blocks of 128 do not divide take smaller ones, instead of an error.
+        blocks = ["--group-size-fallback", "adjust"] if options.precision == "int4" else []
+        source, output = options.pair / role, folder / role
+        subprocess.run([*export, "-m", str(source), *task, *blocks, str(output)], check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    serve(OpenVinoGenAI)

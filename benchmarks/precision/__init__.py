@@ -1,0 +1,1 @@
+"""What each weight format costs in quality and gains in time."""

@@ -1,1 +1,0 @@
-"""Draftwood's server and llama.cpp's under load: throughput and latency against the number of requests at a time."""

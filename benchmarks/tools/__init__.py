@@ -1,0 +1,1 @@
+"""What several benchmarks use: checkpoints of a chosen cost, dated results, figures as SVG."""

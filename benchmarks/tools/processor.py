@@ -1,0 +1,38 @@
+"""Processor time of this machine and of its processes, from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def read_busy_seconds() -> float:
+    """Seconds that all processors together have worked since the machine started; 0 without /proc."""
+    try:
+        fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    idle = fields[3] + fields[4]
+    return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def read_tree_seconds(pid: int) -> float:
+    """Processor seconds of a process and of its children so far."""
+    return sum(map(read_process_seconds, [pid, *find_children(pid)]))
+
+
+def read_process_seconds(pid: int) -> float:
+    """Processor seconds of one process so far; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def find_children(pid: int) -> list[int]:
+    """Process ids of the direct children."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []

@@ -1,0 +1,140 @@
+"""What must hold among the numbers of a manifest before anything is computed from them.
+
+Types were checked when it was read. What the numbers say of an engine's file is compared with that file when the engine
+is opened: see `engines.native_weights`, `engines.onnx_file` and `engines.feeds`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from ..models.bindings import ADDITIVE, COMPACT, DTYPES, LOW_BIT, ROLES, output_names
+from ..models.config import LlamaConfig
+from ..models.errors import BundleError
+from .engines.base import EngineSpec
+from .engines.compatibility import PACKAGES, Plan
+
+if TYPE_CHECKING:
+    from .bundle import Manifest
+
+SUFFIXES = {"onnxruntime": "onnx", "openvino": "onnx", "native": "weights", **dict.fromkeys(PACKAGES, "plan")}
+PRECISIONS = (*DTYPES, *LOW_BIT)
+EXECUTABLE = (".so", ".dylib", ".dll", ".pyd", ".py")
+MOST_FILES = 1000
+# Larger than any model or machine of today by some orders; small enough for 32-bit arithmetic.
+MOST_LAYERS, MOST_SIZE, MOST_SLOTS, MOST_ROWS, MOST_BATCH = 4096, 1 << 24, 1 << 24, 1 << 14, 1 << 12
+LARGEST_ROW = (1 << 31) - 1  # numbers of one row
+
+
+class Unsound(ValueError):
+    """A manifest whose numbers cannot be those of a build."""
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raises BundleError, naming what does not hold."""
+    try:
+        check_names(manifest.files)
+        check_numbers(manifest)
+        for role, spec in manifest.engines.items():
+            check_engine(role, spec, manifest)
+    except Unsound as error:
+        raise BundleError(f"the manifest cannot be a build's: {error}: rebuild the bundle") from error
+
+
+def check_names(files: Iterable[str]) -> None:
+    """Raises BundleError for names that lead out of the bundle, and for code."""
+    for name in files:
+        if PurePosixPath(name).parts != (name,) or name == ".." or "\\" in name or ":" in name:
+            raise BundleError(f"the manifest names the file {name!r}, which leaves the bundle: do not use this bundle")
+        if name.lower().endswith(EXECUTABLE):
+            raise BundleError(f"{name!r} is executable code of an older release, and bundles hold none: rebuild it")
+
+
+def check_numbers(manifest: Manifest) -> None:
+    """What belongs to no engine alone."""
+    require(set(manifest.engines) == set(ROLES) == set(manifest.parity), "it does not describe a target and a draft")
+    require(len(manifest.files) <= MOST_FILES, f"it lists {len(manifest.files)} files")
+    for name, record in manifest.files.items():
+        sound = record.bytes >= 0 and re.fullmatch("[0-9a-f]{64}", record.sha256) is not None
+        require(sound, f"the size or digest of {name} is none")
+    for role, difference in manifest.parity.items():
+        require(difference >= 0, f"the {role}'s parity is {difference}")
+    sizes = {spec.model.vocab_size for spec in manifest.engines.values()}
+    require(len(sizes) == 1, "target and draft have different vocabularies")
+    require(all(0 <= token < min(sizes) for token in manifest.eos_token_ids), "an eos_token_id is outside of them")
+    require(2 <= manifest.max_length <= MOST_SLOTS, f"max_length is {manifest.max_length}")
+
+
+def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
+    """One engine's. Raises BundleError, too, for a backend that a later release may know."""
+    if spec.backend not in SUFFIXES:
+        raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
+    if spec.precision not in PRECISIONS:
+        raise BundleError(f"the {role}'s precision {spec.precision!r} is unknown to this release: update draftwood")
+    require(spec.role == role, f"the {role} is a {spec.role}")
+    file = f"{role}.{SUFFIXES[spec.backend]}"
+    require(spec.file == file, f"the {role}'s file is {spec.file!r} instead of {file!r}")
+    require(file in manifest.files, f"it lists no file {file!r}")
+    model, widths = spec.model, spec.pass_widths
+    check_model(role, model)
+    require(ascending(widths) and bool(spec.widths) and widths[0] >= 1, f"the {role}'s widths do not ascend from 1")
+    require(widths[-1] <= MOST_ROWS, f"the {role}'s passes have {widths[-1]} rows")
+    least = manifest.max_length + 2 * spec.max_width
+    require(least <= spec.capacity <= MOST_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
+    require(manifest.max_length <= model.max_position, f"the {role} was trained for {model.max_position} tokens")
+    form = COMPACT if spec.backend in PACKAGES else ADDITIVE
+    known = {output_names(role, head, form) for head in (False, True)}
+    require(spec.outputs in known, f"the {role}'s outputs are {', '.join(spec.outputs) or 'none'}")
+    require(
+        1 <= spec.max_batch <= (MOST_BATCH if form == COMPACT else 1), f"the {role}'s max_batch is {spec.max_batch}"
+    )
+    require((spec.plan is not None) == (form == COMPACT), f"the {role} has a plan, or lacks one")
+    if spec.plan is not None:
+        check_plan(role, spec.plan)
+
+
+def check_model(role: str, model: LlamaConfig) -> None:
+    sizes = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+    }
+    for name, size in sizes.items():
+        require(1 <= size <= MOST_SIZE, f"the {role}'s {name} is {size}")
+    require(1 <= model.num_layers <= MOST_LAYERS, f"the {role} has {model.num_layers} layers")
+    require(model.max_position >= 1, f"the {role}'s max_position is {model.max_position}")
+    require(model.num_heads % model.num_kv_heads == 0, f"the {role}'s heads do not share its KV heads evenly")
+    require(model.head_dim % 2 == 0, f"the {role}'s head_dim {model.head_dim} is odd")
+    require(model.query_size + 2 * model.kv_size <= LARGEST_ROW, f"the {role}'s heads are too many")
+    require(0 < model.norm_eps < 1, f"the {role}'s norm_eps is {model.norm_eps}")
+    require(model.rope_theta > 0, f"the {role}'s rope_theta is {model.rope_theta}")
+    indices = model.variant.layers_without_rope
+    require(ascending(indices) and set(indices) <= set(range(model.num_layers)), f"the {role} has no layers {indices}")
+    scaling = model.rope_scaling
+    if scaling is not None:
+        numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
+        require(scaling.kind in ("linear", "llama3") and min(numbers) > 0, f"the {role}'s rope_scaling is none")
+
+
+def check_plan(role: str, plan: Plan) -> None:
+    """Raises Unsound; whether this machine runs it is another question."""
+    require(plan.package in PACKAGES, f"the {role}'s plan is of {plan.package!r}")
+    sound = all(1 <= family.minimum <= family.optimum <= family.maximum <= MOST_ROWS for family in plan.families)
+    require(sound and bool(plan.families), f"the {role}'s profiles are none")
+    require(1 <= plan.columns <= MOST_SLOTS, f"the {role}'s plan has {plan.columns} columns")
+    require(min(plan.layers) >= 0, f"the {role}'s layers are counted below 0")
+
+
+def ascending(numbers: tuple[int, ...]) -> bool:
+    return list(numbers) == sorted(set(numbers))
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Unsound(otherwise)

@@ -1,0 +1,31 @@
+"""Which token ids are a prompt that a bundle can decode behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..models.bindings import TARGET
+from ..models.errors import RequestError, shown
+from .bundle import EngineBundle
+from .sampling import token_id
+
+
+def checked_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
+    """The tokens, when a bundle can decode behind them. Raises RequestError otherwise."""
+    vocab_size, limit = bundle.manifest.engines[TARGET].model.vocab_size, bundle.manifest.max_length
+    if not tokens:
+        raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
+    if len(tokens) >= limit:
+        raise too_long(str(len(tokens)), limit)
+    checked = list(map(token_id, tokens))
+    for token, given in zip(checked, tokens, strict=True):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"prompt token {shown(given)} is not a token id between 0 and {vocab_size - 1}")
+    return checked
+
+
+def too_long(tokens: str, limit: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {tokens} tokens and this bundle holds {limit} for prompt and output together: "
+        "shorten it, or rebuild with a larger --max-length"
+    )

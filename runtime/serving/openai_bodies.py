@@ -1,0 +1,97 @@
+"""ArrivingBodies: reads the bodies of requests to their ends, and bounds those that are on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from starlette.types import Receive
+
+from .openai_errors import Refusal
+
+MAX_ARRIVING = 256
+ARRIVING_BYTES = 64 << 20  # of all bodies on the way together
+
+
+class Arrival:
+    """A body on the way. given_up: done once others need its room."""
+
+    def __init__(self, client: str) -> None:
+        self.client = client
+        self.content = bytearray()
+        self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class ArrivingBodies:
+    """Bodies on the way take no request's place. Too many of them, or too many bytes, and the client that has most on
+    the way loses the one that began first: it is the slowest."""
+
+    def __init__(
+        self,
+        max_body_bytes: int,
+        seconds: float,
+        max_arriving: int = MAX_ARRIVING,
+        max_bytes: int = ARRIVING_BYTES,
+    ) -> None:
+        """max_body_bytes, seconds: of one body. max_bytes: of all; at least a few bodies always fit."""
+        self._max_body_bytes = max_body_bytes
+        self._seconds = seconds
+        self._max_arriving = max_arriving
+        self._max_bytes = max(max_bytes, 4 * max_body_bytes)
+        self._arriving: dict[Arrival, None] = {}  # an ordered set, the oldest first
+        self._num_bytes = 0
+
+    async def read(self, client: str, receive: Receive) -> bytes | Refusal | None:
+        """The whole body; None when the client went away before its end."""
+        arrival = Arrival(client)
+        self._arriving[arrival] = None
+        if len(self._arriving) > self._max_arriving:
+            self._give_up(lambda each: 1)
+        reading = asyncio.ensure_future(self._read(arrival, receive))
+        try:
+            either = (reading, arrival.given_up)
+            await asyncio.wait(either, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+        finally:
+            reading.cancel()
+            self._forget(arrival)
+        if arrival.given_up.done():
+            message = "the body arrived slowly, and its room was needed for others: retry later"
+            return Refusal(408, message, code="body_too_slow", closing=True)
+        return Refusal(408, f"the body did not arrive within {self._seconds:g} s", closing=True)
+
+    def too_large(self) -> Refusal:
+        return Refusal(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+
+    async def _read(self, arrival: Arrival, receive: Receive) -> bytes | Refusal | None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            arrival.content += part
+            if arrival in self._arriving:
+                self._num_bytes += len(part)
+            if len(arrival.content) > self._max_body_bytes:
+                return self.too_large()
+            if not message.get("more_body", False):
+                return bytes(arrival.content)
+            while self._num_bytes > self._max_bytes:
+                self._give_up(lambda each: len(each.content))
+
+    def _give_up(self, weight: Callable[[Arrival], int]) -> None:
+        """The oldest body of the client that has most, of those that weigh anything."""
+        held = Counter[str]()
+        for arrival in self._arriving:
+            held[arrival.client] += weight(arrival)
+        ((client, _),) = held.most_common(1)
+        slowest = next(each for each in self._arriving if each.client == client and weight(each))
+        self._forget(slowest)
+        slowest.given_up.set_result(None)
+
+    def _forget(self, arrival: Arrival) -> None:
+        if arrival in self._arriving:
+            del self._arriving[arrival]
+            self._num_bytes -= len(arrival.content)

@@ -1,0 +1,79 @@
+"""Types and sizes of the settings of SpeculativeConfig. They are checked before anything is computed from a setting,
+because settings come from strangers and some shapes grow exponentially."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from ...models.errors import ConfigError, DraftwoodError, shown
+
+MAX_PROPOSAL = 1024  # tokens or rows of anything; no engine takes more
+MAX_NGRAM = 16  # tokens; a prompt lookup keeps an n-gram for every token of the text
+# Name -> the least and the largest value.
+INTEGERS = {
+    "max_draft_len": (1, MAX_PROPOSAL),
+    "max_total_draft_tokens": (1, MAX_PROPOSAL),
+    "frontier_width": (1, MAX_PROPOSAL),
+    "min_draft_len": (0, MAX_PROPOSAL),
+    "merge_ngram": (1, MAX_NGRAM),
+    "lookup_ngram": (0, MAX_NGRAM),
+    "lookup_len": (1, MAX_PROPOSAL),
+}
+SHARES = ("sibling_share", "leaf_share", "rejection_threshold", "confidence_threshold", "entropy_threshold")
+NUMBERS = (*SHARES, "draft_threshold")
+
+
+def check_bounds(settings: Mapping[str, Any], error: type[DraftwoodError] = ConfigError, place: str = "") -> None:
+    """settings: fields of SpeculativeConfig. Raises `error` for one of another type, or of a size that no engine takes.
+
+    place: what stands before a setting's name in messages. A name of a field that is neither a number nor a shape is
+    text; SpeculativeConfig knows which texts.
+    """
+    for name, value in settings.items():
+        if name in INTEGERS:
+            if not is_integer(value):
+                raise error(f"{place}{name} must be a whole number, not {shown(value)}")
+            least, most = INTEGERS[name]
+            if not least <= value <= most:
+                raise error(f"{place}{name} must be at least {least} and not more than {most}, but is {shown(value)}")
+        elif name in NUMBERS:
+            if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise error(f"{place}{name} must be a number, not {shown(value)}")
+        elif name in ("branching", "topology"):
+            check_shape(place + name, value, error)
+            if name == "branching" and len(value) and not fits(value):
+                raise error(f"{place}branching makes more than {MAX_PROPOSAL} tokens: no engine takes that many")
+        elif not isinstance(value, str):
+            raise error(f"{place}{name} must be text, not {shown(value)}")
+
+
+def check_shape(name: str, shape: Any, error: type[DraftwoodError]) -> None:
+    """Raises `error` for what is no list of whole numbers, and for one whose length or items are out of bounds."""
+    if not isinstance(shape, (list, tuple)):
+        raise error(f"{name} must be a list of whole numbers, not {shown(shape)}")
+    if len(shape) > MAX_PROPOSAL:
+        raise error(f"{name} has {len(shape)} items, more than {MAX_PROPOSAL}: no engine takes that many")
+    for item in shape:
+        if not is_integer(item):
+            raise error(f"{name} must be a list of whole numbers, not one with {shown(item)}")
+        if not 0 <= item <= MAX_PROPOSAL:
+            raise error(f"{name} must hold numbers from 0 and not more than {MAX_PROPOSAL}, not {shown(item)}")
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is a whole number, of whatever library; True and False are none."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def fits(branching: list[int] | tuple[int, ...]) -> bool:
+    """Whether the k-ary tree of these children per depth has at most MAX_PROPOSAL tokens; it stops at the first layer
+    beyond them."""
+    layer, total = 1, 0
+    for children in branching:
+        layer *= children
+        total += layer
+        if total > MAX_PROPOSAL:
+            return False
+    return True

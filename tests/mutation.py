@@ -1,0 +1,289 @@
+"""How much of the core its tests hold: small changes to it, one at a time, each of which a test has to notice.
+
+Mutants are made from the syntax tree (Python) or by pattern (the native engine's C) and tried in a copy of the tree,
+each by the tests that TESTS names. A mutant that makes them hang is noticed, too. `mutants_equivalent.json` lists
+mutants that no test can notice, each with the reason.
+
+    python tests/mutation.py --mutants 300 --output benchmarks/results/mutation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import date
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
+EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
+KERNELS = ("test_native_kernels", "test_native", "test_softmax")
+SPECULATION = ("test_verifier", "test_controller", "test_cost", "test_decoder", "test_room")
+TESTS = {
+    "runtime/text.py": ("test_multibyte_text", "test_llm", "test_detokenizer"),
+    "runtime/detokenizer.py": ("test_multibyte_text", "test_detokenizer", "test_llm"),
+    "runtime/sampling.py": ("test_sampling", "test_sampling_params", "test_softmax", "test_verifier", "test_llm"),
+    "runtime/scheduler.py": ("test_scheduler", "test_queueing", "test_async_llm"),
+    "runtime/batching.py": ("test_async_pool", "test_async_llm", "test_prompt_chunks", "test_faults_batching"),
+    "runtime/decoder.py": ("test_decoder", "test_room", "test_llm", "test_verifier", "test_audit", "test_lossless"),
+    "runtime/rounds.py": ("test_decoder", "test_room", "test_explain", "test_controller", "test_llm"),
+    "runtime/cost.py": ("test_cost", "test_controller", "test_profile", "test_planning"),
+    "runtime/engines/prefix.py": ("test_prefix", "test_async_prefix", "test_pool"),
+    "runtime/speculation/acceptance.py": ("test_acceptance_head", "test_calibration", *SPECULATION, "test_planning"),
+    "runtime/speculation/baseline.py": ("test_baseline", *SPECULATION, "test_lossless"),
+    "runtime/speculation/calibration.py": ("test_calibration", "test_dyspec", *SPECULATION, "test_lossless"),
+    "runtime/speculation/config.py": ("test_config", "test_llm", *SPECULATION, "test_lossless"),
+    "runtime/speculation/controller.py": ("test_controller", "test_cost", "test_llm", "test_planning", "test_audit"),
+    "runtime/speculation/drawing.py": ("test_baseline", "test_dyspec", *SPECULATION, "test_lossless"),
+    "runtime/speculation/dyspec.py": ("test_dyspec", "test_gsd", *SPECULATION, "test_lossless"),
+    "runtime/speculation/gsd.py": ("test_gsd", *SPECULATION, "test_lossless"),
+    "runtime/speculation/lookup.py": ("test_baseline", "test_llm", *SPECULATION, "test_lossless"),
+    "runtime/speculation/proposer.py": (
+        "test_baseline",
+        "test_dyspec",
+        "test_specdecpp",
+        *SPECULATION,
+        "test_lossless",
+    ),
+    "runtime/speculation/specdecpp.py": ("test_specdecpp", "test_acceptance_head", *SPECULATION, "test_lossless"),
+    "runtime/speculation/token_graph.py": ("test_gsd", "test_dyspec", "test_baseline", *SPECULATION, "test_lossless"),
+    "runtime/speculation/token_tree.py": ("test_gsd", "test_dyspec", "test_baseline", *SPECULATION, "test_lossless"),
+    "runtime/speculation/verifier.py": ("test_verifier", "test_decoder", "test_lossless"),
+    **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("acceptance", "attention", "matrix", "ranking")},
+    **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("sampling", "threads", "vector")},
+    "plugins/native/kernels/llama.c": KERNELS,
+}
+COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+C_PATTERNS = {" < ": " <= ", " > ": " >= ", " <= ": " < ", " >= ": " > ", " + ": " - ", " - ": " + ", " && ": " || ",
+              " || ": " && ", " == ": " != ", " * ": " / ", " += ": " -= "}  # fmt: skip
+C_CODE = re.compile("|".join(map(re.escape, C_PATTERNS)))
+
+
+class Mutant(NamedTuple):
+    """A change of one place. span: where in the file's bytes. code: the line as it stands, which names the place for as
+    long as it is not edited."""
+
+    file: str
+    line: int
+    span: tuple[int, int]
+    new: str
+    code: str
+    old: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.code} :: {self.old} -> {self.new}"
+
+
+def python_mutants(file: str, source: str) -> Iterator[Mutant]:
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+
+    def mutant(node: ast.expr | ast.stmt, new: str) -> Mutant:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        span = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        old = source.encode()[slice(*span)].decode()
+        return Mutant(file, node.lineno, span, new, lines[node.lineno - 1].strip(), " ".join(old.split()))
+
+    for node in calculating(ast.parse(source)):
+        for changed in changes(node):
+            yield mutant(node, changed)
+
+
+def calculating(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """Nodes that do something when the program runs: no annotation, no docstring, no text of a message."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+            if isinstance(node, (ast.Raise, ast.Assert)):
+                yield node
+            continue
+        if isinstance(node, (ast.expr, ast.stmt)):
+            yield node
+        if isinstance(node, ast.AnnAssign):
+            yield from calculating(ast.Expression(node.value)) if node.value else ()
+        elif isinstance(node, ast.arguments):
+            yield from calculating(ast.Tuple([each for each in [*node.defaults, *node.kw_defaults] if each]))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from calculating(ast.Module([ast.Expr(ast.Lambda(node.args, ast.Constant(0)))], []))
+            yield from calculating(ast.Module(node.body, []))
+        elif isinstance(node, ast.ClassDef):
+            yield from calculating(ast.Module(node.body, []))
+        else:
+            yield from calculating(node)
+
+
+def changes(node: ast.expr | ast.stmt) -> Iterator[str]:
+    """What may stand in a node's place; nothing for most."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
+        yield ast.unparse(ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators))
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
+        yield f"({ast.unparse(ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right))})"
+    elif isinstance(node, ast.AugAssign) and type(node.op) in COMPUTED:
+        yield ast.unparse(ast.AugAssign(node.target, COMPUTED[type(node.op)](), node.value))
+    elif isinstance(node, ast.BoolOp):
+        yield f"({ast.unparse(ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values))})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.IfExp):
+        yield f"({ast.unparse(ast.IfExp(node.test, node.orelse, node.body))})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield repr(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and hasattr(node, "lineno"):
+        yield repr(node.value + 1)
+    elif isinstance(node, ast.Name) and node.id in NAMES:
+        yield NAMES[node.id]
+    elif isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Yield))):
+        yield "pass"
+
+
+def c_mutants(file: str, source: str) -> Iterator[Mutant]:
+    start = 0
+    for number, line in enumerate(source.splitlines(keepends=True), 1):
+        code = line.split("//")[0]
+        if not code.lstrip().startswith(("#", "/*", "*")):
+            for found in C_CODE.finditer(code):
+                at = start + len(line[: found.start()].encode())
+                new = C_PATTERNS[found[0]]
+                place = f"{line.strip()} @{found.start()}"
+                yield Mutant(file, number, (at, at + len(found[0])), new, place, found[0])
+        start += len(line.encode())
+
+
+def mutants(pattern: str) -> list[Mutant]:
+    found: list[Mutant] = []
+    for file in TESTS:
+        if fnmatch(file, pattern):
+            source = (ROOT / file).read_text(encoding="utf-8")
+            found += python_mutants(file, source) if file.endswith(".py") else c_mutants(file, source)
+    return found
+
+
+class Tree:
+    """A copy of the tracked files, in which mutants are tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in filter(None, files.split("\0")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+        packages = folder / "build" / "typing"
+        (packages / "draftwood").mkdir(parents=True)
+        for name in FOLDERS:
+            (packages / "draftwood" / name).symlink_to(folder / name)
+        self._env = (
+            {"DRAFTWOOD_TEST_DATA": str(ROOT.parent / "shared" / "data")}
+            | os.environ
+            | {
+                "PYTHONPATH": str(packages),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "XDG_CACHE_HOME": str(folder / "cache"),  # kernels of mutants are nobody else's
+            }
+        )
+
+    def passes(self, mutant: Mutant | None, tests: Iterable[str], seconds: float) -> bool:
+        """Whether the tests see nothing of a mutant, or of none."""
+        if mutant is None:
+            return self._run(tests, seconds)
+        file = self._folder / mutant.file
+        original = file.read_bytes()
+        begin, end = mutant.span
+        file.write_bytes(original[:begin] + mutant.new.encode() + original[end:])
+        try:
+            return self._run(tests, seconds)
+        finally:
+            file.write_bytes(original)
+
+    def _run(self, tests: Iterable[str], seconds: float) -> bool:
+        files = [f"tests/{name}.py" for name in tests if (self._folder / f"tests/{name}.py").exists()]
+        options = ["-x", "-q", "-m", "not full and not gpu", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        command = [sys.executable, "-m", "pytest", *options, *files]
+        unseen = subprocess.DEVNULL
+        with subprocess.Popen(
+            command, cwd=self._folder, env=self._env, stdin=unseen, stdout=unseen, stderr=unseen, start_new_session=True
+        ) as process:
+            try:
+                return process.wait(seconds) == 0
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                with suppress(ProcessLookupError):  # the tests, or what they left behind
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def tried(sample: list[Mutant], equivalent: dict[str, str]) -> dict[str, list[Mutant]]:
+    """The sample by what became of it."""
+    ends: dict[str, list[Mutant]] = {"killed": [], "survived": [], "equivalent": []}
+    patience: dict[tuple[str, ...], float] = {}
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        tree = Tree(Path(folder))
+        for number, mutant in enumerate(sample, 1):
+            tests = TESTS[mutant.file]
+            if mutant.name in equivalent:
+                end = "equivalent"
+            else:
+                if tests not in patience:
+                    begin = time.monotonic()
+                    assert tree.passes(None, tests, 3600), f"{tests} fail without any mutant"
+                    patience[tests] = 30 + 4 * (time.monotonic() - begin)
+                end = "survived" if tree.passes(mutant, tests, patience[tests]) else "killed"
+            ends[end].append(mutant)
+            print(f"{number}/{len(sample)} {end}: {mutant.file}:{mutant.line} {mutant.old} -> {mutant.new}", flush=True)
+    return ends
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", default="*", help="pattern of the files to change")
+    parser.add_argument("--mutants", type=int, default=300, help="how many are tried, drawn at random; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="names the sample and tries nothing")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    every = mutants(options.files)
+    sample = random.Random(options.seed).sample(every, min(options.mutants or len(every), len(every)))
+    if options.list:
+        print(*(mutant.name for mutant in sample), sep="\n")
+        return 0
+    reasons: dict[str, str] = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    ends = tried(sample, reasons)
+    possible = len(sample) - len(ends["equivalent"])
+    result = {
+        "date": date.today().isoformat(),
+        "seed": options.seed,
+        "mutants_possible": len(every),
+        **{end: len(found) for end, found in ends.items()},
+        "score": round(len(ends["killed"]) / possible, 4) if possible else None,
+        "survivors": sorted(mutant.name for mutant in ends["survived"]),
+    }
+    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    print(text)
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

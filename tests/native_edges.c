@@ -1,0 +1,227 @@
+/* Every function that the kernels export, over the edges of every shape, for a program that is compiled with
+ * sanitizers (test_native_edges.py). Every array is allocated with its exact size, so that one number too many shows.
+ * Results are compared where a plain loop says what they are. */
+#include "llama.c"
+#include <stdio.h>
+
+static int checks;
+
+static void check(int holds, const char *what, int size) {
+    checks++;
+    if (holds) return;
+    printf("%s at size %d\n", what, size);
+    exit(1);
+}
+
+static uint32_t state = 1;
+static float number(void) { /* from -1 to 1 */
+    state = state * 1664525u + 1013904223u;
+    return (float)(int32_t)state / 2147483648.0f;
+}
+
+/* Exactly `count` numbers. */
+static float *numbers(size_t count) {
+    float *values = malloc(count * sizeof(float));
+    for (size_t at = 0; at < count; at++) values[at] = number();
+    return values;
+}
+
+static const double TEMPERATURES[] = {5e-324, 1e-46, 1e-38, 0.7, 1, 3.3e37, 1e39, 1.7e308};
+static const int SIZES[] = {1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 513, 1000};
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+
+enum kind { RANDOM, EQUAL, BANNED, LARGE, WITH_NAN, WITH_INFINITY, NOTHING, KINDS };
+
+static float *logits_of(int size, enum kind kind) {
+    float *logits = numbers(size);
+    for (int at = 0; at < size; at++) {
+        if (kind == EQUAL) logits[at] = 0.25f;
+        if (kind == BANNED && at % 3 == 1) logits[at] = -INFINITY;
+        if (kind == LARGE) logits[at] *= 3.4e38f;
+        if (kind == NOTHING) logits[at] = -INFINITY;
+    }
+    if (kind == WITH_NAN) logits[size - 1] = NAN;
+    if (kind == WITH_INFINITY) logits[size / 2] = INFINITY;
+    return logits;
+}
+
+static void check_sampling(int size, enum kind kind, double temperature) {
+    const int numbers_only = kind != WITH_NAN && kind != WITH_INFINITY && kind != NOTHING;
+    float *logits = logits_of(size, kind), *weights = malloc(size * sizeof(float));
+    const double total = draftwood_softmax(logits, size, temperature, weights);
+    check(numbers_only ? total >= 0.999 && total <= size * 1.001 : isnan(total), "softmax", size);
+    for (int room = 0; room <= size; room += room < 2 ? 1 : size) {
+        int64_t *ids = malloc(room * sizeof *ids);
+        double *chances = malloc(room * sizeof *chances);
+        const int count = draftwood_likely(logits, size, temperature, 1e-4, room, ids, chances);
+        check(numbers_only ? count >= 1 && count <= size : count == -1, "likely", size);
+        for (int at = 0; at < room && at < count; at++) {
+            check(ids[at] >= 0 && ids[at] < size && (!at || ids[at] > ids[at - 1]), "ids", size);
+            check(chances[at] > 0 && chances[at] <= 1 && isfinite(logits[ids[at]]), "chances", size);
+        }
+        free(ids), free(chances);
+    }
+    free(logits), free(weights);
+}
+
+/* Bytes of a matrix's weights, and a matrix of random ones. */
+static struct matrix matrix_of(int outputs, int inputs, enum format format, int biased) {
+    struct matrix matrix = {.outputs = outputs, .inputs = inputs, .format = format};
+    matrix.block = format == INT8 ? (inputs % 128 ? 32 : 128) : format == INT4 ? 32 : 0;
+    const size_t bytes = panels_of(outputs) * panel_bytes(&matrix);
+    uint8_t *weights = malloc(bytes);
+    for (size_t at = 0; at < bytes; at++) weights[at] = format >= INT8 ? (uint8_t)(127 + 9 * number()) : 0x3a;
+    if (format == FP32)
+        for (size_t at = 0; at < bytes / 4; at++) ((float *)weights)[at] = number() / 8;
+    matrix.weights = weights;
+    if (format >= INT8) {
+        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES;
+        uint16_t *halves = malloc(scales * sizeof *halves);
+        for (size_t at = 0; at < scales; at++) halves[at] = 0x1c00; /* 2^-8 */
+        matrix.scales = halves;
+    }
+    if (biased) matrix.bias = numbers(panels_of(outputs) * LANES);
+    return matrix;
+}
+
+static void free_matrix(struct matrix matrix) {
+    free((void *)matrix.weights), free((void *)matrix.scales), free((void *)matrix.bias);
+}
+
+static void check_linear(int outputs, int inputs, int rows, enum format format) {
+    struct matrix matrix = matrix_of(outputs, inputs, format, rows % 2);
+    float *values = numbers((size_t)rows * inputs), *result = malloc((size_t)rows * outputs * sizeof(float));
+    check(!draftwood_linear(&matrix, values, rows, result), "linear", outputs);
+    for (int at = 0; at < rows * outputs; at++) check(isfinite(result[at]), "products", outputs);
+    if (format == FP32)
+        for (int row = 0; row < rows; row++)
+            for (int output = 0; output < outputs; output++) {
+                double sum = matrix.bias ? matrix.bias[output] : 0;
+                const float *panel = (const float *)matrix.weights + (size_t)output / LANES * inputs * LANES;
+                for (int k = 0; k < inputs; k++)
+                    sum += (double)values[row * inputs + k] * panel[k * LANES + output % LANES];
+                check(fabs(sum - result[row * outputs + output]) < 1e-4, "a product", outputs);
+            }
+    free_matrix(matrix), free(values), free(result);
+}
+
+struct shape {
+    int vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
+    enum format format;
+};
+
+static struct model model_of(struct shape shape) {
+    struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
+                          shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, 1e-5f, 0.5f,
+                          0, 0, 0, 0, 0, 0, 0, {0}};
+    const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
+    const int whole = panels_of(shape.hidden) * LANES, half = shape.head_dim / 2;
+    model.embedding = numbers((size_t)shape.vocab * shape.hidden);
+    model.norm = numbers(whole);
+    model.cosine = numbers((size_t)shape.positions * half), model.sine = numbers((size_t)shape.positions * half);
+    model.odds = shape.blocks ? numbers(whole) : NULL;
+    struct layer *layers = malloc(shape.layers * sizeof *layers);
+    for (int index = 0; index < shape.layers; index++)
+        layers[index] = (struct layer){numbers(whole), numbers(whole),
+                                       matrix_of(query + 2 * key, shape.hidden, shape.format, index % 2),
+                                       matrix_of(shape.hidden, query, shape.format, 0),
+                                       matrix_of(2 * model.inner, shape.hidden, shape.format, 0),
+                                       matrix_of(shape.hidden, shape.inner, shape.format, 1)};
+    struct matrix *blocks = malloc(shape.blocks * sizeof *blocks);
+    for (int index = 0; index < shape.blocks; index++) blocks[index] = matrix_of(shape.hidden, shape.hidden, FP32, 1);
+    model.layer = layers, model.block = blocks;
+    model.head = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
+    return model;
+}
+
+static void free_model(struct model model) {
+    for (int index = 0; index < model.layers; index++) {
+        const struct layer *layer = &model.layer[index];
+        free((void *)layer->input_norm), free((void *)layer->post_norm);
+        free_matrix(layer->qkv), free_matrix(layer->output), free_matrix(layer->gate_up), free_matrix(layer->down);
+    }
+    for (int index = 0; index < model.blocks; index++) free_matrix(model.block[index]);
+    free((void *)model.layer), free((void *)model.block), free_matrix(model.head);
+    free((void *)model.embedding), free((void *)model.norm), free((void *)model.odds);
+    free((void *)model.cosine), free((void *)model.sine);
+}
+
+/* Passes of every number of rows up to `most` behind a text that grows to `capacity` slots; then rows are moved. */
+static void check_passes(struct shape shape, int most, int capacity, int threads) {
+    struct model model = model_of(shape);
+    struct engine *engine = draftwood_open(&model, most, threads);
+    check(engine != NULL, "open", shape.hidden);
+    const size_t heads = (size_t)shape.layers * shape.kv_heads;
+    float *keys = calloc(heads * keys_of(&model, capacity), sizeof(float));
+    float *values = calloc(heads * values_of(&model, capacity), sizeof(float));
+    const int top = shape.vocab < 8 ? shape.vocab : 8;
+    for (int rows = 1, length = 0; rows <= most && length + rows <= capacity; length += rows, rows++) {
+        const int columns = rows;
+        int64_t *tokens = malloc(rows * sizeof *tokens), *positions = malloc(rows * sizeof *positions);
+        int64_t *outputs = malloc(rows * sizeof *outputs), *ids = malloc((size_t)rows * top * sizeof *ids);
+        uint8_t *mask = calloc((size_t)rows * columns, 1);
+        for (int row = 0; row < rows; row++) {
+            tokens[row] = row % 2 ? shape.vocab - 1 : 0, outputs[row] = rows - 1 - row;
+            positions[row] = length + row < shape.positions ? length + row : shape.positions - 1;
+            for (int column = 0; column <= row; column++) mask[row * columns + column] = rows % 3 || column == row;
+        }
+        float *logits = malloc((size_t)rows * shape.vocab * sizeof(float));
+        float *logprobs = malloc((size_t)rows * top * sizeof(float)), *accepted = malloc(rows * sizeof(float));
+        struct pass pass = {rows, rows, length, length, columns, capacity, top, tokens, positions, outputs, mask, keys,
+                            values, logits, shape.blocks ? accepted : NULL, logprobs, ids};
+        check(draftwood_forward(engine, &pass) == 0, "forward", rows);
+        for (int at = 0; at < rows * shape.vocab; at++) check(isfinite(logits[at]), "logits", rows);
+        for (int row = 0; row < rows; row++)
+            for (int at = 0; at < top; at++) {
+                const int64_t id = ids[row * top + at];
+                check(id >= 0 && id < shape.vocab, "ranked", rows);
+                check(!at || logits[row * shape.vocab + id] <= logits[row * shape.vocab + ids[row * top + at - 1]],
+                      "order", rows);
+            }
+        const int64_t token = tokens[0], position = positions[0], output = outputs[0];
+        for (int sign = 0; sign < 2; sign++) { /* what the kernels refuse themselves */
+            tokens[0] = sign ? -1 : shape.vocab;
+            check(draftwood_forward(engine, &pass) == 2, "a token", rows);
+            tokens[0] = token, positions[0] = sign ? -1 : shape.positions;
+            check(draftwood_forward(engine, &pass) == 3, "a position", rows);
+            positions[0] = position, outputs[0] = sign ? -1 : rows;
+            check(draftwood_forward(engine, &pass) == 4, "an output", rows);
+            outputs[0] = output;
+        }
+        free(tokens), free(positions), free(outputs), free(ids), free(mask);
+        free(logits), free(logprobs), free(accepted);
+    }
+    int64_t slots[] = {2, 0, capacity - 1};
+    float *first = malloc(sizeof(float) * 3);
+    for (int at = 0; at < 3; at++) first[at] = values[slots[at] * LANES];
+    check(!draftwood_move(&model, keys, values, capacity, 1, slots, 3), "move", capacity);
+    for (int at = 0; at < 3; at++) check(values[(1 + at) * LANES] == first[at], "a moved row", capacity);
+    check(!draftwood_move(&model, keys, values, capacity, capacity, slots, 0), "nothing to move", capacity);
+    draftwood_close(engine);
+    free(first), free(keys), free(values), free_model(model);
+}
+
+int main(void) {
+    check(draftwood_interface() == INTERFACE && draftwood_instructions() != NULL, "interface", 0);
+    for (int size = 0; size < COUNT(SIZES); size++)
+        for (int kind = 0; kind < KINDS; kind++)
+            for (int at = 0; at < COUNT(TEMPERATURES); at++) check_sampling(SIZES[size], kind, TEMPERATURES[at]);
+    for (int format = FP32; format <= INT4; format++)
+        for (int size = 0; size < 8; size++)
+            for (int rows = 1; rows <= 9; rows++)
+                check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : 32 * (size + 1), rows, format);
+    const struct shape shapes[] = {
+        {1, 2, 1, 1, 1, 1, 2, 1, 0, FP32},        {17, 10, 7, 2, 5, 5, 2, 40, 1, FP32},
+        {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16},  {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16},
+        {15, 64, 64, 2, 4, 2, 16, 300, 3, INT8},  {31, 64, 32, 1, 32, 1, 2, 300, 0, INT4},
+    };
+    for (int at = 0; at < COUNT(shapes); at++)
+        for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);
+    struct model deep = model_of(shapes[0]);
+    deep.layers = MOST_PHASES;
+    check(draftwood_open(&deep, 1, 1) == NULL, "too many layers", MOST_PHASES);
+    deep.layers = 1;
+    free_model(deep);
+    printf("checked %d facts\n", checks);
+    return 0;
+}

@@ -1,0 +1,340 @@
+"""Checkpoints of strangers: whatever stands in their files, a build ends at once, with one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import trained_head, write_checkpoint, write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.builder.checkpoint import INDEX, WEIGHTS, Checkpoint
+from draftwood.builder.tokenizer import convert_tokenizer
+from draftwood.models.acceptance_head import DESCRIPTION, HeadConfig, read_head, write_head
+from draftwood.models.acceptance_head import WEIGHTS as HEAD_WEIGHTS
+from draftwood.models.config import MOST, LlamaConfig
+from draftwood.models.errors import CheckpointError
+
+DEEP = "[" * 100_000 + "]" * 100_000
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2, 3, 10**9, 2**31, 2**63, 10**300, -(10**300)),
+    *(0.0, 0.5, -1.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf")),
+    *("", "8", "1e9", "\x1b[2J", "x" * 100_000, [], {}, [1], [[]], [None], {"a": 1}),
+)
+RIGHT = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "sliding_window": None,
+    "quantization_config": None,
+}
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "checkpoint")
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits_for_ever() -> Any:
+    """A read that blocks ends the test instead of the suite."""
+
+    def ended(*_: Any) -> None:
+        raise TimeoutError("a file of a checkpoint was waited for")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def accepted(content: dict[str, Any]) -> LlamaConfig | None:
+    """The configuration, or None when it is refused by the right error, in one short line."""
+    try:
+        return LlamaConfig.from_hf(content)
+    except CheckpointError as error:
+        assert str(error).startswith("config.json: ") and len(str(error)) < 400 and "\n" not in str(error)
+        return None
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("field", RIGHT)
+def test_a_hostile_field_is_refused_or_harmless(field: str, value: Any) -> None:
+    config = accepted({**RIGHT, field: value})
+    if config is None:
+        return
+    counts = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads)
+    for count in (*counts, config.num_kv_heads, config.head_dim, config.max_position):
+        assert type(count) is int and 0 < count <= max(MOST.values())
+    assert 1e-30 <= config.norm_eps <= 1e30 and 1e-30 <= config.rope_theta <= 1e30
+    assert all(type(token) is int and token >= -1 for token in config.eos_token_ids)
+    assert config.bos_token_id is None or type(config.bos_token_id) is int
+    assert all(type(getattr(config, name)) is bool for name in ("tie_embeddings", "attention_bias", "mlp_bias"))
+
+
+@pytest.mark.parametrize("value", [*HOSTILE], ids=lambda value: repr(value)[:20])
+def test_a_hostile_field_of_rope_scaling_is_refused_or_harmless(value: Any) -> None:
+    for field in RIGHT["rope_scaling"]:  # type: ignore[attr-defined]
+        config = accepted({**RIGHT, "rope_scaling": {**RIGHT["rope_scaling"], field: value}})  # type: ignore[dict-item]
+        scaling = None if config is None else config.rope_scaling
+        if scaling is not None and scaling.kind == "llama3":
+            assert scaling.original_max_position <= MOST["original_max_position_embeddings"]
+            assert 0 < scaling.low_freq_factor < scaling.high_freq_factor <= 1e30 and 0 < scaling.factor <= 1e30
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(changes=st.dictionaries(st.sampled_from([*RIGHT, "rope_parameters"]), json_values, max_size=4))
+def test_no_configuration_ends_in_a_traceback(changes: dict[str, Any]) -> None:
+    accepted({**RIGHT, **changes})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        *(({name: most + 1}, f"{name} must be a positive integer of at most {most}") for name, most in MOST.items()),
+        *(({name: 10**9}, f"{name} must be a positive integer") for name in MOST if "position" not in name),
+        *(({name: "yes"}, f"{name} must be true or false, found 'yes'") for name in SWITCHES),
+        ({"rope_scaling": "llama3"}, "rope_scaling must be an object or null, found 'llama3'"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object or null, found a list"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a token id, or a list of at most 1024 of them, found '2'"),
+        ({"eos_token_id": [2.0]}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [True]}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [2] * 1025}, "eos_token_id must be a token id"),
+        ({"bos_token_id": [1, 2]}, "bos_token_id must be a token id"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number from 1e-30 to 1e"),
+        ({"rope_theta": 10**300}, "rope_theta must be a positive number .* found an integer of 997 bits"),
+        ({"architectures": "LlamaForCausalLM"}, "architecture none is not supported"),
+        ({"hidden_act": ["silu"]}, "hidden_act a list is not supported"),
+    ],
+)
+def test_what_a_configuration_may_ask_for(change: dict[str, Any], named: str) -> None:
+    content: dict[str, Any] = {**RIGHT, **change}
+    if "original_max_position_embeddings" in change:
+        content["rope_scaling"] = {**content["rope_scaling"], **change}
+    with pytest.raises(CheckpointError, match=named):
+        LlamaConfig.from_hf(content)
+
+
+def test_a_checkpoint_without_an_end_token_may_say_so() -> None:
+    for value in (-1, [-1], None, []):
+        config = LlamaConfig.from_hf({**RIGHT, "eos_token_id": value, "bos_token_id": -1})
+        assert config.eos_token_ids in ((), (-1,)) and config.bos_token_id is None
+
+
+def pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def listener(file: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as each:
+        where = Path.cwd()
+        os.chdir(file.parent)  # a socket's path is short
+        each.bind(file.name)
+        os.chdir(where)
+
+
+def device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def huge(file: Path) -> None:
+    with file.open("wb") as handle:
+        handle.truncate(300 << 20)  # a hole
+
+
+ODD: dict[str, Callable[[Path], None]] = {
+    "pipe": pipe,
+    "socket": listener,
+    "device": device,
+    "folder": Path.mkdir,
+    "link to itself": lambda file: file.symlink_to(file.name),
+    "300 MB": huge,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_files_that_are_no_plain_ones_are_refused(kind: str, folder: Path, tmp_path: Path) -> None:
+    """config.json, the weights, the index and its shards, what belongs to the tokenizer, and the head's files."""
+    write_tokenizer(folder)
+    head = tmp_path / "head"
+    head.mkdir()
+    write_head(head, trained_head(HeadConfig(32)))
+    cases: list[tuple[Path, Callable[[], object]]] = [
+        (folder / "config.json", lambda: Checkpoint(folder)),
+        (folder / WEIGHTS, lambda: Checkpoint(folder)),
+        (folder / INDEX, lambda: Checkpoint(folder)),
+        (folder / "tokenizer.json", lambda: convert_tokenizer(folder, tmp_path)),
+        (folder / "tokenizer_config.json", lambda: convert_tokenizer(folder, tmp_path)),
+        (folder / "chat_template.jinja", lambda: convert_tokenizer(folder, tmp_path)),
+        (head / DESCRIPTION, lambda: read_head(head, 32)),
+        (head / HEAD_WEIGHTS, lambda: read_head(head, 32)),
+    ]
+    for file, opened in cases:
+        there = file.exists()
+        if there:
+            file.rename(tmp_path / "kept")
+        ODD[kind](file)
+        with pytest.raises(CheckpointError, match=file.name):
+            opened()
+        file.rmdir() if kind == "folder" else file.unlink()
+        if there:
+            (tmp_path / "kept").rename(file)
+        opened()
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, '{"a":' * 50_000 + "1" + "}" * 50_000, '{"vocab_size": ' + "9" * 10**5 + "}"]
+)
+def test_deep_and_endless_json_is_refused(content: str, folder: Path, tmp_path: Path) -> None:
+    write_tokenizer(folder)
+    for name, opened in (
+        ("tokenizer_config.json", lambda: convert_tokenizer(folder, tmp_path)),
+        ("tokenizer.json", lambda: convert_tokenizer(folder, tmp_path)),
+        ("config.json", lambda: Checkpoint(folder)),
+    ):
+        (folder / name).write_text(content)
+        with pytest.raises(CheckpointError, match=name):
+            opened()
+        (folder / name).unlink()
+        (tmp_path / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "named"),
+    [
+        ({"model.norm.weight": "../other.safetensors"}, "leaves the checkpoint folder"),
+        ({"model.norm.weight": "/etc/passwd"}, "leaves the checkpoint folder"),
+        ({"model.norm.weight": "a/../../b"}, "leaves the checkpoint folder"),
+        ({"model.norm.weight": "x" * 5000}, "is no path|is missing"),
+        ({"model.norm.weight": "a\0b"}, "is no path|is missing"),
+        ({"model.norm.weight": "."}, "is missing"),
+        ({"model.norm.weight": 5}, "must name a file for each tensor"),
+        ({"model.norm.weight": ["a"]}, "must name a file for each tensor"),
+        ({"model.norm.weight": None}, "must name a file for each tensor"),
+        ({}, "is missing; the checkpoint is incomplete"),
+        ({str(number): f"{number}.safetensors" for number in range(1025)}, "1025 files, more than 1024"),
+    ],
+    ids=range(11),
+)
+def test_a_hostile_index_is_refused(weight_map: dict[str, Any], named: str, folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "other.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=named):
+        Checkpoint(folder)
+
+
+def tampered(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite the header of the weights, whose data stays."""
+    content = (folder / WEIGHTS).read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    edit(header)
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+
+NORM = "model.norm.weight"
+TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "overlapping": lambda header: header[NORM].update(data_offsets=header["lm_head.weight"]["data_offsets"]),
+    "beyond the end": lambda header: header[NORM].update(data_offsets=[1 << 40, (1 << 40) + 128]),
+    "backwards": lambda header: header[NORM].update(data_offsets=[128, 0]),
+    "negative": lambda header: header[NORM].update(data_offsets=[-128, 0]),
+    "a shape that overflows": lambda header: header[NORM].update(shape=[1 << 40, 1 << 40]),
+    "another shape of the same size": lambda header: header["lm_head.weight"]["shape"].reverse(),
+    "an unknown type": lambda header: header[NORM].update(dtype="Q4"),
+    "an integer type": lambda header: header[NORM].update(dtype="I32"),
+    "a tensor that is gone": lambda header: header.pop(NORM),
+    "no object": lambda header: header.update({NORM: [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("kind", TAMPERED)
+def test_tampered_weights_are_refused(kind: str, folder: Path) -> None:
+    tampered(folder, TAMPERED[kind])
+    with pytest.raises(CheckpointError, match=r"not a readable safetensors file|has shape|is I32|is missing"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 1 << 32, (1 << 64) - 1])
+def test_a_header_of_any_claimed_size_is_refused(size: int, folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", size) + content[8:])
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: value} for name in ("hidden_size", "layers") for value in (10**9, -1, True, "3", None, 2.0)),
+        *({name: value} for name in ("reject_weight", "temperature") for value in (True, 0, 1e300, 10**400, "1", None)),
+        {"tied": 1},
+        {"format": DEEP[:10_000]},
+    ],
+    ids=lambda change: repr(change)[:40],
+)
+def test_a_hostile_head_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    write_head(tmp_path, trained_head(HeadConfig(32)))
+    content = json.loads((tmp_path / DESCRIPTION).read_text())
+    (tmp_path / DESCRIPTION).write_text(json.dumps({**content, **change}))
+    with pytest.raises(CheckpointError, match=r"head\.json") as refused:
+        read_head(tmp_path, 32)
+    assert len(str(refused.value)) < 2000
+
+
+def limited() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
+
+def test_the_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
+    """A real process that may neither wait nor compute for long."""
+    (folder / "config.json").write_text(json.dumps({**RIGHT, "num_hidden_layers": 10**9, "hidden_act": "silu"}))
+    waiting = tmp_path / "waiting"
+    waiting.mkdir()
+    os.mkfifo(waiting / "config.json")
+    for source, named in ((folder, "num_hidden_layers must be"), (waiting, "no plain file")):
+        command = [sys.executable, "-m", "draftwood.cli.main", "build", "--output", str(tmp_path / "out")]
+        command += ["--target", str(source), "--draft", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=limited)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("draftwood: error: ") and named in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,303 @@
+"""Hostile bodies against a real server process: each is refused as a request is, cheaply, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from serving import Served, served, with_chat_template
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SHORT = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "hello"}]
+MEBIBYTE = 1 << 20
+DEEP = 40
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("attacked"))
+    with served(bundle, "--budget", "fixed") as running:
+        yield running
+        assert running.idle  # nothing is left running, and others are served
+        answer = httpx.post(f"{running.url}/completions", json=SHORT, timeout=20).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        running.process.terminate()
+        assert running.process.wait(20) == 0
+        assert running.process.stderr is not None and running.process.stderr.read() == ""  # no trace of anything
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[Any]:
+    with httpx.Client(base_url=server.root, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: Served, client: Any) -> Iterator[None]:
+    """The server lives, and no attack took memory that its body did not bring."""
+    before = peak_bytes(server)
+    yield
+    assert client.get("/health").status_code == 200
+    assert peak_bytes(server) - before < 300 * MEBIBYTE
+
+
+def peak_bytes(server: Served) -> int:
+    """The most memory that the server ever held."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def send(client: Any, path: str, body: str | bytes) -> tuple[int, str]:
+    """Status and message of the answer to a body."""
+    answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    content = answer.json()
+    return answer.status_code, content["error"]["message"] if "error" in content else ""
+
+
+def refused(client: Any, path: str, body: str | bytes) -> str:
+    status, message = send(client, path, body)
+    assert status == 400 and 0 < len(message) < 1000, (status, message)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"grow": "k-ary", "branching": [1000, 1000, 1000]}, "branching makes more than 1024"),
+        ({"grow": "k-ary", "branching": [2] * 1000}, "branching makes more than 1024"),
+        ({"grow": "k-ary", "branching": [1] * 100_000}, "branching has 100000 items"),
+        ({"grow": "k-ary", "branching": [10**4000]}, "branching must hold"),
+        ({"grow": "k-ary", "branching": [-3]}, "branching must hold"),
+        ({"grow": "k-ary", "branching": [0]}, "at least one child"),
+        ({"grow": "k-ary", "branching": []}, "at least one child"),
+        ({"grow": "k-ary", "branching": [[2], [2]]}, "branching must be a list of whole numbers"),
+        ({"grow": "k-ary", "branching": [True]}, "not one with True"),
+        ({"grow": "k-ary", "branching": {"0": 1}}, "branching must be a list"),
+        ({"grow": "k-ary", "branching": "22"}, "branching must be a list"),
+        ({"grow": "static", "topology": [0] * 100_000}, "topology has 100000 items"),
+        ({"grow": "static", "topology": [0, 5]}, "earlier position"),
+        ({"grow": "static", "topology": [0, -1]}, "topology must hold"),
+        ({"grow": "static", "topology": list(range(1000))}, "more than max_total_draft_tokens"),
+        ({"grow": "static", "topology": [0.0]}, "whole numbers"),
+        ({"merge": "gsd", "merge_ngram": 10**9}, "merge_ngram must be"),
+        ({"lookup_ngram": 1000}, "lookup_ngram must be"),
+        ({"lookup_ngram": 1, "lookup_len": 10**9}, "lookup_len must be"),
+        ({"max_draft_len": True}, "max_draft_len must be a whole number, not True"),
+        ({"max_draft_len": 3.0}, "max_draft_len must be a whole number"),
+        ({"max_draft_len": "3"}, "max_draft_len must be a whole number"),
+        ({"max_draft_len": None}, "max_draft_len must be a whole number"),
+        ({"max_draft_len": -(10**4000)}, "max_draft_len must be at least 1"),
+        ({"frontier_width": 1024, "max_draft_len": 1024, "max_total_draft_tokens": 1024}, "widest pass"),
+        ({"draft_threshold": False}, "draft_threshold must be a number"),
+        ({"draft_threshold": 10**400}, "draft_threshold must be in"),
+        ({"sibling_share": -1e-300}, "sibling_share must be in"),
+        ({"grow": ["chain"]}, "grow must be text"),
+        ({"grow": "x" * 100_000}, "grow must be one of"),
+        ({"x" * 100_000: 1}, "is unknown"),
+    ],
+)
+def test_no_proposal_is_built_before_its_size_is_known(client: Any, changes: dict[str, Any], named: str) -> None:
+    assert named in refused(client, COMPLETIONS, json.dumps({**SHORT, "speculative": changes}))
+
+
+def nested(opening: str, closing: str, depth: int) -> str:
+    return opening * depth + closing * depth
+
+
+@pytest.mark.parametrize("depth", [DEEP, 900, 100_000])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "%s",
+        '{"prompt": "x", "metadata": %s}',
+        '{"prompt": "x", "speculative": %s}',
+        '{"prompt": "x", "speculative": {"topology": %s}}',
+        '{"prompt": %s}',
+        '{"prompt": "x", "tools": %s}',
+        '{"prompt": "x", "unknown": %s}',
+        '{"messages": %s}',
+        '{"messages": [{"role": "user", "content": %s}]}',
+    ],
+)
+def test_json_that_is_too_deep_is_refused_and_leaves_no_trace(client: Any, place: str, depth: int) -> None:
+    path = CHAT if "messages" in place else COMPLETIONS
+    for deep in (nested("[", "]", depth), nested('{"a": [', "]}", depth).replace("[]", "[1]")):
+        assert "levels deep" in refused(client, path, place % deep)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ('{"prompt": "x", "seed": 1%s}' % ("0" * 5000), "thousands of digits"),
+        ('{"prompt": "x", "seed": 1%s}' % ("0" * 4000), "seed"),
+        ('{"prompt": "x", "max_tokens": 1%s}' % ("0" * 30), "max_tokens"),
+        ('{"prompt": "x", "top_k": 1%s}' % ("0" * 30), "top_k"),
+        ('{"prompt": "x", "temperature": 1%s}' % ("0" * 4000), "temperature"),
+        ('{"prompt": "x", "temperature": 1e999}', "temperature"),
+        ('{"prompt": "x", "temperature": 1e-46, "n": 8, "logit_bias": {"44": 1}}', "between 1e-06 and 100"),
+        ('{"prompt": "x", "temperature": 3.3e37}', "temperature"),
+        ('{"prompt": "x", "min_p": NaN}', "min_p"),
+        ('{"prompt": "x", "logit_bias": {"44": -Infinity}}', "44"),
+        ('{"prompt": "x", "metadata": [NaN]}', "no number"),
+        ('{"prompt": "x", "n": 1, "n": 2}', "'n' is given twice"),
+        ('{"prompt": "x", "speculative": {"grow": "chain", "grow": "topk"}}', "'grow' is given twice"),
+        ('{"prompt": "\\ud800"}', "surrogate"),
+        ('{"prompt": "\\udc00x", "echo": true}', "surrogate"),
+        ('{"prompt": "x", "model": "\\ud800"}', "surrogate"),
+        ('{"prompt": "x", "user": "\\ud800"}', "surrogate"),
+        ('{"prompt": "x", "stop": ["a", "\\ud800"]}', "surrogate"),
+        ('{"prompt": "x", "\\ud800": null}', "surrogate"),
+        ('{"prompt": "x", "speculative": {"grow": "\\ud800"}}', "surrogate"),
+        (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+        ('{"prompt": "x"} {}', "not valid JSON"),
+        ('{"prompt": "x", "user": "%s"}' % ("u" * 513), "user"),
+        ('{"prompt": "x", "stop": "%s"}' % ("s" * 1001), "stop"),
+        (json.dumps({"prompt": "x", "stop_token_ids": [5] * 200_000}), "stop_token_ids"),
+        (json.dumps({"prompt": "x", "model": "m" * 200_000}), ""),
+        (json.dumps({"prompt": "x", "f" * 200_000: 1}), "not supported"),
+        ('{"prompt": "x", "stream_options": {"include_usage": true}}', "stream to be true"),
+        ('{"prompt": "x", "stream": true, "stream_options": {"metadata": {}}}', "metadata"),
+        ('{"prompt": "x", "best_of": true}', "best_of"),
+        ('{"prompt": "x", "tool_choice": "auto"}', "tool_choice"),
+        ('{"prompt": "x", "speculative": 0}', "speculative"),
+        ('{"prompt": "x", "speculative": true}', "speculative"),
+    ],
+)
+def test_numbers_names_and_texts_that_are_none(client: Any, body: str | bytes, named: str) -> None:
+    status, message = send(client, COMPLETIONS, body)
+    assert status == (404 if "does not exist" in message else 400) and len(message) < 1000
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "bogus", "content": "x"}, "role"),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "role"),
+        ({"role": "function", "content": "x", "name": "f"}, "role"),
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": []}, "content"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "weight": 2}]}, "weight"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls"),
+        ({"role": "user", "content": "x", "mood": "sad"}, "mood"),
+        ({"role": "user", "content": "x", "name": 3}, "name"),
+        ("hello", "messages"),
+        ([{"role": "user", "content": "x"}], "messages"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_messages_that_would_be_misread_are_refused(client: Any, path: str, message: Any, named: str) -> None:
+    assert named in refused(client, path, json.dumps({"messages": [message]}))
+    assert named in refused(client, path, json.dumps({"messages": [*MESSAGES, message]}))
+
+
+def test_messages_that_can_be_read_are_read(client: Any) -> None:
+    def tokens(*messages: dict[str, Any]) -> list[int]:
+        answer = client.post("/tokenize", json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+        found: list[int] = answer.json()["tokens"]
+        return found
+
+    system = {"role": "system", "content": "be kind"}
+    assert tokens({**system, "role": "developer"}, *MESSAGES) == tokens(system, *MESSAGES)
+    answer = client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3, "seed": 1}).json()
+    again = answer["choices"][0]["message"]  # as OpenAI's clients send it back
+    said = {"role": "assistant", "content": again["content"]}
+    sent = {**again, "tool_calls": [], "annotations": [], "function_call": None}
+    assert tokens(*MESSAGES, sent, *MESSAGES) == tokens(*MESSAGES, said, *MESSAGES)
+
+
+def test_both_names_of_a_limit_must_agree(client: Any) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}
+    assert "send one of them" in refused(client, CHAT, json.dumps(body))
+    assert client.post(CHAT, json={**body, "max_completion_tokens": 3}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"merge": "gsd", "merge_ngram": 1, "grow": "topk", "frontier_width": 64, "max_draft_len": 2},
+        {"merge": "gsd", "merge_ngram": 16, "grow": "topk", "max_total_draft_tokens": 63},
+        {"lookup_ngram": 16, "lookup_len": 40},
+        {"lookup_ngram": 1, "lookup_len": 40},
+        {"grow": "dyspec-threshold", "merge": "gsd", "merge_ngram": 1, "draft_threshold": 1e-300},
+        {"grow": "static", "topology": list(range(15))},
+        {"grow": "k-ary", "branching": [15]},
+    ],
+)
+def test_the_largest_settings_that_are_taken_are_served(client: Any, changes: dict[str, Any]) -> None:
+    body = {**SHORT, "prompt": "abab" * 200, "max_tokens": 12, "temperature": 1, "seed": 1}
+    answer = client.post(COMPLETIONS, json={**body, "speculative": {**changes, "budget": "fixed"}})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 12, answer.text
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 100])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logit_bias": {"44": 100, "45": -100}},
+        {"repetition_penalty": 1e6, "presence_penalty": 2, "frequency_penalty": -2},
+        {"repetition_penalty": 1e-6, "logit_bias": {"44": -100}},
+        {"top_p": 1e-300},
+        {"min_p": 1},
+        {"top_k": 2**31 - 1, "min_p": 1e-300, "top_p": 0.5},
+    ],
+)
+def test_extremes_of_sampling_are_served(client: Any, changes: dict[str, Any], temperature: float) -> None:
+    body = {**SHORT, "temperature": temperature, "n": 8, "logprobs": 20, **changes}
+    answer = client.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 24, answer.text
+
+
+def test_health_is_answered_while_a_wide_answer_is_written(client: Any, server: Served) -> None:
+    body = {**SHORT, "n": 16, "max_tokens": 150, "logprobs": 20, "temperature": 1, "speculative": False}
+    probes = 0
+    with ThreadPoolExecutor() as pool, httpx.Client(timeout=10) as prober:
+        answer = pool.submit(client.post, COMPLETIONS, json=body)
+        while not answer.done():
+            assert prober.get(f"{server.root}/health").status_code == 200
+            probes += 1
+    choices = answer.result().json()["choices"]
+    assert probes > 3 and len(choices) == 16
+    for choice in choices:
+        written = choice["logprobs"]
+        assert {len(items) for items in written.values()} == {150}
+        ends = [0]
+        for token in written["tokens"]:
+            ends.append(ends[-1] + len(token))
+        assert written["text_offset"] == ends[:-1]
+
+
+FIELDS = """prompt messages n temperature top_k top_p seed stop logit_bias speculative stream stream_options logprobs
+max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs"""
+fields = st.sampled_from(FIELDS.split())
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=4), items, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(fields, values, max_size=4), st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]))
+@example({"speculative": {"grow": "k-ary", "branching": [1000, 1000, 1000]}}, COMPLETIONS)
+def test_whatever_a_body_holds_it_is_answered(client: Any, body: dict[str, Any], path: str) -> None:
+    wanted = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    whole = {**wanted, "max_tokens": 2, **body} if path in (COMPLETIONS, CHAT) else body
+    answer = client.post(path, content=json.dumps(whole), headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400), answer.text

@@ -1,0 +1,82 @@
+"""Conversations: one, several, and what only looks like one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import with_chat_template
+
+from draftwood.runtime import LLM, RequestError, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+MESSAGES: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello", "name": "me"}]
+PARTS: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("chat"))
+    template = "{% for m in messages %}<{{ m.role }}|{{ m.name }}>{{ m.content }}\n{% endfor %}<assistant>"
+    (bundle / "chat_template.jinja").write_text(template)
+    with LLM(bundle) as llm:
+        yield llm
+
+
+def test_a_list_of_conversations_gives_a_list_of_results(llm: LLM) -> None:
+    other = [{"role": "user", "content": "hi"}]
+    both = llm.chat([MESSAGES, other], GREEDY)
+    assert [result.token_ids for result in both] == [
+        llm.chat(MESSAGES, GREEDY).token_ids,
+        llm.chat(other, GREEDY).token_ids,
+    ]
+    assert [result.token_ids for result in llm.chat([other], GREEDY)] == [both[1].token_ids]
+    assert llm.chat(tuple(other), GREEDY).token_ids == both[1].token_ids
+
+
+def test_what_reaches_the_template(llm: LLM) -> None:
+    text = llm.tokenizer.decode(llm.encode_chat(MESSAGES))
+    assert text == "<system|>be kind\n<user|me>hello\n<assistant>"
+    renamed = [{**MESSAGES[0], "role": "developer", "tool_calls": None}, {**MESSAGES[1], "x": []}]
+    assert llm.encode_chat(renamed) == llm.encode_chat(MESSAGES)
+    parts = [{"role": "user", "content": PARTS}]
+    assert llm.encode_chat(parts) == llm.encode_chat([{"role": "user", "content": "one\ntwo"}])
+    assert "|>\n" in llm.tokenizer.decode(llm.encode_chat([{"role": "assistant", "content": ""}]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "the conversation has no messages"),
+        ((), "the conversation has no messages"),
+        ([[]], "the conversation has no messages"),
+        ("hello", "a conversation is a list of messages"),
+        (b"hello", "a conversation is a list of messages"),
+        (None, "a conversation is a list of messages"),
+        ({"role": "user", "content": "x"}, "a conversation is a list of messages"),
+        (["hello"], r"messages\[0\] must be a message"),
+        ([MESSAGES[0], MESSAGES], r"messages\[1\] must be a message"),
+        ([{"content": "x"}], r"messages\[0\]\.role must be one of system, developer, user, assistant, not None"),
+        ([{"role": "bogus", "content": "x"}], "not 'bogus'"),
+        ([{"role": "tool", "content": "x"}], "not 'tool'"),
+        ([{"role": ["user"], "content": "x"}], r"not \['user'\]"),
+        ([{"role": "user", "content": None}], r"messages\[0\]\.content must be text, not None"),
+        ([{"role": "user", "content": 3}], "content must be text, not 3"),
+        ([{"role": "user", "content": []}], "content must be text"),
+        ([{"role": "user", "content": ["x"]}], "parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "parts"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "parts"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}], "parts"),
+        ([{"role": "user", "content": "x", "mood": 1}], r"messages\[0\]\.mood is not supported"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls is not supported"),
+        ([{"role": "user", "content": "x", "name": 3}], "name must be text"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, named: str) -> None:
+    for call in (llm.chat, llm.encode_chat):
+        with pytest.raises(RequestError, match=named):
+            call(messages if call == llm.chat or messages != [[]] else [])
+    with pytest.raises(RequestError):
+        llm.chat([MESSAGES, messages])

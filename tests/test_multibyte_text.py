@@ -1,0 +1,241 @@
+"""Text cut anywhere, inside characters too, against bytes decoded by Python: prompts, outputs, chunks, stop strings."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+import pytest
+from checkpoints import write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as TokenizerJson
+
+from draftwood.runtime.decoder import TokenChunk
+from draftwood.runtime.detokenizer import IncrementalDetokenizer
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.sampling import SamplingParams
+from draftwood.runtime.text import TextWriter
+from draftwood.runtime.tokenizer import Tokenizer
+
+ADDED = "<é🙂>"  # an added token that is no special one, written as it stands
+LETTERS = "ab é漢🙂\u0301"
+texts = st.text(st.one_of(st.sampled_from(LETTERS), st.characters(codec="utf-8", exclude_characters="\0")), max_size=12)
+
+
+class Cut(NamedTuple):
+    """A tokenizer, and what each of its ids stands for. bytes_of: b"" for special tokens."""
+
+    tokenizer: Tokenizer
+    bytes_of: list[bytes]
+
+    def ids(self, text: str) -> list[int]:
+        """A text as one token per byte."""
+        return [self.bytes_of.index(bytes([byte])) for byte in text.encode()]
+
+    def bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.bytes_of[token] for token in tokens)
+
+
+def byte_letters() -> dict[str, int]:
+    """The letter that a byte-level vocabulary writes for each byte: itself where it prints, else the next from U+0100.
+
+    As published with GPT-2; written down again, for the tests' own account of what a token stands for.
+    """
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Cut:
+    """Bytes, pairs of letters, halves of characters that tokens really have, and an added token."""
+    backend = TokenizerJson.from_file(str(write_tokenizer(tmp_path_factory.mktemp("bytes"), 320) / "tokenizer.json"))
+    letters = {byte: letter for letter, byte in byte_letters().items()}
+    halves = ["🙂".encode()[2:] + "🙂".encode()[:2], b" \xf0\x9f", "漢".encode()[1:] + b"a", "é".encode()]
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    for half in halves:
+        vocabulary["".join(letters[byte] for byte in half)] = len(vocabulary)
+    backend.model = models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")
+    backend.add_tokens([AddedToken(ADDED, normalized=False)])
+    tokenizer = Tokenizer(backend)
+    texts_of = {index: text for text, index in tokenizer.vocabulary().items()}
+    meaning = byte_letters()
+    entries = [texts_of[index] for index in range(tokenizer.vocab_size)]
+    return Cut(
+        tokenizer,
+        [
+            b"" if index in tokenizer.special_token_ids
+            # The library maps the letters of added tokens back to bytes, too, unless one of them stands for none.
+            else ADDED.encode() if text == ADDED
+            else bytes(meaning[letter] for letter in text)
+            for index, text in enumerate(entries)
+        ],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Cut:
+    """As LLaMA 2 has them: pieces with "▁" for a space, a token for each byte, and an added one."""
+    pieces = ["▁", "a", "b", "ab", "▁a", "é", "▁漢", "\u0301"]
+    vocabulary = {entry: index for index, entry in enumerate(["<unk>", "<s>", "</s>"])}
+    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary |= {piece: 259 + index for index, piece in enumerate(pieces)}
+    backend = TokenizerJson(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
+    backend.add_tokens([AddedToken(ADDED, normalized=False)])
+    replace = decoders.Replace("▁", " ")
+    parts = [replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    meanings = [bytes([byte]) for byte in range(256)] + [piece.replace("▁", " ").encode() for piece in pieces]
+    return Cut(Tokenizer(backend), [b"", b"", b"", *meanings, ADDED.encode()])
+
+
+def streamed(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    deltas = [detokenizer.push([token])[0] for token in tokens]
+    return "".join(deltas) + detokenizer.finish()
+
+
+def added_text(before: bytes, after: bytes, final: bool = True) -> str:
+    """What bytes add to the text of earlier ones. final: bytes that are not yet a character count as none."""
+    prompt = before.decode(errors="replace")
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(before + after, final)
+    return text[len(list(takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False)))) :]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(max_examples=100)
+@given(data=st.data())
+def test_any_token_ids_behind_any_prompt(name: str, byte_level: Cut, byte_fallback: Cut, data: st.DataObject) -> None:
+    """Prompts that begin, stop or lie inside characters, bytes that never become one, special tokens in between."""
+    cut = {"byte_level": byte_level, "byte_fallback": byte_fallback}[name]
+    size = cut.tokenizer.vocab_size
+    ids = st.one_of(st.sampled_from([*cut.ids("🙂漢é a"), *range(size - 9, size), 1]), st.integers(0, size - 1))
+    prompt, tokens = data.draw(st.lists(ids, max_size=15)), data.draw(st.lists(ids, max_size=40))
+    prompt = [cut.tokenizer.vocabulary()["a"], *prompt]  # what begins with a space may lose it
+    assert streamed(cut.tokenizer, prompt, tokens) == added_text(cut.bytes(prompt), cut.bytes(tokens))
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(max_examples=100)
+@given(text=texts, more=texts, data=st.data())
+def test_a_text_cut_anywhere(
+    name: str, byte_level: Cut, byte_fallback: Cut, text: str, more: str, data: st.DataObject
+) -> None:
+    """The prompt may end inside a character: one that the output completes is the output's."""
+    cut = {"byte_level": byte_level, "byte_fallback": byte_fallback}[name]
+    ids = cut.ids("x" + text + more)
+    end = data.draw(st.integers(1, len(ids)))
+    assert streamed(cut.tokenizer, ids[:end], ids[end:]) == added_text(cut.bytes(ids[:end]), cut.bytes(ids[end:]))
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_bad_bytes_spoil_none_of_their_neighbours(byte_fallback: Cut, data: st.DataObject) -> None:
+    """The library decodes a run of byte tokens whole and makes all of it U+FFFD for one bad byte."""
+    good, bad = st.text("é漢🙂ab ", max_size=4), st.integers(1, 3).map(lambda length: "🙂".encode()[:length])
+    tokens, expected = [], ""
+    for text, broken in data.draw(st.lists(st.tuples(good, bad), max_size=5)):
+        tokens += [*byte_fallback.ids(text), *(3 + byte for byte in broken), byte_fallback.bytes_of.index(b"ab")]
+        expected += text + "\ufffdab"
+    assert streamed(byte_fallback.tokenizer, byte_fallback.ids("x漢"), tokens) == expected
+
+
+def test_spaces_and_added_tokens_beside_half_a_character(byte_fallback: Cut) -> None:
+    tokenizer, pieces = byte_fallback.tokenizer, byte_fallback.bytes_of
+    ids = byte_fallback.ids("x🙂")
+    added, spaced = pieces.index(ADDED.encode()), pieces.index(" 漢".encode())
+    for end in range(1, len(ids)):
+        assert streamed(tokenizer, ids[:end], [*ids[end:], spaced, added]) == f"🙂 漢{ADDED}"
+        assert streamed(tokenizer, ids[:end], [*ids[end:-1], spaced]) == ("\ufffd 漢" if end == 1 else " 漢")
+    assert streamed(tokenizer, [], [spaced, spaced]) == "漢 漢"
+    assert streamed(tokenizer, [1], [1, spaced, 2, spaced]) == "漢 漢"
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.special_token_ids = tokenizer, tokenizer.special_token_ids
+        self.byte_values = tokenizer.byte_values
+        self.most = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.most = max(self.most, len(token_ids))
+        return self._tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("unit", [b"\x80", b"\xf0", "\ufffd".encode(), b"\xf0\x9f", "🙂".encode()])
+def test_no_token_costs_more_than_another(name: str, unit: bytes, request: pytest.FixtureRequest) -> None:
+    """Neither a prompt nor an output of a thousand tokens that never become a character is decoded again and again."""
+    cut: Cut = request.getfixturevalue(name)
+    tokens = [cut.bytes_of.index(bytes([byte])) for byte in unit * 1000]
+    tokenizer = Counting(cut.tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer, [*cut.ids("x"), *tokens])  # type: ignore[arg-type]
+    deltas = detokenizer.push(tokens)
+    assert len("".join(deltas)) >= 900 and tokenizer.most < 60
+
+
+@settings(max_examples=150)
+@given(
+    prompt=texts,
+    text=st.text("aé漢🙂", max_size=12),
+    stop=st.lists(st.text("aé漢🙂", min_size=1, max_size=3), max_size=2),
+    data=st.data(),
+)
+def test_stop_strings_inside_characters_and_chunks(
+    byte_level: Cut, prompt: str, text: str, stop: list[str], data: st.DataObject
+) -> None:
+    """The text ends in front of the stop string, the tokens with the one that completed it, and so does their count."""
+    ids = byte_level.ids(prompt + text)
+    end = data.draw(st.integers(0, len(ids)))
+    before, tokens = ids[:end], ids[end:]
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=len(tokens), max_size=len(tokens)))
+    kept, expected = len(tokens), added_text(byte_level.bytes(before), byte_level.bytes(tokens))
+    for count in range(1, len(tokens) + 1):
+        seen = added_text(byte_level.bytes(before), byte_level.bytes(tokens[:count]), final=False)
+        if any(item in seen for item in stop):
+            kept, expected = count, seen[: min(seen.find(item) for item in stop if item in seen)]
+            break
+    writer = TextWriter(byte_level.tokenizer, before, SamplingParams(stop=tuple(stop)))
+    stats, written, given_out, pieces = SpecDecodeStats(), "", list[int](), ""
+    while tokens:
+        size = sizes.pop()
+        part, tokens = tokens[:size], tokens[size:]
+        stats.num_tokens += len(part)
+        chunk = writer.write(TokenChunk(part, 0, [], None if tokens else "length"), stats)
+        written, given_out = written + chunk.text, given_out + chunk.token_ids
+        pieces += "".join(piece.text for piece in chunk.pieces)
+        assert "\ufffd" not in chunk.text or "\ufffd" in expected
+        if chunk.finish_reason is not None:
+            break
+    assert (written, pieces, given_out, stats.num_tokens) == (expected, expected, ids[end : end + kept], kept)
+
+
+def test_each_piece_knows_whether_the_draft_proposed_it(byte_level: Cut) -> None:
+    """Also one that was held back in an earlier chunk, and what is left of a character when nothing follows."""
+    writer, stats = TextWriter(byte_level.tokenizer, [], SamplingParams(stop=("cd!",))), SpecDecodeStats()
+    drafted = []
+    for text, num_drafted, reason in (("abc", 3, None), ("de", 1, None), ("fg", 0, None)):
+        drafted += writer.write(TokenChunk(byte_level.ids(text), num_drafted, [], reason), stats).pieces
+    half = TokenChunk(byte_level.ids("é")[:1], 1, [], "length")
+    drafted += writer.write(half, stats).pieces
+    assert drafted == [*((letter, True) for letter in "abcd"), *((letter, False) for letter in "efg\ufffd")]
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (4, "abab")])
+def test_a_stop_string_ends_a_text_behind_min_tokens(byte_level: Cut, min_tokens: int, expected: str) -> None:
+    params = SamplingParams(stop=("b",), min_tokens=min_tokens, max_tokens=4)
+    stats = SpecDecodeStats(num_tokens=4)
+    chunk = TextWriter(byte_level.tokenizer, [], params).write(
+        TokenChunk(byte_level.ids("abab"), 4, [], "length"), stats
+    )
+    stopped = min_tokens < 4
+    kept = len(expected) + stopped
+    assert (chunk.text, chunk.finish_reason) == (expected, "stop" if stopped else "length")
+    assert len(chunk.token_ids) == stats.num_tokens == kept

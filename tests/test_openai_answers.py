@@ -1,0 +1,126 @@
+"""Writing answers: what it costs does not grow faster than the answer, and the event loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+
+from draftwood.runtime.decoder import TokenLogprob
+from draftwood.runtime.metrics import SpecDecodeStats
+from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
+from draftwood.runtime.serving.openai import collected
+from draftwood.runtime.serving.openai_answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts
+from draftwood.runtime.serving.openai_streams import Numbered
+from draftwood.runtime.text import StreamChunk
+
+
+class CountedText(str):
+    """A text that counts how often its length is asked for."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        CountedText.asked += 1
+        return super().__len__()
+
+
+class FakeTexts:
+    """TokenTexts of one letter each."""
+
+    def text(self, token: int) -> str:
+        return CountedText(chr(97 + token % 26))
+
+    def bytes(self, token: int) -> tuple[int, ...]:
+        return (97 + token % 26,)
+
+
+TEXTS = cast(TokenTexts, FakeTexts())
+SHAPES: list[Shape] = [CompletionShape(TEXTS, True), ChatShape(TEXTS, True)]
+
+
+def chunk(tokens: list[int], alternatives: int, reason: str | None = None) -> StreamChunk:
+    logprobs = [TokenLogprob(token, -0.5, {token + k: -0.5 - k for k in range(alternatives)}) for token in tokens]
+    return StreamChunk("x" * len(tokens), tokens, [], logprobs, reason, SpecDecodeStats())
+
+
+def answer_of(shape: Shape, choices: int, rounds: int, alternatives: int = 1) -> tuple[Answer, list[Numbered]]:
+    chunks = [
+        Numbered(choice, chunk([number, number + 1], alternatives, "length" if number == rounds - 1 else None))
+        for number in range(rounds)
+        for choice in range(choices)
+    ]
+    return Answer(shape, TEXTS, "m", [[1]], [""] * choices, 0), chunks
+
+
+def test_lengths_of_a_long_text_are_added_up_once() -> None:
+    asked = []
+    for rounds in (100, 400):
+        answer, chunks = answer_of(SHAPES[0], 1, rounds)
+        for item in chunks:
+            answer.note(*item)
+        CountedText.asked = 0
+        written = json.loads(bytes(answer.whole().body))["choices"][0]
+        asked.append(CountedText.asked)
+        assert written["logprobs"]["text_offset"] == list(range(2 * rounds)) and written["text"] == "x" * 2 * rounds
+    assert asked[1] <= 4 * asked[0] + 10
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_event_loop_turns_while_a_large_answer_is_written(shape: Shape) -> None:
+    answer, chunks = answer_of(shape, 8, 200, alternatives=20)
+    turns = 0
+
+    async def arriving() -> AsyncGenerator[Numbered, None]:
+        for item in chunks:
+            yield item
+
+    async def turning() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def written() -> Any:
+        other = asyncio.create_task(turning())
+        try:
+            return await collected(answer, arriving())
+        finally:
+            other.cancel()
+
+    content = json.loads(bytes(asyncio.run(written()).body))
+    assert len(content["choices"]) == 8 and turns > 10
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stream_holds_what_the_whole_answer_does(shape: Shape) -> None:
+    whole, chunks = answer_of(shape, 2, 40)
+    streamed, _ = answer_of(shape, 2, 40)
+    parts: list[Any] = []
+    for item in chunks:
+        whole.note(*item)
+        added = streamed.add(*item)
+        assert added is not None
+        parts += json.loads("".join(pieces(added)))["choices"]
+    for choice in json.loads(bytes(whole.whole().body))["choices"]:
+        mine = [part["logprobs"] for part in parts if part["index"] == choice["index"]]
+        for name, items in choice["logprobs"].items():
+            assert items is None or [item for part in mine for item in part[name]] == items
+    assert streamed.usage() == json.loads(bytes(whole.whole().body))["usage"]
+
+
+@pytest.mark.parametrize("count", [0, 1, AT_A_TIME, AT_A_TIME + 1, 3 * AT_A_TIME])
+def test_pieces_are_the_whole(count: int) -> None:
+    items: list[Any] = [{"a": number, "b": [None, "é\n", {}]} for number in range(count)]
+    lazy = {"list": [{"inner": iter(items), "empty": {}}, {}], "items": iter(items), "none": iter(()), "x": [[], "]"]}
+    eager = {"list": [{"inner": items, "empty": {}}, {}], "items": items, "none": [], "x": [[], "]"]}
+    written = list(pieces(lazy))
+    assert json.loads("".join(written)) == eager
+    assert max(map(len, written)) < 100 * AT_A_TIME
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        list(pieces({"a": iter([float("nan")])}))

@@ -1,0 +1,179 @@
+"""SpeculativeConfig: everything it refuses, by its message, and that nothing is computed from what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.models.errors import ConfigError
+from draftwood.runtime.speculation import config as module
+from draftwood.runtime.speculation.baseline import k_ary
+from draftwood.runtime.speculation.bounds import INTEGERS, MAX_NGRAM, MAX_PROPOSAL, NUMBERS, SHARES, fits
+from draftwood.runtime.speculation.config import CHOICES, LOSSLESS, SpeculativeConfig
+
+
+def made(**settings: Any) -> SpeculativeConfig:
+    return SpeculativeConfig(**settings)
+
+
+def message(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        SpeculativeConfig(**settings)
+    return str(refused.value)
+
+
+def test_every_field_is_bounded_by_its_kind() -> None:
+    names = {field.name for field in fields(SpeculativeConfig)}
+    assert names == {*INTEGERS, *NUMBERS, *CHOICES, "branching", "topology"}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_whole_numbers_end_where_they_should(name: str) -> None:
+    value: Any
+    least, most = INTEGERS[name]
+    for value in (least - 1, most + 1, -(10**5000), 10**5000):
+        assert f"{name} must be at least {least} and not more than {most}" in message(**{name: value})
+    for value in (True, 2.0, "2", None, [2]):
+        assert f"{name} must be a whole number" in message(**{name: value})
+    for value in (least, np.int64(most)):
+        assert getattr(made(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_shares_end_where_they_should(name: str) -> None:
+    value: Any
+    for value in (-0.01, 1.01, float("nan"), float("inf"), 10**5000):
+        assert f"{name} must be in" in message(**{name: value})
+    for value in (False, "0.5", None, [0.5]):
+        assert f"{name} must be a number" in message(**{name: value})
+    for value in (1, 0.25, np.float32(0.25)):
+        assert getattr(made(**{name: value}), name) == value
+    if name in SHARES:
+        assert getattr(made(**{name: 0}), name) == 0
+    else:
+        assert "(0, 1]" in message(**{name: 0})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_names_are_those_there_are(name: str) -> None:
+    assert f"{name} must be one of {', '.join(CHOICES[name])}, not 'other'" in message(**{name: "other"})
+    assert f"{name} must be text" in message(**{name: ["chain"]})
+    assert len(message(**{name: "x" * 100_000})) < 400
+
+
+@pytest.mark.parametrize("name", ["branching", "topology"])
+def test_shapes_are_lists_of_whole_numbers(name: str) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in ("1", {1: 1}, None, 3):
+        assert f"{name} must be a list of whole numbers" in message(**{name: value})
+    for item in (True, 1.0, "1", None, [1], deep):
+        assert "not one with" in message(**{name: [item]})
+    for item in (-1, MAX_PROPOSAL + 1, 10**5000):
+        assert f"{name} must hold numbers from 0" in message(**{name: [item]})
+    assert f"has {MAX_PROPOSAL + 1} items" in message(**{name: [0] * (MAX_PROPOSAL + 1)})
+    assert made(**{name: [1] * MAX_PROPOSAL if name == "branching" else [0] * MAX_PROPOSAL})
+    given = made(**{name: [1, 1] if name == "branching" else [0, 1]})
+    assert hash(given) == hash(made(**{name: (1, 1) if name == "branching" else (0, 1)}))
+
+
+def test_a_shape_is_not_built_before_its_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(branching: Any) -> None:
+        raise AssertionError(f"built {branching}")
+
+    monkeypatch.setattr(module, "k_ary", never)
+    for branching in ([1000, 1000, 1000], [2] * 11, [MAX_PROPOSAL, 1]):
+        assert "branching makes more than 1024 tokens" in message(grow="k-ary", branching=branching)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_the_size_of_a_k_ary_tree_is_known_without_it(branching: list[int]) -> None:
+    assert fits(branching) == (len(k_ary(branching)) <= MAX_PROPOSAL)
+
+
+def test_the_largest_tree_is_the_largest() -> None:
+    assert fits((512, 1)) and not fits((512, 1, 1))
+    assert fits((MAX_PROPOSAL,)) and not fits((MAX_PROPOSAL + 1,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"branching": ()}, "branching must name at least one child per depth"),
+        ({"branching": (2, 0)}, "branching must name at least one child per depth"),
+        ({"topology": (0, 2)}, "an earlier position; 0 is the root"),
+        ({"topology": (1,)}, "an earlier position; 0 is the root"),
+        ({"grow": "static"}, "grow='static' needs a topology"),
+        ({"grow": "static", "topology": (0,) * 16}, "draws 16 tokens, more than max_total_draft_tokens (15)"),
+        ({"grow": "k-ary", "branching": (4, 3)}, "draws 16 tokens, more than max_total_draft_tokens (15)"),
+        ({"grow": "dyspec-threshold", "merge": "gsd", "lookup_ngram": 1}, "a draw must not merge with a given token"),
+        ({"grow": "dyspec-heap", "stop_rule": "entropy"}, "needs growth by layers"),
+    ],
+)
+def test_what_contradicts_itself_or_is_not_lossless(settings: dict[str, Any], named: str) -> None:
+    assert named in message(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"grow": "static", "topology": (0,) * 15},
+        {"grow": "static", "topology": (0, 1, 2)},
+        {"grow": "k-ary", "branching": (3, 4)},
+        {"topology": (0,) * 16},  # not used
+        {"branching": (4, 3)},
+        {"grow": "topk", "merge": "gsd", "lookup_ngram": 1},
+        {"grow": "dyspec-threshold", "lookup_ngram": 1},
+        {"grow": "dyspec-threshold", "merge": "gsd"},
+        {"grow": "dyspec", "stop_rule": "entropy"},
+        {"grow": "topk", "merge": "gsd", "merge_ngram": MAX_NGRAM, "lookup_ngram": MAX_NGRAM},
+    ],
+)
+def test_what_stands_beside_it_is_taken(settings: dict[str, Any]) -> None:
+    assert made(**settings)
+
+
+PROPOSALS: dict[str, tuple[dict[str, Any], ...]] = {
+    "drawn chain": ({"grow": "chain"}, {"grow": "chain", "merge": "gsd"}),
+    "drawn tree": (
+        {"grow": "chain", "lookup_ngram": 1},
+        {"grow": "k-ary"},
+        {"grow": "static", "topology": (0, 0)},
+        {"grow": "dyspec"},
+        {"grow": "dyspec-heap"},
+        {"grow": "dyspec-threshold"},
+    ),
+    "drawn graph": ({"grow": "dyspec-threshold", "merge": "gsd"},),
+    "chosen graph": (
+        {"grow": "topk"},
+        {"grow": "topk", "merge": "gsd"},
+        {"grow": "auto", "merge": "gsd"},
+        {"grow": "k-ary", "merge": "gsd"},
+        {"grow": "dyspec", "merge": "gsd"},
+        {"grow": "dyspec-heap", "merge": "gsd"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+@pytest.mark.parametrize("verify", CHOICES["verify"])
+def test_only_verifiers_that_are_exact_for_a_proposal_are_taken(kind: str, verify: str) -> None:
+    for settings in PROPOSALS[kind]:
+        assert made(**settings).proposal == kind
+        if verify in ("auto", *LOSSLESS[kind]):
+            made(verify=verify, **settings)
+        else:
+            assert f"verify={verify!r} is not lossless for a {kind}" in message(verify=verify, **settings)
+
+
+def test_auto_draws_unless_it_is_matched() -> None:
+    for settings in ({}, {"lookup_ngram": 1}, {"verify": "rejection"}):
+        assert made(**settings).proposal == "drawn tree"
+    assert SpeculativeConfig(verify="match").proposal == "chosen graph"
+    assert "not lossless" in message(verify="block")
