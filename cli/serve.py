@@ -16,6 +16,7 @@ from ..models.errors import ConfigError
 from ..runtime.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS, AsyncLLM
 from ..runtime.batching import MAX_RUNNING
 from ..runtime.llm import LLM
+from ..runtime.memory import CACHE_SHARE, share_arenas
 from ..runtime.serving.clients import ApiKey, read_keys
 from ..runtime.serving.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.hosts import AllowedHosts, is_loopback
@@ -105,7 +106,12 @@ def add_parser(commands: Any) -> None:
         default=MAX_WAITING,
         help=f"further ones, before others are told to come back (default {MAX_WAITING})",
     )
-    load.add_argument("--kv-cache-bytes", type=int, help="lowers --max-running to what fits into this memory")
+    load.add_argument(
+        "--kv-cache-bytes",
+        type=int,
+        help="lowers --max-running to what fits into this memory (default: requests wait while their caches do not fit "
+        f"into {CACHE_SHARE:.0%} of the memory that is available)".replace("%", "%%"),
+    )
     load.add_argument(
         "--prefix-cache-slots",
         type=int,
@@ -142,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime.serving.openai_guard import Limits
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
+    share_arenas()
     name = args.served_model_name or args.bundle.resolve().name
     with listen(args.host, args.port) as listener:
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)

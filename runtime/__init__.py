@@ -3,7 +3,8 @@
 from ..models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, RequestError
 from .async_llm import AsyncLLM
 from .bundle import EngineBundle
-from .llm import LLM, GenerationResult
+from .generation_result import GenerationResult
+from .llm import LLM
 from .metrics import SpecDecodeStats
 from .sampling import SamplingParams
 from .scheduler import QueueFullError

@@ -1,44 +1,40 @@
-"""AsyncLLM: many requests at a time over one LLM, for servers. One thread runs the passes that they wait for together:
-requests join and leave between passes (continuous batching)."""
+"""AsyncLLM: many requests at a time over one LLM, for servers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from threading import Condition, Thread
 from time import monotonic
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
 from ..models.errors import ConfigError, RequestError
-from .batching import MAX_RUNNING, Waiting, next_together, recalled, run_together
+from .batching import MAX_RUNNING
 from .bundle_watch import BundleWatch
-from .engine_health import EngineHealth
-from .engines.base import Engine, ForwardOutput, Pass
+from .engine_thread import EngineThread
 from .engines.pool import PooledEngine
 from .llm import LLM, Engines, Prompt, Speculation
-from .metrics import SpecDecodeStats
-from .request_stream import DeadlineError, Request, RequestStream, ShutdownError, without_frames
+from .memory import CacheBudget, cache_budget
+from .request_stream import DeadlineError, Request, RequestStream, ShutdownError
 from .sampling import SamplingParams
 from .scheduler import QueueFullError, Scheduler
-from .serving.metrics import Drafted, ServingMetrics
-from .text import StreamChunk
+from .text_threads import TextThreads
 
 __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "ShutdownError"]
 
 MAX_WAITING, PREFIX_CACHE_SLOTS = 64, 1024  # unless told otherwise
 
 
-class AsyncLLM:
+class AsyncLLM(EngineThread):
     """Runs the requests of many tasks over one LLM, the passes of several in one where the engines' caches allow it.
 
     Every request has caches and randomness of its own, so its text is the one it would get alone. The cost model knows
     how many share a pass and proposes less the more there are; it does so only for requests whose text cannot depend on
     it: greedy ones, and sampled ones without a seed. What goes wrong in a round ends that request only. Clients whose
-    requests wait get places in turn. What one request has read of its prompt, or written, no other reads again.
+    requests wait get places in turn. What one request has read of its prompt, or written, no other of the same
+    `cache_salt` reads again.
     """
 
     def __init__(
@@ -53,7 +49,8 @@ class AsyncLLM:
         """The LLM stays the caller's to close.
 
         max_running: requests that take turns; a plan has caches for so many. max_waiting: further ones that may queue.
-        kv_cache_bytes: lowers max_running to what fits into so much memory when every cache is full.
+        kv_cache_bytes: for all caches; lowers max_running to the requests whose full caches fit. None takes a share of
+        the memory that is available now (see `memory.CACHE_SHARE`) and lets requests wait whose caches do not fit.
         prefix_cache_slots: to how many slots each shared cache may grow for the sake of ended requests, whose rows
         serve later prompts that begin likewise, and give way when running ones need room; attention spans them. 0: no
         request profits from another. Raises ConfigError when nothing fits.
@@ -63,18 +60,21 @@ class AsyncLLM:
         if kv_cache_bytes is not None:
             max_running = min(max_running, affordable(llm, kv_cache_bytes))
         max_running = min(max_running, llm.max_batch or max_running)
-        self.llm = llm
-        self.metrics = ServingMetrics()
-        self._scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
-        self._pools = llm.pools(max_running)
+        longest = llm.engines.target.spec
+        budget = CacheBudget(None, longest.capacity, longest.max_width)
+        if llm.is_pooled:
+            specs = [engine.spec for engine in (llm.engines.target, llm.engines.draft) if engine is not None]
+            budget = cache_budget(specs, kv_cache_bytes)
+        scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
+        super().__init__(llm, llm.pools(max_running, budget.allocated), scheduler, budget)
         for engine in self._order:
             if isinstance(engine, PooledEngine) and prefix_cache_slots:
                 engine.share_prefixes(prefix_cache_slots)
-        self._changed = Condition()  # guards the scheduler and the two flags
-        self._draining = self._closed = False
-        self._health, self._watch = EngineHealth(), BundleWatch(llm.bundle)
+        watch = BundleWatch(llm.bundle)
+        self.watchers.append(lambda: watch.trouble)
+        self._texts = TextThreads()
+        self._draining = False
         self._owns_llm = False
-        self._thread = Thread(target=self._run, name="draftwood-engine", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -104,19 +104,29 @@ class AsyncLLM:
         return self._scheduler.max_running + self._scheduler.max_waiting
 
     @property
-    def alive(self) -> bool:
-        """Whether requests in hand will be finished."""
-        return not self._closed
-
-    @property
-    def trouble(self) -> str | None:
-        """Why nobody can expect a text any more, see EngineHealth and BundleWatch; None while they can."""
-        return (self._health.trouble or self._watch.trouble) if self.alive else "dead: the engine's thread has ended"
-
-    @property
     def accepting(self) -> bool:
         """Whether new requests are taken: neither draining nor closed nor broken."""
-        return not self._draining and not self._closed
+        return not self._draining and self.alive
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """LLM.encode, beside the event loop. Long texts wait for each other, and for nobody else's. Raises
+        ShutdownError, too."""
+        size = len(prompt.encode("utf-8", "surrogatepass")) if isinstance(prompt, str) else len(prompt)
+        return await self._texts.compute(lambda: self.llm.encode(prompt), size)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """LLM.encode_chat, beside the event loop. Cancelling it ends the chat template's process."""
+        text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up))
+        return await self._texts.compute(lambda: self.llm.encode_written(text), len(text))
+
+    @property
+    def texts(self) -> TextThreads:
+        """Where texts are computed beside the event loop."""
+        return self._texts
+
+    def max_tokens_behind(self, prompt: Sequence[int]) -> int:
+        """The largest max_tokens for which there is memory behind a prompt; the context may end a text earlier."""
+        return self._budget.tokens_behind(len(prompt))
 
     def generate(
         self,
@@ -128,22 +138,32 @@ class AsyncLLM:
         deadline_s: float | None = None,
         client: str | None = None,
         user: str | None = None,
+        cache_salt: str | None = None,
+        call: Hashable = None,
     ) -> RequestStream:
         """Queue a request and iterate over its chunks, one per round. Call it where an event loop runs.
 
         speculative: how this request speculates; None decodes plainly. deadline_s: seconds from now until the request
         ends with a DeadlineError, waiting included. client, user: whose request it is, and for whom that client sent
-        it, see Scheduler.submit. At once, before anything is queued: raises RequestError or ConfigError for bad input,
-        QueueFullError when no place is left, ShutdownError while draining or closed.
+        it, see Scheduler.submit. cache_salt: cache rows are shared only with requests of an equal one, so that nobody
+        without it can tell from times or counts what was asked before. call: equal for requests of one call, whose
+        failures count once. At once, before anything is queued: raises RequestError or ConfigError for bad input and
+        for more than memory is there for, QueueFullError when no place is left, ShutdownError while draining or closed.
         """
         arrived = monotonic()
         if deadline_s is not None and not deadline_s > 0:
             raise RequestError(f"deadline_s must be positive, not {deadline_s!r}")
+        if cache_salt == "":
+            raise RequestError("cache_salt must not be empty: leave it out to share with everybody who does")
         tokens = self.llm.encode(prompt)
+        name = request_id or uuid4().hex
         request = Request(
-            id=request_id or uuid4().hex,
+            id=name,
             steps=self.llm.steps(tokens, params, speculative=speculative, engines=self._engines_of(params)),
             num_prompt_tokens=len(tokens),
+            num_slots=self._budget.needed(len(tokens), params.max_tokens),
+            call=name if call is None else call,
+            cache_salt=cache_salt,
             loop=asyncio.get_running_loop(),
             arrived=arrived,
             deadline=None if deadline_s is None else arrived + deadline_s,
@@ -183,11 +203,10 @@ class AsyncLLM:
         return await asyncio.to_thread(wait)
 
     def close(self) -> None:
-        """End every request with a ShutdownError and the engine's thread after the round it is in."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        """End every request with a ShutdownError and the engine's thread after the round it is in; who still waits for
+        a text to be read gets one at once."""
+        self._texts.close()
+        self._stop()
         if self._pools is not None:
             for engine in self._order:
                 engine.close()
@@ -207,135 +226,7 @@ class AsyncLLM:
         reproducible = params.seed is not None and not params.greedy
         if self._pools is None or reproducible:
             return self._pools
-        return self._pools._replace(sharing=lambda: max(1, self._scheduler.num_running))
-
-    def _run(self) -> None:
-        """The engine's thread."""
-        try:
-            while running := self._next():
-                with self._health.watched():
-                    self._serve(running)
-            failure: Exception = ShutdownError("the server stopped before this text was finished")
-        except Exception as error:  # a bug outside of any round: nobody may wait for ever because of it
-            failure = error
-        with self._changed:
-            self._closed = True
-            for request in self._scheduler:
-                self._end(request, "error", failure)
-
-    def _next(self) -> tuple[Request, ...]:
-        """Who runs, once everybody who gave up is gone. Blocks while there is nothing to do; nobody: stop."""
-        with self._changed:
-            while not self._closed:
-                now = monotonic()
-                for request in self._scheduler:
-                    if request.aborted:
-                        stats = request.stats or SpecDecodeStats()
-                        self._end(request, "abort", StreamChunk("", [], [], [], "abort", stats))
-                    elif request.deadline is not None and now >= request.deadline:
-                        seconds = request.deadline - request.arrived
-                        error = DeadlineError(f"the text was not finished within its deadline of {seconds:g} s")
-                        self._end(request, "deadline", error)
-                if running := self._scheduler.running:
-                    return running
-                self._changed.wait()
-        return ()
-
-    def _serve(self, running: Sequence[Request]) -> None:
-        """The next pass, for as many of those who wait for it as it holds."""
-        for request in running:
-            if request.wanted is None:
-                self.metrics.record_start(request.num_prompt_tokens, monotonic() - request.arrived)
-                self._advance(request, None)
-            self._recall(request)
-        waiting = [Waiting(request, request.wanted) for request in running if request.wanted is not None]
-        if not waiting:
-            return
-        served = next_together(waiting, self._order)
-        outputs: Sequence[ForwardOutput] = ()
-        with suppress(Exception):  # perhaps one request's fault: each on its own shows whose
-            outputs = run_together(served)
-        if not outputs:
-            for each in served:
-                self._serve_alone(each)
-            return
-        for each, output in zip(served, outputs, strict=True):
-            self._turn_over(each.request)
-            self._advance(each.request, output)
-
-    def _recall(self, request: Request) -> None:
-        """Let a request go on for as long as it waits for rows that are here already."""
-        while (wanted := request.wanted) is not None and (rest := recalled(wanted)) is not wanted:
-            if self._pools is not None and wanted.engine is self._pools.target:
-                request.num_cached_tokens += wanted.batch.num_tokens - (rest.batch.num_tokens if rest else 0)
-            request.wanted = rest
-            if rest is None:
-                self._advance(request, None)
-
-    def _serve_alone(self, waiting: Waiting[Request]) -> None:
-        self._turn_over(waiting.request)
-        try:
-            output = waiting.wanted.run()
-        except Exception as error:  # whatever it is, it is this request's alone
-            self._fail(waiting.request, error)
-            return
-        self._advance(waiting.request, output)
-
-    def _turn_over(self, request: Request) -> None:
-        request.wanted = None
-        with self._changed:
-            self._scheduler.served(request)
-
-    @property
-    def _order(self) -> list[Engine]:
-        """The draft's passes first."""
-        engines = self._pools or self.llm.engines
-        return [engine for engine in (engines.draft, engines.target) if engine is not None]
-
-    def _advance(self, request: Request, answer: ForwardOutput | None) -> None:
-        """Let a request go on until it waits for its next pass, or ends; hand out the chunks on the way."""
-        while True:
-            try:
-                step = request.steps.send(answer)
-            except Exception as error:  # whatever it is, it is this request's alone
-                self._fail(request, error)
-                return
-            if isinstance(step, Pass):
-                request.wanted = step
-                return
-            answer = None
-            self._record(request, step)
-            if step.finish_reason is not None:
-                with self._changed:
-                    self._end(request, step.finish_reason, step)
-                return
-            request.deliver(step)
-
-    def _record(self, request: Request, chunk: StreamChunk) -> None:
-        self._health.record_round()
-        chunk.stats.num_cached_tokens = request.num_cached_tokens
-        now, drafted = monotonic(), Drafted.of(chunk.stats)
-        since = request.arrived if request.last_round is None else request.last_round
-        first = request.last_round is None
-        if first:
-            self.metrics.record_prompt(request.num_prompt_tokens, request.num_cached_tokens)
-        self.metrics.record_round(len(chunk.token_ids), now - since, first, request.drafted, drafted)
-        request.stats, request.drafted, request.last_round = chunk.stats, drafted, now
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """End a request by what went wrong in its round."""
-        self._health.record_failure(error)
-        with self._changed:
-            self._end(request, "error", without_frames(error))
-
-    def _end(self, request: Request, reason: str, last: StreamChunk | Exception) -> None:
-        """Give the request's caches back, its place to the next one, and its consumer the last item."""
-        request.steps.close()
-        request.wanted = None
-        self._scheduler.remove(request)
-        self.metrics.record_end(reason, monotonic() - request.arrived)
-        request.deliver(last)
-        self._changed.notify_all()
+        return self._pools._replace(sharing=lambda: max(1, self._num_started))
 
 
 def affordable(llm: LLM, kv_cache_bytes: int) -> int:

@@ -105,7 +105,7 @@ class IncrementalDetokenizer:
         end = self._tokenizer.decode(kept)
         if not text and self._before:
             self._set_context(self._context)
-        elif len(text) > UNFINISHED and end.endswith(text[-UNFINISHED:]):
+        elif text and end.endswith(text[-UNFINISHED:]):
             self._set_context([], kept, written=len(end) - (len(text) - self._written))
             self._prompt_end = ""
 

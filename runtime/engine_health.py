@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from time import monotonic
 
@@ -20,7 +20,7 @@ class EngineHealth:
     """What the engine's thread tells about itself. Others may ask at any time."""
 
     def __init__(self) -> None:
-        self._failures = 0  # since a round last went well
+        self._failed: set[Hashable] = set()  # calls since a round last went well, as many as count
         self._began: float | None = None  # when it began what it is doing, monotonic; None while it waits
 
     @contextmanager
@@ -34,11 +34,14 @@ class EngineHealth:
 
     def record_round(self) -> None:
         """A round of anybody's went well."""
-        self._failures = 0
+        if self._failed:
+            self._failed = set()
 
-    def record_failure(self, error: Exception) -> None:
-        """A request ended with an error, its own fault or not."""
-        self._failures += not isinstance(error, (RequestError, ConfigError))
+    def record_failure(self, error: Exception, call: Hashable) -> None:
+        """A request ended with an error, its own fault or not. call: which it belongs to; what many choices of one
+        call have in common counts once."""
+        if not isinstance(error, (RequestError, ConfigError)) and len(self._failed) < MAX_FAILURES:
+            self._failed = self._failed | {call}
 
     @property
     def trouble(self) -> str | None:
@@ -46,6 +49,6 @@ class EngineHealth:
         began = self._began
         if began is not None and monotonic() - began > MAX_PASS_SECONDS:
             return f"stuck: a pass has taken more than {MAX_PASS_SECONDS:g} s"
-        if self._failures >= MAX_FAILURES:
+        if len(self._failed) >= MAX_FAILURES:
             return f"failing: {MAX_FAILURES} requests or more failed in a row; the log says why"
         return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeGuard, cast, overload
+from typing import Literal, NamedTuple, TypeGuard, cast, overload
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError
@@ -16,11 +16,13 @@ from .batching import MAX_RUNNING, drive_together
 from .bundle import EngineBundle
 from .conversation import Conversation, is_conversations, to_template
 from .cost import CostModel, assumed, stored_costs
-from .decoder import SpeculativeDecoder, Steps, TokenLogprob, alone, drive
+from .decoder import SpeculativeDecoder, Steps, alone, drive
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.pool import PooledEngine
 from .engines.static import StaticEngine
 from .fit import fitted
+from .generation_result import GenerationResult, result_of
+from .memory import refuse_without_memory
 from .metrics import SpecDecodeStats
 from .prompt import checked_prompt, too_long
 from .random import seeded_streams
@@ -34,28 +36,6 @@ from .tokenizer import Tokenizer
 POOLED = ("onnxruntime", "openvino", "native")  # backends whose caches grow, so that requests can share one
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """One finished text. token_ids: the output's, ending with the token that ended it; neither that token's text nor a
-    stop string is part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length" (max_tokens,
-    context limit)."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: SpecDecodeStats
-    logprobs: list[TokenLogprob]
-    prompt_token_ids: list[int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, JSON-ready."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return fields | {
-            "stats": self.stats.to_dict(),
-            "logprobs": [logprob._asdict() for logprob in self.logprobs],
-        }
 
 
 class Engines(NamedTuple):
@@ -183,25 +163,38 @@ class LLM:
 
     def encode_chat(self, messages: Conversation) -> list[int]:
         """A conversation as a prompt, written with the model's own chat template."""
-        text = self.tokenizer.apply_chat_template(to_template(messages))
-        return self._encode(text, add_special_tokens=False)
+        return self.encode_written(self.write_chat(messages))
+
+    def write_chat(self, messages: Conversation, given_up: Event | None = None) -> str:
+        """A conversation as the template writes it. given_up: see ChatTemplate.render."""
+        return self.tokenizer.apply_chat_template(to_template(messages), given_up=given_up)
+
+    def encode_written(self, conversation: str) -> list[int]:
+        """Its tokens; the template has put the special ones in."""
+        return self._encode(conversation, add_special_tokens=False)
 
     def plain_decoder(self) -> SpeculativeDecoder:
         """Plain decoding over the target that is already open: what every other way must agree with."""
         manifest = self.bundle.manifest
         return SpeculativeDecoder(self._target, None, None, manifest.max_length, manifest.eos_token_ids)
 
-    def pools(self, requests: int) -> Engines | None:
+    @property
+    def is_pooled(self) -> bool:
+        """Whether its engines' caches grow, so that `pools` share them."""
+        return self._target.spec.backend in POOLED
+
+    def pools(self, requests: int, slots: int | None = None) -> Engines | None:
         """Engines whose passes serve up to so many requests at a time, see `engines.pool` and `engines.static_pool`;
-        None where plans were built for one."""
-        if self._target.spec.backend not in POOLED:
+        None where plans were built for one. slots: of each cache that grows, at most."""
+        if not self.is_pooled:
             if self.max_batch is None:
                 return None
             target, draft = cast(StaticEngine, self._target), cast(StaticEngine | None, self._draft)
             return Engines(target.pool, None if draft is None else draft.pool)
 
         def pooled(engine: Engine) -> Engine:
-            return PooledEngine(engine, requests * engine.spec.capacity)
+            full = requests * engine.spec.capacity
+            return PooledEngine(engine, full if slots is None else min(full, slots))
 
         return Engines(pooled(self._target), None if self._draft is None else pooled(self._draft))
 
@@ -224,7 +217,8 @@ class LLM:
         return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
 
     def close(self) -> None:
-        """Release both engines."""
+        """Release both engines, and end the processes that write conversations."""
+        self.tokenizer.close()
         self._idle.clear()
         self._target.close()
         if self._draft is not None:
@@ -247,6 +241,7 @@ class LLM:
         limit = self.bundle.manifest.max_length
         if len(text) >= limit and (least := self.tokenizer.fewest_tokens(text)) >= limit:
             raise too_long(f"at least {least}", limit)
+        refuse_without_memory(text)
         return checked_prompt(self.tokenizer.encode(text, add_special_tokens), self.bundle)
 
     def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
@@ -326,18 +321,6 @@ class LLM:
             engines.sharing,
             experience=self._experience,
         )
-
-
-def result_of(prompt: list[int], chunks: Sequence[StreamChunk]) -> GenerationResult:
-    """A text by all of its chunks."""
-    return GenerationResult(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=[token for chunk in chunks for token in chunk.token_ids],
-        finish_reason=chunks[-1].finish_reason or "length",
-        stats=chunks[-1].stats,
-        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
-        prompt_token_ids=prompt,
-    )
 
 
 def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:

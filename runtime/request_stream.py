@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from time import sleep
 from traceback import format_exception
 
 from ..models.errors import DraftwoodError
@@ -12,6 +14,8 @@ from .engines.base import Pass
 from .metrics import SpecDecodeStats
 from .serving.metrics import Drafted
 from .text import StreamChunk
+
+DELIVERIES = 100  # attempts to hand an item over while memory is short
 
 
 class DeadlineError(DraftwoodError):
@@ -26,9 +30,24 @@ class EngineTraceback(Exception):
     """Where in the engine's thread an error came from, as text."""
 
 
-def without_frames(error: Exception) -> Exception:
-    """The error with its traceback as text: the frames of a real one hold every cache of the engine's thread, for as
-    long as anybody keeps the error."""
+class RequestFailure(RuntimeError):
+    """A request ended by what is no error of a program, such as a panic of an extension module."""
+
+
+def contained(error: BaseException) -> Exception:
+    """The error as one that ends a single request. What is no Exception (a panic of an extension module, SystemExit)
+    would end the thread or event loop it is raised in, and the ends of iterators would be taken for such."""
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return error
+    failure = RequestFailure(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def without_frames(error: BaseException) -> Exception:
+    """The error, contained, with its traceback as text: the frames of a real one hold every cache of the engine's
+    thread, for as long as anybody keeps the error."""
+    error = contained(error)
     error.__cause__ = EngineTraceback("".join(format_exception(error)))
     error.__context__ = None
     return error.with_traceback(None)
@@ -41,6 +60,9 @@ class Request:
     id: str
     steps: Steps[StreamChunk]
     num_prompt_tokens: int
+    num_slots: int  # of each model's cache, which it may come to fill
+    call: Hashable  # equal for those that came in one call, such as the choices of a prompt
+    cache_salt: str | None  # it shares cache rows with requests of an equal one only
     loop: asyncio.AbstractEventLoop
     arrived: float  # all times in seconds, monotonic
     deadline: float | None
@@ -53,11 +75,18 @@ class Request:
     aborted: bool = False
 
     def deliver(self, item: StreamChunk | Exception) -> None:
-        """Hand an item to the consumer's event loop."""
-        try:
-            self.loop.call_soon_threadsafe(self.delivered.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody reads any more
-            self.aborted = True
+        """Hand an item to the consumer's event loop. Raises MemoryError when there is none for it for seconds."""
+        for attempt in range(DELIVERIES):
+            try:
+                self.loop.call_soon_threadsafe(self.delivered.put_nowait, item)
+                return
+            except RuntimeError:  # the loop is closed: nobody reads any more
+                self.aborted = True
+                return
+            except MemoryError:  # a consumer who never hears of the end waits for ever
+                if attempt == DELIVERIES - 1:
+                    raise
+                sleep(0.05)
 
 
 class RequestStream:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from threading import Event
+from types import TracebackType
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, RequestError
 from ..models.plain_files import read_object
+from .chat_template import ChatTemplate
 from .token_length import BYTES, longest_token, parts
+from .tokenizer_check import check_file, check_tokenizer, is_failure
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 
 class Tokenizer:
-    """Text to token ids and back; stateless, usable from several threads."""
+    """Text to token ids and back; usable from several threads."""
 
     def __init__(
         self, backend: TokenizerJson, special_tokens: Mapping[str, str] | None = None, chat_template: str | None = None
@@ -34,7 +31,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
-        self._chat_template = chat_template
+        self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         empty: list[int] = backend.encode("").ids
         bos = self._special_tokens.get("bos_token")
@@ -61,14 +58,36 @@ class Tokenizer:
             raise BundleError(f"{folder / SETTINGS}: chat_template is no text: correct it and rebuild the bundle")
         return cls(read_backend(folder / TOKENIZER), special_tokens(settings), template)
 
+    def close(self) -> None:
+        """End the processes that write conversations."""
+        if self._chat_template is not None:
+            self._chat_template.close()
+
+    def __enter__(self) -> Tokenizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the begin-of-text token where the model wants one.
 
-        Raises RequestError for half a surrogate pair, which JSON can carry and UTF-8 cannot.
+        Raises RequestError for half a surrogate pair, which JSON can carry and UTF-8 cannot, and for a text at which
+        this tokenizer fails.
         """
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise RequestError("the text holds half of a surrogate pair, which is no character: send valid Unicode")
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise RequestError(
+                f"this model's tokenizer cannot read the text ({error}): send another one, or rebuild the bundle with "
+                f"a {TOKENIZER} that knows every character"
+            ) from error
         return ids
 
     def fewest_tokens(self, text: str) -> int:
@@ -80,8 +99,17 @@ class Tokenizer:
         return longest_token(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD. Raises BundleError for tokens at which this
+        tokenizer fails."""
+        try:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise BundleError(
+                f"the bundle's {TOKENIZER} cannot write these tokens ({error}): correct its decoder and rebuild the "
+                "bundle"
+            ) from error
         return text
 
     def vocabulary(self) -> dict[str, int]:
@@ -90,22 +118,24 @@ class Tokenizer:
         return tokens
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        given_up: Event | None = None,
+        **kwargs: Any,
     ) -> str:
         """A conversation of {"role", "content"} messages as the model was taught to read it.
 
-        The template comes with the model and runs in a sandbox. Raises RequestError when there is none, when it refuses
-        the conversation, or when it tries to leave the sandbox. kwargs: what else the template reads, such as `tools`.
+        The template comes with the model and runs in a sandbox, in a process that is ended when it takes too long.
+        Raises RequestError when there is none, when it refuses the conversation, or when it tries to leave the sandbox
+        or exceeds its limits. given_up: see ChatTemplate.render. kwargs: what else the template reads, such as `tools`.
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template: pass plain text instead of a conversation")
-        try:
-            template = environment().from_string(self._chat_template)
-            # As in transformers: templates tell "no tools" by `tools is none`, not by its being undefined.
-            variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
-            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables)
-        except Exception as error:  # a foreign program: any of Python's own errors may come out of it
-            raise RequestError(f"the chat template cannot write this conversation: {error}") from error
+        # As in transformers: templates tell "no tools" by `tools is none`, not by its being undefined.
+        variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        return self._chat_template.render(variables, given_up)
 
 
 def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
@@ -120,10 +150,17 @@ def read_backend(file: Path) -> TokenizerJson:
     """Open a tokenizer.json. Raises BundleError."""
     if not file.is_file():
         raise BundleError(f"{file} is missing: rebuild the bundle")
+    check_file(file)
     try:
-        return TokenizerJson.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
+        backend = TokenizerJson.from_file(str(file))
+    except BaseException as error:  # the library raises nothing more specific, and panics
+        if not is_failure(error):
+            raise
         raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
+    backend.no_truncation()
+    backend.no_padding()
+    check_tokenizer(backend, file)
+    return backend
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -145,39 +182,3 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             tokens[name] = value
     return tokens
-
-
-def environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates may use: the helpers transformers gives them, and nothing of Python's."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-class Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it only has to be readable."""
-
-    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """transformers' filter of this name: no HTML escapes, unlike Jinja's own."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

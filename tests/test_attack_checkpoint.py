@@ -27,6 +27,8 @@ from draftwood.models.config import MOST, LlamaConfig
 from draftwood.models.errors import CheckpointError
 
 DEEP = "[" * 100_000 + "]" * 100_000
+DEEP_OBJECT = '{"a":' * 50_000 + "1" + "}" * 50_000
+LONG_NUMBER = '{"vocab_size": ' + "9" * 100_000 + "}"
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 3, 10**9, 2**31, 2**63, 10**300, -(10**300)),
     *(0.0, 0.5, -1.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,10 @@ def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
 def test_the_index_lists_every_script_and_every_result() -> None:
     folder = Path(__file__).resolve().parent.parent / "benchmarks"
     index = (folder / "README.md").read_text(encoding="utf-8")
-    linked = {folder / link for link in re.findall(r"\((results/[^)]+)\)", index)}
-    assert linked == set((folder / "results").iterdir())
-    assert all(re.fullmatch(r"[\w.-]+_20\d\d-\d\d-\d\d", file.stem) for file in linked)
+    linked = set(re.findall(r"\((results/[^)]+)\)", index))
+    committed = subprocess.run(["git", "ls-files", "results"], cwd=folder, capture_output=True, text=True, check=True)
+    assert linked == set(committed.stdout.split())
+    assert all(re.fullmatch(r"results/[\w.-]+_20\d\d-\d\d-\d\d\.(json|svg)", link) for link in linked)
     scripts = {file.relative_to(folder).as_posix() for file in folder.rglob("*.py") if "def main(" in file.read_text()}
     named = set(re.findall(r"^\| `([\w/]+\.py)`", index, re.MULTILINE))
     assert scripts - {"peers/programs/convert_gguf.py"} <= named and all((folder / name).is_file() for name in named)

@@ -86,11 +86,11 @@ def test_it_takes_several_requests_and_one_round_ends_it(llm: LLM, monkeypatch: 
                 assert served.trouble is None
                 await fail(served, 1)
                 assert served.trouble and served.alive and served.accepting and not model.is_ready()
-                assert f"\n{HEALTHY} 0\n" in served.to_prometheus()
+                assert f"\n{HEALTHY} 0.0\n" in served.to_prometheus()
                 await fail(served, 3)
                 assert served.trouble
             assert len(tokens_of(await collect(served.generate("hello", GREEDY)))) == 6
-            assert served.trouble is None and f"\n{HEALTHY} 1\n" in served.to_prometheus() and model.is_ready()
+            assert served.trouble is None and f"\n{HEALTHY} 1.0\n" in served.to_prometheus() and model.is_ready()
 
     run(work, llm)
 
@@ -152,7 +152,7 @@ def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pyt
         assert served.trouble is None
         monkeypatch.setattr("draftwood.runtime.engine_health.MAX_PASS_SECONDS", 0.01)
         await asyncio.sleep(0.02)
-        assert str(served.trouble).startswith("stuck: a pass") and f"\n{HEALTHY} 0\n" in served.to_prometheus()
+        assert str(served.trouble).startswith("stuck: a pass") and f"\n{HEALTHY} 0.0\n" in served.to_prometheus()
         go.set()
         assert len(tokens_of(await collect(stream))) == 6
         for _ in range(500):  # the engine's thread may not have left the pass yet

@@ -153,6 +153,7 @@ def test_spaces_and_added_tokens_beside_half_a_character(byte_fallback: Cut) -> 
         assert streamed(tokenizer, ids[:end], [*ids[end:], spaced, added]) == f"🙂 漢{ADDED}"
         assert streamed(tokenizer, ids[:end], [*ids[end:-1], spaced]) == ("\ufffd 漢" if end == 1 else " 漢")
     assert streamed(tokenizer, [], [spaced, spaced]) == "漢 漢"
+    assert streamed(tokenizer, [], [*byte_fallback.ids("é"), spaced]) == "é 漢"
     assert streamed(tokenizer, [1], [1, spaced, 2, spaced]) == "漢 漢"
 
 

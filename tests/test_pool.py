@@ -189,7 +189,7 @@ def test_ten_thousand_rounds_leave_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
 def test_a_full_pool_says_what_to_do(engine: Engine) -> None:
     with pytest.raises(EngineError, match="allow more memory"):
-        PooledEngine(engine, engine.spec.capacity - 1)
+        PooledEngine(engine, engine.spec.max_width - 1)
     pool = PooledEngine(engine, engine.spec.capacity)
     held = []
     with pytest.raises(EngineError, match="run fewer requests"):

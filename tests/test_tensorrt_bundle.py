@@ -21,6 +21,7 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
+from draftwood.models.bindings import COMPACT, output_names
 from draftwood.models.errors import BundleError, ConfigError
 from draftwood.runtime.bundle import MANIFEST, EngineBundle, checksum
 from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily, obstacle
@@ -283,6 +284,12 @@ def test_a_plan_that_runs_here_is_compared_itself(tiny_pair: Path, tmp_path: Pat
 
 def test_a_spec_with_a_plan_goes_through_json(tiny_bundle: Path) -> None:
     manifest = EngineBundle.open(tiny_bundle).manifest
-    engines = {role: replace(spec, plan=PLAN) for role, spec in manifest.engines.items()}
-    changed = replace(manifest, engines=engines)
+    engines = {
+        role: replace(
+            spec, backend=PLAN.package, file=f"{role}.plan", plan=PLAN, outputs=output_names(role, form=COMPACT)
+        )
+        for role, spec in manifest.engines.items()
+    }
+    files = {spec.file: manifest.files[f"{role}.onnx"] for role, spec in engines.items()}
+    changed = replace(manifest, engines=engines, files={**manifest.files, **files})
     assert type(changed).from_json(json.loads(json.dumps(changed.to_json()))) == changed

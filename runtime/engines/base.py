@@ -189,7 +189,7 @@ class StackedKVCache(ABC):
     def shrink(self, capacity: int) -> None:
         """Give back the slots beyond `capacity`, or beyond what is used."""
         used = self.length + self.speculative
-        self._resize(min(max(capacity, used, FIRST_CAPACITY), self.limit), used)
+        self._replace(min(max(capacity, used, FIRST_CAPACITY), self.limit), used)
 
     def reserve(self, batch: TokenBatch) -> int:
         """Make room for a batch behind everything computed so far; returns the slot of its first row.
@@ -209,8 +209,18 @@ class StackedKVCache(ABC):
         while capacity < slots:
             capacity *= 2
         if capacity > self.capacity:
-            self._resize(min(capacity, self.limit), used)
+            self._replace(min(capacity, self.limit), used)
         return used
+
+    def _replace(self, capacity: int, used: int) -> None:
+        """Resize, or change nothing: where memory runs out between two buffers, the old ones are in place again."""
+        before = dict(vars(self))
+        try:
+            self._resize(capacity, used)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
 
     def _resize(self, capacity: int, used: int) -> None:
         """Another buffer, of `capacity` slots, with the first `used` ones in it."""

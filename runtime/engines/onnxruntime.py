@@ -120,6 +120,8 @@ class OnnxRuntimeEngine:
         try:
             session.run_with_iobinding(bound.binding)
         except Exception as error:  # a full GPU, for example
+            if "alloc" in str(error).lower():
+                raise MemoryError(f"ONNX Runtime has no memory for a pass of the {self.spec.role}: {error}") from error
             raise EngineError(f"ONNX Runtime could not run a pass of the {self.spec.role}: {error}") from error
         cache.speculative += batch.num_tokens
         return bound.output

@@ -42,6 +42,7 @@ class PooledKVCache:
 
     def __init__(self, pool: PooledEngine) -> None:
         self.slots, self.drafted = NOTHING, NOTHING
+        self.salt: str | None = None  # rows are shared with sequences of an equal one only; set before the first pass
         self._pool = pool
         pool.caches.add(self)
 
@@ -61,7 +62,7 @@ class PooledKVCache:
         if prefixes is None:
             self.slots = np.concatenate((self.slots, accepted))
         else:
-            self.slots = prefixes.commit(self.slots, accepted)
+            self.slots = prefixes.commit(self.slots, accepted, prefixes.root(self.salt))
         self.drafted = NOTHING
 
     def truncate(self, length: int) -> None:
@@ -73,14 +74,13 @@ class PooledEngine:
     """An engine whose caches share one buffer of at most `slots` rows, garbage included."""
 
     def __init__(self, engine: Engine, slots: int) -> None:
-        """Raises EngineError when not even one sequence of the engine's own length fits."""
-        if slots < engine.spec.capacity:
-            raise EngineError(f"{slots} cache slots hold no sequence of {engine.spec.capacity}: allow more memory")
+        """slots: may be fewer than the engine's longest sequence has. Raises EngineError when they hold no pass."""
+        if slots < engine.spec.max_width:
+            raise EngineError(f"{slots} cache slots hold no pass of {engine.spec.max_width} rows: allow more memory")
         self._engine = engine
         self._storage: Any = engine.new_cache()
-        self._storage.limit = slots
-        self._alone: EngineSpec = replace(engine.spec, capacity=slots)
-        self._shared: EngineSpec = replace(self._alone, prompt_widths=())
+        self._slots = slots
+        self.bound(slots)
         self.caches: WeakSet[PooledKVCache] = WeakSet()
         self.prefixes: PrefixTree | None = None
         self._retained = 0
@@ -93,6 +93,18 @@ class PooledEngine:
         """What passes may be. Every sequence waits for each of them: where there are several, a chunk of a prompt is no
         wider than a round's pass."""
         return self._shared if len(self.caches) > 1 else self._alone
+
+    @property
+    def allocated(self) -> int:
+        """Slots that there are now."""
+        return int(self._storage.capacity)
+
+    def bound(self, slots: int | None) -> None:
+        """Let the buffer grow to so many slots, or to as many as in the beginning."""
+        slots = self._slots if slots is None else max(min(slots, self._slots), self.allocated)
+        self._storage.limit = slots
+        self._alone: EngineSpec = replace(self._engine.spec, capacity=slots)
+        self._shared: EngineSpec = replace(self._alone, prompt_widths=())
 
     @property
     def softmax(self) -> Softmax:
@@ -118,7 +130,7 @@ class PooledEngine:
         if self.prefixes is None or not unread:
             return wanted
         path = cache.drafted if cache.speculative else cache.slots
-        before = int(path[-1]) if len(path) else ROOT
+        before = int(path[-1]) if len(path) else self.prefixes.root(cache.salt)
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
         if not known:
             return wanted
@@ -164,15 +176,21 @@ class PooledEngine:
             first += count
             parts.append(slice(len(wanted), len(wanted) + (first - begin if output_read else 0)))
             wanted += range(begin, first) if output_read else ()
+        # Known before the pass: it happens with all that follows from it, or, where memory is short, not at all.
+        ends = used + np.cumsum(counts)
+        drafted = [
+            np.concatenate((each.cache.drafted, np.arange(end - count, end)))
+            for each, count, end in zip(passes, counts, ends.tolist(), strict=True)
+        ]
         output_rows = passes[0].batch.output_rows if len(passes) == 1 else self._scored(wanted or [rows - 1], width)
         together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
         output = self._engine.forward(together, self._storage)
         if self.prefixes is not None:
             self.prefixes.note(used, token_ids[:rows], position_ids[:rows])
-        for (_, _, cache, _), count in zip(passes, counts, strict=True):
-            cache.drafted = np.concatenate((cache.drafted, used + np.arange(count)))
-            used += count
-        return [output] if len(passes) == 1 else [part(output, rows) for rows in parts]
+        outputs = [output] if len(passes) == 1 else [part(output, rows) for rows in parts]
+        for each, slots in zip(passes, drafted, strict=True):
+            each.cache.drafted = slots
+        return outputs
 
     def _scored(self, wanted: list[int], width: int) -> NDArray[np.int64]:
         """The rows of a pass to score, for those somebody reads: filled up to a compiled width by the last one, since
@@ -196,9 +214,7 @@ class PooledEngine:
         full = used + width > capacity
         if not full and not spare and not self._is_scattered(used, needed):
             return
-        live = np.zeros(used, np.bool_)
-        for each in self.caches:
-            live[each.slots] = live[each.drafted] = True
+        live = self._live()
         rows = int(live.sum())
         if not full and not spare:  # what is here may stay
             self._remember(live, used - rows)
@@ -231,16 +247,35 @@ class PooledEngine:
         if self.prefixes is not None and count > 0:
             live[self.prefixes.recent(live, count)] = True
 
-    def _compact(self, live: NDArray[np.bool_]) -> None:
-        """Move these rows together and tell every sequence where they are now."""
-        kept = self._by_sequence(live)
-        moved = np.full(int(self._storage.speculative) + 1, ROOT)
-        moved[kept] = np.arange(len(kept))
-        self._storage.compact(kept)
-        for cache in self.caches:
-            cache.slots, cache.drafted = moved[cache.slots], moved[cache.drafted]
+    def release(self) -> None:
+        """Give back the rows of ended sequences, and slots that nobody needs. For when memory is short."""
+        live = self._live()
         if self.prefixes is not None:
-            self.prefixes.move(kept, moved)
+            self.prefixes.forget()
+        self._compact(live)
+        needed = 2 * (int(live.sum()) + self._engine.spec.max_width)
+        if self.allocated > needed:
+            self._storage.shrink(needed)
+
+    def _live(self) -> NDArray[np.bool_]:
+        """Which used slots some sequence refers to."""
+        live = np.zeros(int(self._storage.speculative), np.bool_)
+        for each in self.caches:
+            live[each.slots] = live[each.drafted] = True
+        return live
+
+    def _compact(self, live: NDArray[np.bool_]) -> None:
+        """Move these rows together and tell every sequence where they are now. All of it happens or, where memory is
+        too short, nothing: a sequence whose slots are not those of its rows would go on with another's text."""
+        kept = self._by_sequence(live)
+        moved = np.full(int(self._storage.speculative), ROOT)
+        moved[kept] = np.arange(len(kept))
+        places = [(cache, moved[cache.slots], moved[cache.drafted]) for cache in self.caches]
+        prefixes = None if self.prefixes is None else self.prefixes.moved(kept, moved)
+        self._storage.compact(kept)
+        for cache, slots, drafted in places:
+            cache.slots, cache.drafted = slots, drafted
+        self.prefixes = prefixes
         self._gathered = len(kept)
 
     def _by_sequence(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:

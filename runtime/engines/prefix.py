@@ -8,6 +8,8 @@ that one, and its own becomes garbage.
 The slots of a text ascend, in every sequence and along the tree: an engine adds a row's values up in the order of the
 slots, so that any other order would change its last bits. A sequence that computed its rows before another committed
 the same ones from later slots cannot always go over to those; then it keeps its own, and they stay out of the tree.
+
+Texts may have different roots, one for each salt: then equal texts are different ones, and share nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-ROOT = -1  # in place of a slot: the empty text
+ROOT = -1  # in place of a slot: the empty text without a salt; those with one have smaller numbers
 
 
 class PrefixTree:
@@ -28,6 +30,17 @@ class PrefixTree:
         self._used = np.zeros(slots, np.int64)  # when last; 0 for rows that cannot be found
         self._after: dict[tuple[int, int], int] = {}
         self._clock = 0
+        self._roots: dict[str, int] = {}
+        self._last_root = ROOT  # a number is never given twice
+
+    def root(self, salt: str | None) -> int:
+        """In place of a slot: the empty text of this salt."""
+        if salt is None:
+            return ROOT
+        if salt not in self._roots:
+            self._last_root -= 1
+            self._roots[salt] = self._last_root
+        return self._roots[salt]
 
     def note(self, first: int, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
         """What the rows from slot `first` on were computed from, committed or not."""
@@ -45,11 +58,11 @@ class PrefixTree:
             before = slot
         return slots
 
-    def commit(self, path: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The text of `path` [n] goes on with rows that are computed; returns the slots of the whole, with those of
-        rows that were here already in place of new ones as far as the order allows."""
-        before = int(path[-1]) if len(path) else ROOT
-        if before != ROOT and not self._used[before]:
+    def commit(self, path: NDArray[np.int64], slots: NDArray[np.int64], root: int = ROOT) -> NDArray[np.int64]:
+        """The text of `path` [n], from its root, goes on with rows that are computed; returns the slots of the whole,
+        with those of rows that were here already in place of new ones as far as the order allows."""
+        before = int(path[-1]) if len(path) else root
+        if before >= 0 and not self._used[before]:
             return np.concatenate((path, slots))
         own, tokens = slots.tolist(), self._tokens[slots].tolist()
         here = self.find(before, tokens)
@@ -73,12 +86,28 @@ class PrefixTree:
         newest: NDArray[np.int64] = slots[np.lexsort((self._positions[slots], -self._used[slots]))]
         return newest[:count]
 
-    def move(self, kept: NDArray[np.int64], moved: NDArray[np.int64]) -> None:
-        """Slots have new names. kept: those that still exist, in their new order. moved: old -> new, negative for those
-        that do not exist any more, with ROOT for ROOT at its end."""
-        for rows in (self._tokens, self._positions, self._used):
-            rows[: len(kept)] = rows[kept]
+    def moved(self, kept: NDArray[np.int64], moved: NDArray[np.int64]) -> PrefixTree:
+        """The same rows where slots have new names. kept: those that still exist, in their new order. moved: old ->
+        new, negative for those that do not exist any more."""
+        tree = PrefixTree(len(self._tokens))
+        for ours, theirs in zip(self._rows, tree._rows, strict=True):
+            theirs[: len(kept)] = ours[kept]
         names = moved.tolist()
-        self._after = {
-            (names[before], token): names[slot] for (before, token), slot in self._after.items() if names[slot] >= 0
+        tree._after = {
+            (names[before] if before >= 0 else before, token): names[slot]
+            for (before, token), slot in self._after.items()
+            if names[slot] >= 0
         }
+        tree._clock, tree._last_root = self._clock, self._last_root
+        rooted = {before for before, _ in tree._after if before < 0}
+        tree._roots = {salt: root for salt, root in self._roots.items() if root in rooted}
+        return tree
+
+    def forget(self) -> None:
+        """Nothing is found any more; what the rows were computed from stays known."""
+        self._after, self._roots = {}, {}
+        self._used[:] = 0
+
+    @property
+    def _rows(self) -> tuple[NDArray[np.int64], ...]:
+        return self._tokens, self._positions, self._used

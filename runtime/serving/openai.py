@@ -29,11 +29,10 @@ from .openai_errors import Refusal, add_errors, refusal_of
 from .openai_guard import REQUEST_ID, Limits, RequestGuard
 from .openai_protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from .openai_route import JsonRoute
-from .openai_streams import ClientGone, Numbered, merged, while_connected
+from .openai_streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connected
 from .openai_tokens import TokensApi
 
 COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when max_tokens is left out
-CLIENT_CLOSED = 499  # nginx' name for it; nobody reads this answer
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}},
     "4XX": {"description": "refused", "content": {"application/json": {}}},
@@ -62,7 +61,7 @@ def create_app(
     api = OpenAIApi(async_llm, model, request_seconds)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
-    tokens = TokensApi(async_llm.llm.tokenizer, async_llm.llm.bundle.manifest.max_length, api.other_model)
+    tokens = TokensApi(async_llm, api.other_model)
     posted: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/completions": api.complete,
         "/v1/chat/completions": api.chat,
@@ -142,8 +141,11 @@ class OpenAIApi:
         if refused := self.other_model(body.model):
             return refused
         config = self._checked(body, len(body.prompts))
-        prompts = [await asyncio.to_thread(self._llm.encode, prompt) for prompt in body.prompts]
-        echoes = [await asyncio.to_thread(self._echo, prompt) if body.echo else "" for prompt in body.prompts]
+        try:
+            prompts = [await while_connected(request, self._async_llm.encode(prompt)) for prompt in body.prompts]
+            echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
         shape = CompletionShape(self._texts, body.logprobs is not None)
         return await self._answer(request, body, config, shape, prompts, echoes, COMPLETION_TOKENS)
 
@@ -151,9 +153,13 @@ class OpenAIApi:
         if refused := self.other_model(body.model):
             return refused
         config = self._checked(body, 1)
-        prompt = await asyncio.to_thread(self._llm.encode_chat, body.conversation)
+        try:
+            prompt = await while_connected(request, self._async_llm.encode_chat(body.conversation))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
         shape = ChatShape(self._texts, body.logprobs)
-        return await self._answer(request, body, config, shape, [prompt], [""], self._max_length)
+        default_max_tokens = min(self._max_length, self._async_llm.max_tokens_behind(prompt))
+        return await self._answer(request, body, config, shape, [prompt], [""], default_max_tokens)
 
     def other_model(self, name: str | None) -> Response | None:
         """The refusal of a model that is not this one."""
@@ -176,8 +182,10 @@ class OpenAIApi:
             )
         return self._llm.resolved(body.speculation())
 
-    def _echo(self, prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else self._llm.tokenizer.decode(prompt)
+    async def _echo(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await self._async_llm.texts.compute(lambda: self._llm.tokenizer.decode(prompt), len(prompt))
 
     async def _answer(
         self,
@@ -216,6 +224,7 @@ class OpenAIApi:
         """Queue every choice, or none."""
         params = body.sampling_params(default_max_tokens, self._vocab_size)
         streams: list[RequestStream] = []
+        call = object()
         try:
             for prompt in prompts:
                 for choice in range(body.n):
@@ -227,6 +236,8 @@ class OpenAIApi:
                         deadline_s=self._request_seconds,
                         client=client,
                         user=body.client,
+                        cache_salt=body.cache_salt,
+                        call=call,
                     )
                     streams.append(stream)
         except DraftwoodError:

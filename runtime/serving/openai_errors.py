@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from ...models.errors import ConfigError, RequestError
 from ..async_llm import DeadlineError, QueueFullError, ShutdownError
+from ..memory import OutOfMemoryError
 
 FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic puts the branches of a union among the fields
 MAX_NAME = 100  # characters of a field's name that are quoted
@@ -56,6 +57,9 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(400, str(error))
     if isinstance(error, QueueFullError):
         return Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=RETRY_SECONDS)
+    if isinstance(error, (MemoryError, OutOfMemoryError)):
+        message = str(error) or "there is too little memory for this request just now: send it again later"
+        return Refusal(503, message, "server_error", code="out_of_memory", retry_after=RETRY_SECONDS)
     if isinstance(error, ShutdownError):
         return Refusal(503, str(error), "server_error", code="shutting_down", retry_after=RETRY_SECONDS)
     if isinstance(error, DeadlineError):
@@ -96,6 +100,6 @@ def add_errors(app: FastAPI) -> None:
             refusal = refusal_of(error)
         return Response(refusal.body, refusal.status, refusal.headers)
 
-    expected = (RequestError, ConfigError, QueueFullError, ShutdownError, DeadlineError)
+    expected = (RequestError, ConfigError, QueueFullError, ShutdownError, DeadlineError, MemoryError, OutOfMemoryError)
     for kind in (*expected, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -75,6 +75,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 16
+MAX_SALT = 1024
 
 MAX_USER = 512  # characters
 
@@ -146,6 +147,9 @@ class GenerationBody(Body, ABC):
     ignore_eos: bool | None = None
     user: User | None = Field(None, description="whose request it is: users that wait get places in turn")
     safety_identifier: User | None = Field(None, description="OpenAI's newer name for user")
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT)] | None = Field(
+        None, description="what was read is shared only among requests of an equal one"
+    )
     # Ours.
     speculative: Literal[False] | dict[str, Any] | None = Field(
         None, description="SpeculativeConfig's fields for this request; false or null decodes plainly"

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 
 from ..async_llm import RequestStream
+from ..request_stream import contained
 from ..text import StreamChunk
+
+CLIENT_CLOSED = 499  # nginx' name for the status that nobody reads
 
 T = TypeVar("T")
 
@@ -34,8 +37,10 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[Numbered, N
             async for chunk in stream:
                 arrived.put_nowait(Numbered(index, chunk))
             arrived.put_nowait(None)
-        except Exception as error:
-            arrived.put_nowait(error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # whatever it is: who waits for this choice must not wait for ever
+            arrived.put_nowait(contained(error))
 
     tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
+from threading import Event
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import Response
 from pydantic import Field
 
 from ...models.errors import RequestError
+from ..async_llm import AsyncLLM
 from ..conversation import to_template
+from ..memory import refuse_without_memory
 from ..prompt import too_long
-from ..tokenizer import Tokenizer
 from .openai_answers import as_json
 from .openai_protocol import Body, Message, TokenIds, conversation
+from .openai_streams import CLIENT_CLOSED, ClientGone, while_connected
 
 
 class TokenizeBody(Body):
@@ -42,42 +46,49 @@ class TokensApi:
     What could never fit the model is refused, as in completions: to read megabytes of text takes many seconds.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, max_length: int, other_model: Callable[[str | None], Response | None]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._max_length = max_length
+    def __init__(self, async_llm: AsyncLLM, other_model: Callable[[str | None], Response | None]) -> None:
+        self._texts = async_llm.texts
+        self._tokenizer = async_llm.llm.tokenizer
+        self._max_length = async_llm.llm.bundle.manifest.max_length
         self._other_model = other_model
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         if refused := self._other_model(body.model):
             return refused
-        return await asyncio.to_thread(self._tokenized, body)
+        try:
+            return await while_connected(request, self._tokenized(body))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         if refused := self._other_model(body.model):
             return refused
-        return await asyncio.to_thread(self._detokenized, body)
+        return await self._texts.compute(lambda: self._detokenized(body), len(body.tokens))
 
-    def _tokenized(self, body: TokenizeBody) -> Response:
-        tokens = self._tokens(body)
+    async def _tokenized(self, body: TokenizeBody) -> Response:
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("send either a prompt or messages")
+        if body.messages is None:
+            text, special = body.prompt or "", body.add_special_tokens
+        else:
+            text, special = await self._texts.write(partial(self._written, body.messages, body)), False
+        return await self._texts.compute(lambda: self._answer(text, special, body.return_token_strs), len(text))
+
+    def _written(self, messages: list[Message], body: TokenizeBody, given_up: Event) -> str:
+        written = to_template(conversation(messages))
+        return self._tokenizer.apply_chat_template(written, body.add_generation_prompt, given_up)
+
+    def _answer(self, text: str, add_special_tokens: bool, with_texts: bool) -> Response:
+        tokens = self._encode(text, add_special_tokens)
         content: dict[str, Any] = {"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens}
-        if body.return_token_strs:
+        if with_texts:
             content["token_strs"] = [self._tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
         return as_json(content)
-
-    def _tokens(self, body: TokenizeBody) -> list[int]:
-        if body.prompt is not None and body.messages is None:
-            return self._encode(body.prompt, body.add_special_tokens)
-        if body.messages is None or body.prompt is not None:
-            raise RequestError("send either a prompt or messages")
-        messages = to_template(conversation(body.messages))
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=body.add_generation_prompt)
-        return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if (least := self._tokenizer.fewest_tokens(text)) >= self._max_length:
             raise too_long(f"at least {least}", self._max_length)
+        refuse_without_memory(text)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def _detokenized(self, body: DetokenizeBody) -> Response:

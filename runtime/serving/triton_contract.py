@@ -82,7 +82,7 @@ class ModelSettings:
     bundle: its folder, absolute or relative to the model's folder. speculative: how requests are decoded that do not
     say otherwise; None leaves the draft closed. threads, draft_threads, provider: see LLM. max_running: requests
     decoded at the same time; max_waiting: requests that wait for one of them to end before more are refused.
-    kv_cache_bytes, prefix_cache_slots: see AsyncLLM; no bytes are no limit. Raises ConfigError.
+    kv_cache_bytes, prefix_cache_slots: see AsyncLLM; 0 bytes are its default. Raises ConfigError.
     """
 
     bundle: str

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from ...models.errors import DraftwoodError
 from ..async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
 from ..llm import LLM
+from ..memory import OutOfMemoryError
 from ..metrics import SpecDecodeStats
+from ..request_stream import contained
 from ..sampling import SamplingParams
 from ..text import StreamChunk
 from .json_text import parsed as parsed_json
@@ -70,7 +72,7 @@ class TritonModel:
         self._metrics = TritonMetrics(self.backend.MetricFamily, labels)
         self._loop = asyncio.new_event_loop()
         self._unloading = Event()
-        self._thread = Thread(target=self._loop.run_until_complete, args=(self._watch(),), daemon=True)
+        self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -97,8 +99,17 @@ class TritonModel:
         call = Call(request, self.backend, self._metrics)
         try:
             await call.answer(self._engine)
-        except Exception as error:  # anything: a request without a final response keeps its client waiting for ever
-            call.fail(error)
+        except BaseException as error:  # anything: a request without a final response keeps its client waiting for ever
+            call.fail(contained(error))
+
+    def _run(self) -> None:
+        """The thread of the event loop, which goes on with its requests whatever was raised in it."""
+        while not self._unloading.is_set():
+            try:
+                self._loop.run_until_complete(self._watch())
+            except BaseException as error:
+                self.backend.Logger.log_error(f"the event loop was interrupted: {error!r}")
+                sleep(POLL_SECONDS)
 
     async def _watch(self) -> None:
         """The event loop's main task: it keeps the gauges true, which change without an event here, until unloading."""
@@ -123,7 +134,7 @@ class Call:
         parameters = parsed_json(self._request.parameters() or "{}")
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
         deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
-        prompt = await asyncio.to_thread(engine.llm.encode, parsed.prompt)  # a long one takes seconds
+        prompt = await engine.encode(parsed.prompt)
         sequence = self._request.correlation_id()  # 0 and "" for none
         stream = engine.generate(
             prompt,
@@ -131,6 +142,7 @@ class Call:
             speculative=parsed.speculative,
             deadline_s=deadline,
             client=parsed.client or (str(sequence) if sequence else NAMELESS),
+            cache_salt=parsed.cache_salt,
         )
         self._metrics.record_start(stream.num_prompt_tokens)
         writer = ResponseWriter(parsed, stream.num_prompt_tokens)
@@ -191,6 +203,6 @@ def classify(error: Exception) -> tuple[str, str]:
         return "CANCELLED", "abort"
     if isinstance(error, DeadlineError):
         return "CANCELLED", "deadline"
-    if isinstance(error, (QueueFullError, ShutdownError)):
+    if isinstance(error, (QueueFullError, ShutdownError, OutOfMemoryError, MemoryError)):
         return "UNAVAILABLE", "refused"
     return ("INVALID_ARG", "refused") if isinstance(error, DraftwoodError) else ("INTERNAL", "error")

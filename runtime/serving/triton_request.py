@@ -49,7 +49,7 @@ MAX_TEXT_BYTES = 4 << 20  # of one text; to read it as tokens takes seconds, and
 @dataclass(frozen=True, slots=True)
 class TritonRequest:
     """What a client asked for. returns: names of its `return_…` flags that are set. deadline_s: seconds it has, client:
-    whose request it is; None when it does not say."""
+    whose request it is, cache_salt: see AsyncLLM.generate; None when it does not say."""
 
     prompt: str
     params: SamplingParams
@@ -59,6 +59,7 @@ class TritonRequest:
     returns: frozenset[str]
     deadline_s: float | None
     client: str | None
+    cache_salt: str | None
 
 
 def parse_request(
@@ -83,6 +84,7 @@ def parse_request(
         returns=frozenset(name for name, value in values.items() if name.startswith("return_") and value),
         deadline_s=values["timeout"] / 1e6 if "timeout" in values else None,
         client=values.get("client"),
+        cache_salt=values.get("cache_salt"),
     )
 
 
@@ -263,6 +265,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     **{name: kind for name, kind in SAMPLING.items() if name not in ("logits_processors", "logprobs")},
     **SPECULATION,
     **{name: boolean for name in sorted(FLAGS)},
+    "cache_salt": named,
     "client": named,
     "end_id": integer,
     "num_draft_tokens": integer,

@@ -100,7 +100,7 @@ class SpeculativeConfig:
     budget: str = "cost"
 
     def __post_init__(self) -> None:
-        check_bounds({name: getattr(self, name) for name in self.__dataclass_fields__})
+        check_bounds({name: getattr(self, name) for name in SpeculativeConfig.__dataclass_fields__})
         for name in ("branching", "topology"):
             if type(getattr(self, name)) is list:  # as JSON has them
                 object.__setattr__(self, name, tuple(getattr(self, name)))

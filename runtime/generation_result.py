@@ -1,0 +1,45 @@
+"""GenerationResult: one finished text, with what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .decoder import TokenLogprob
+from .metrics import SpecDecodeStats
+from .text import StreamChunk
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """One finished text. token_ids: the output's, ending with the token that ended it; neither that token's text nor a
+    stop string is part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length" (max_tokens,
+    context limit)."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: SpecDecodeStats
+    logprobs: list[TokenLogprob]
+    prompt_token_ids: list[int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, JSON-ready."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {
+            "stats": self.stats.to_dict(),
+            "logprobs": [logprob._asdict() for logprob in self.logprobs],
+        }
+
+
+def result_of(prompt: list[int], chunks: Sequence[StreamChunk]) -> GenerationResult:
+    """A text by all of its chunks."""
+    return GenerationResult(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        finish_reason=chunks[-1].finish_reason or "length",
+        stats=chunks[-1].stats,
+        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
+        prompt_token_ids=prompt,
+    )

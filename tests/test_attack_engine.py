@@ -1,0 +1,304 @@
+"""What runs behind the HTTP door, attacked in a real server process: panics in every thread, templates that loop or eat
+memory, long texts, and too little memory. Everybody gets an answer, and health says what is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+from serving import RUNNING, Served, served, wait_for
+
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
+from draftwood.runtime.chat_template import PROCESSES
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+
+# What a panic of tokenizers is, and everything else that is no Exception or means something to an iterator.
+KINDS = ("PanicException", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "MemoryError", "StopAsyncIteration")
+PLACES = ("encode", "decode", "forward", "template")
+# `draftwood serve` that raises in some place for as long as a file names the kind and the place.
+PANICKING = """
+import sys
+from pathlib import Path
+from draftwood.cli.main import main
+from draftwood.runtime import engine_thread
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.tokenizer import Tokenizer
+
+flag = Path(sys.argv.pop(1))
+sys.stderr = flag.with_suffix(".log").open("w")  # tracebacks by the dozen would fill a pipe that nobody reads
+
+class PanicException(BaseException):
+    pass
+
+def panicking(owner, name, place):
+    real = getattr(owner, name)
+
+    def patched(*arguments, **options):
+        if flag.exists():
+            kind, where = flag.read_text().split()
+            if where == place:
+                raise {"PanicException": PanicException, **vars(__builtins__)}[kind]("index out of bounds")
+        return real(*arguments, **options)
+
+    setattr(owner, name, patched)
+
+panicking(Tokenizer, "encode", "encode")
+panicking(Tokenizer, "decode", "decode")
+panicking(Tokenizer, "apply_chat_template", "template")
+panicking(engine_thread, "run_together", "outside")
+panicking(engine_thread.EngineThread, "_record", "outside")
+opened = EngineBundle.open_engine
+
+def open_engine(self, role, *options):
+    engine = opened(self, role, *options)
+    panicking(engine, "forward", "forward")
+    return engine
+
+EngineBundle.open_engine = open_engine
+sys.exit(main(sys.argv[1:]))
+"""
+# One whose process may take so many bytes of address space more than it has when the bundle is open.
+LIMITED = """
+import resource, sys
+from draftwood.cli.main import main
+from draftwood.runtime.async_llm import AsyncLLM
+
+more, begin = int(sys.argv.pop(1)), AsyncLLM.__init__
+
+def limited(self, *arguments, **options):
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + more, size + more))
+    begin(self, *arguments, **options)
+
+AsyncLLM.__init__ = limited
+resource.setrlimit(resource.RLIMIT_AS, (1 << 44, resource.getrlimit(resource.RLIMIT_AS)[1]))
+sys.exit(main(sys.argv[1:]))
+"""
+TEMPLATE = """{% for m in messages %}{% if 'loop' in m.content %}
+{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}
+{% if 'eat' in m.content %}{{ (m.content * 10 ** 10) | length }}{% endif %}
+{% if 'write' in m.content %}{% for i in range(99999) %}{{ m.content * 1000 }}{% endfor %}{% endif %}
+{{ m.content }}{% endfor %}"""
+COMPLETION: dict[str, Any] = {"prompt": "hello", "max_tokens": 4}
+SIGTERM_SECONDS = 40  # in which the process has ended; a template that looped held it for minutes
+
+
+def ask(server: Served, path: str, body: dict[str, Any] | None = None, seconds: float = 60) -> tuple[int, str]:
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.root + path, content, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def complete(server: Served, **fields: Any) -> tuple[int, str]:
+    return ask(server, "/v1/completions", COMPLETION | fields)
+
+
+def chat(server: Served, text: str) -> tuple[int, str]:
+    return ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 4})
+
+
+def children(process: int) -> list[int]:
+    """Of a process; Linux only."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def templated(bundle: Path, folder: Path) -> Path:
+    copy = folder / "bundle"
+    copy.mkdir()
+    for file in bundle.iterdir():
+        os.link(file, copy / file.name)
+    (copy / "chat_template.jinja").write_text(TEMPLATE)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return templated(tiny_bundle, tmp_path_factory.mktemp("attack"))
+
+
+def panicking(folder: Path) -> tuple[Path, tuple[str, str]]:
+    """The file that makes it panic, and the program."""
+    script, flag = folder / "panicking.py", folder / "panic"
+    script.write_text(PANICKING, encoding="utf-8")
+    return flag, (str(script), str(flag))
+
+
+def test_a_panic_ends_its_request_and_no_other(bundle: Path, tmp_path: Path) -> None:
+    flag, program = panicking(tmp_path)
+    with served(bundle, "--budget", "fixed", program=program) as server:
+        for place in PLACES:
+            for kind in KINDS:
+                flag.write_text(f"{kind} {place}")
+                status, text = chat(server, "hello") if place == "template" else complete(server)
+                assert status in (500, 503) and "error" in json.loads(text), (place, kind, text)
+                stream = ask(server, "/v1/completions", COMPLETION | {"stream": True})[1]
+                assert place == "template" or '"error"' in stream, (place, kind, stream)
+                flag.unlink()
+                assert complete(server)[0] == 200 and chat(server, "hello")[0] == 200, (place, kind)
+                assert ask(server, "/health") == (200, "ok")
+        server.process.terminate()
+        assert server.process.wait(SIGTERM_SECONDS) == 0
+
+
+def test_n_choices_that_fail_are_one_failure(bundle: Path, tmp_path: Path) -> None:
+    flag, program = panicking(tmp_path)
+    with served(bundle, program=program) as server:
+        flag.write_text("PanicException forward")
+        assert [complete(server, n=8, temperature=1)[0] for _ in range(3)] == [500] * 3
+        assert ask(server, "/health")[0] == 200
+        assert [complete(server)[0] for _ in range(5)] == [500] * 5
+        assert ask(server, "/health")[0] == 503
+
+
+@pytest.mark.parametrize("kind", ["PanicException", "SystemExit", "ValueError"])
+def test_when_the_engines_thread_ends_everybody_learns_it(bundle: Path, tmp_path: Path, kind: str) -> None:
+    flag, program = panicking(tmp_path)
+    with served(bundle, "--max-running", "2", program=program) as server, ThreadPoolExecutor(6) as threads:
+        long = [threads.submit(complete, server, max_tokens=700, ignore_eos=True) for _ in range(6)]
+        wait_for(lambda: server.metric(RUNNING) == 2)
+        flag.write_text(f"{kind} outside")
+        assert {future.result(60)[0] for future in long} <= {500, 503}
+        flag.unlink()
+        for path in ("/health", "/health/ready"):
+            assert ask(server, path)[0] == 503
+        assert complete(server)[0] == 503 and chat(server, "hello")[0] == 503
+        server.process.terminate()
+        server.process.wait(SIGTERM_SECONDS)
+
+
+def test_templates_without_an_end_or_a_bound_are_refused_and_hold_nobody_up(bundle: Path) -> None:
+    with served(bundle) as server, ThreadPoolExecutor(3 * PROCESSES) as threads:
+        for text, reason in (("eat", "memory"), ("write", "characters")):
+            status, answer = chat(server, text)
+            assert status == 400 and "chat template" in answer and reason in answer
+        loops = [threads.submit(chat, server, "loop") for _ in range(2 * PROCESSES)]
+        wait_for(lambda: len(children(server.process.pid)) >= PROCESSES)
+        assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
+        assert chat(server, "hello")[0] == 200
+        tokenized = ask(server, "/tokenize", {"messages": [{"role": "user", "content": "loop"}]})
+        for status, answer in (tokenized, *(future.result(60) for future in loops)):
+            assert status == 400 and "chat template" in answer and "finish" in answer
+        workers = children(server.process.pid)
+        assert len(workers) <= PROCESSES
+        server.process.terminate()
+        assert server.process.wait(SIGTERM_SECONDS) == 0
+    wait_for(lambda: not any(map(alive, workers)))
+
+
+def test_a_client_that_leaves_ends_its_template(bundle: Path) -> None:
+    with served(bundle) as server:
+        address = urlsplit(server.root)
+        assert address.hostname is not None and address.port is not None
+        body = json.dumps({"messages": [{"role": "user", "content": "loop"}]})
+        client = HTTPConnection(address.hostname, address.port)
+        client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        wait_for(lambda: children(server.process.pid))
+        (worker,) = children(server.process.pid)
+        client.close()
+        wait_for(lambda: not alive(worker))
+        assert chat(server, "hello")[0] == 200
+
+
+@pytest.mark.parametrize("attack", ["loop", "text", "panic"])
+def test_a_server_stops_whatever_it_is_doing(bundle: Path, tmp_path: Path, attack: str) -> None:
+    flag, program = panicking(tmp_path)
+    with served(bundle, program=program) as server, ThreadPoolExecutor(2 * PROCESSES) as threads:
+        before = set(children(server.process.pid))
+        if attack == "loop":
+            asked = [threads.submit(chat, server, "loop") for _ in range(2 * PROCESSES)]
+            wait_for(lambda: len(children(server.process.pid)) >= PROCESSES)
+        elif attack == "text":
+            asked = [threads.submit(complete, server, prompt="x\u0301 y" * 100_000) for _ in range(PROCESSES)]
+        else:
+            flag.write_text("SystemExit outside")
+            asked = [threads.submit(complete, server) for _ in range(PROCESSES)]
+        workers = set(children(server.process.pid)) - before
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(SIGTERM_SECONDS) in (0, 1)
+        for future in asked:
+            assert future.exception(60) is not None or future.result()[0] in (400, 500, 503)
+        wait_for(lambda: not any(map(alive, workers)))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pair with caches of 18 KB for each token."""
+    folder = tmp_path_factory.mktemp("wide")
+    wide: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    for role, seed, shape in (("target", 0, wide | {"num_hidden_layers": 4}), ("draft", 1, {})):
+        write_checkpoint(folder / role, "gqa", seed=seed, max_position_embeddings=4096, **shape)
+        write_tokenizer(folder / role)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["native", "onnxruntime"])
+def wide_bundle(request: pytest.FixtureRequest, pair: Path) -> Iterator[Path]:
+    output = pair / request.param
+    build(BuildOptions(pair / "target", pair / "draft", output, backend=request.param), lambda step: lambda: None)
+    yield output
+
+
+def crowd(server: Served, requests: int, prompt: int, tokens: int) -> Counter[int]:
+    """Statuses of so many different requests at a time."""
+
+    def one(number: int) -> int:
+        prompt_ids = [5 + number % 200] * prompt
+        return complete(server, prompt=prompt_ids, max_tokens=tokens, ignore_eos=True, temperature=0)[0]
+
+    with ThreadPoolExecutor(requests) as threads:
+        return Counter(threads.map(one, range(requests)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux'")
+def test_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path) -> None:
+    """64 of them may fill three times the slots that there is memory for."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED, encoding="utf-8")
+    native = wide_bundle.name == "native"  # without admission by memory this one refuses some, and the other is slow
+    program = (str(script), str((300 if native else 400) << 20))
+    with served(wide_bundle, "--max-running", "64", "--budget", "fixed", program=program) as server:
+        assert crowd(server, 64, prompt=150 if native else 50, tokens=4) == {200: 64}
+        status, text = complete(server, prompt=[5] * 3900, max_tokens=100)
+        assert status == 400 and "--kv-cache-bytes" in text and "max_tokens" in text
+        assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux'")
+@pytest.mark.parametrize("more", [300, 350, 400, 500])
+def test_long_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path, more: int) -> None:
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED, encoding="utf-8")
+    program = (str(script), str(more << 20))
+    with served(wide_bundle, "--max-running", "64", "--budget", "fixed", program=program) as server:
+        assert crowd(server, 64, prompt=600, tokens=60) == {200: 64}
+        assert ask(server, "/health") == (200, "ok")

@@ -1,0 +1,139 @@
+"""Chat templates render in processes of their own, which are ended when they loop, and of which none is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+from serving import wait_for
+
+from draftwood.models.errors import RequestError
+from draftwood.runtime import chat_template
+from draftwood.runtime.chat_template import PROCESSES, ChatTemplate
+
+LOOP = "{% if loop %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
+
+
+@pytest.fixture
+def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatTemplate]:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
+    monkeypatch.setattr(chat_template, "CROWDED_SECONDS", 0.3)
+    template = ChatTemplate(LOOP)
+    yield template
+    template.close()
+    assert not template._processes
+
+
+def test_one_process_serves_many_conversations() -> None:
+    template = ChatTemplate("{{ x }}\u00e9{{ y|tojson }}")
+    assert [template.render({"x": number, "y": "\ud83d"}) for number in range(3)] == [
+        f'{number}\u00e9"\ud83d"' for number in range(3)
+    ]
+    assert len(template._processes) == 1
+    template.close()
+    with pytest.raises(RequestError, match="given up"):
+        template.render({})
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ 'a' * 10 ** 10 }}", "MiB of memory"),
+        ("{{ ('%10000000000s' % 'x') | length }}", "MiB of memory"),
+        (
+            "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [n.l] * 9999 %}{% endfor %}",
+            "MiB",
+        ),
+        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_what_eats_memory_is_refused(source: str, reason: str) -> None:
+    template = ChatTemplate(source)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=f"chat template cannot write.*{reason}"):
+            template.render({})
+    template.close()
+
+
+def test_a_loop_is_ended_and_the_next_conversation_has_a_new_process(template: ChatTemplate) -> None:
+    with pytest.raises(RequestError, match="within 1 s"):
+        template.render({"loop": True})
+    assert not template._processes
+    assert template.render({"loop": False}) == "ok"
+
+
+def test_loops_that_keep_others_waiting_end_sooner(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        loops = [threads.submit(template.render, {"loop": True}) for _ in range(PROCESSES)]
+        wait_for(lambda: len(template._processes) == PROCESSES and not template._idle)
+        assert template.render({"loop": False}) == "ok"
+        assert any("within 0.3 s" in str(loop.exception()) for loop in loops if loop.done())
+        template.close()
+        assert all(isinstance(loop.exception(20), RequestError) for loop in loops)
+
+
+def test_who_gives_up_ends_the_process(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)
+    given_up = Event()
+    with ThreadPoolExecutor(1) as threads:
+        loop = threads.submit(template.render, {"loop": True}, given_up)
+        wait_for(lambda: template._processes)
+        (process,) = template._processes
+        given_up.set()
+        assert isinstance(loop.exception(20), RequestError) and not process.alive
+
+
+def test_a_process_that_was_killed_is_replaced(template: ChatTemplate) -> None:
+    assert template.render({"loop": False}) == "ok"
+    (process,) = template._processes
+    process._process.kill()
+    process._process.wait()
+    assert template.render({"loop": False}) == "ok"
+
+
+def test_nothing_is_left_of_a_template_that_nobody_closed() -> None:
+    template = ChatTemplate("x")
+    template.render({})
+    (process,) = template._processes
+    del template
+    gc.collect()
+    assert not process.alive and not process._reader.is_alive()
+
+
+def test_what_json_cannot_express_is_refused(template: ChatTemplate) -> None:
+    with pytest.raises(RequestError, match="JSON can express"):
+        template.render({"messages": [{"content": object()}]})
+
+
+def test_a_template_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTWOOD_API_KEY", "secret")
+    template = ChatTemplate("x")
+    template.render({})
+    (process,) = template._processes
+    seen = Path(f"/proc/{process._process.pid}/environ")
+    if seen.exists():
+        assert b"secret" not in seen.read_bytes() and b"PATH" in seen.read_bytes()
+    template.close()
+
+
+def test_a_process_ends_with_the_one_that_started_it(template: ChatTemplate) -> None:
+    """Its input ends then, whatever it is doing."""
+    with ThreadPoolExecutor(1) as threads:
+        loop = threads.submit(template.render, {"loop": True})
+        wait_for(lambda: template._processes and next(iter(template._processes))._source is None)
+        (process,) = template._processes
+        time.sleep(0.1)  # it has begun, or will begin: either way it ends
+        assert process._process.stdin is not None
+        os.close(os.dup(process._process.stdin.fileno()))
+        process._process.stdin.close()
+        assert process._process.wait(20) == 0
+        assert isinstance(loop.exception(20), RequestError)

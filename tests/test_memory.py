@@ -1,0 +1,225 @@
+"""What memory there is, by the system's own files, and which requests fit into it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from together import collect, fake_engine, run, tokens_of
+
+from draftwood.models.errors import ConfigError, RequestError
+from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, memory
+from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.engines.base import StackedKVCache
+from draftwood.runtime.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+MIB = 1 << 20
+
+
+def files_of(root: Path, content: dict[str, str]) -> Path:
+    for name, text in content.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 5000 kB\n"}
+V2 = "sys/fs/cgroup/"
+V1 = "sys/fs/cgroup/memory/"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({}, None),
+        (MEMINFO, 5000 * 1024),
+        (MEMINFO | {"proc/self/cgroup": "0::/\n", V2 + "memory.max": "max", V2 + "memory.current": "7"}, 5000 * 1024),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                V2 + "a/memory.max": "1000",
+                V2 + "a/memory.current": "900",
+                V2 + "a/memory.stat": "anon 5\ninactive_file 300\n",
+                V2 + "a/b/memory.max": "800",
+                V2 + "a/b/memory.current": "100",
+            },
+            400,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/\n4:memory:/not/seen/from/inside\n",
+                V1 + "memory.limit_in_bytes": "1000",
+                V1 + "memory.usage_in_bytes": "1200",
+            },
+            0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory,hugetlb:/a\n",
+                V1 + "a/memory.limit_in_bytes": "1000",
+                V1 + "a/memory.usage_in_bytes": "600",
+                V1 + "a/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
+                V1 + "memory.limit_in_bytes": "9223372036854771712",
+                V1 + "memory.usage_in_bytes": "600",
+            },
+            450,
+        ),
+    ],
+)
+def test_the_tightest_limit_counts(tmp_path: Path, content: dict[str, str], expected: int | None) -> None:
+    assert available_bytes(files_of(tmp_path, content)) == expected
+
+
+def test_a_limit_of_the_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100 * MIB, -1))
+    files_of(tmp_path, {"proc/self/statm": "256 1 1\n"})
+    assert available_bytes(tmp_path) == 100 * MIB - 256 * resource.getpagesize()
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineBundle, "open_engine", fake_engine)
+        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",))
+        yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
+
+
+def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [llm.engines.target.spec]
+    few, many = ((1 << exponent) for exponent in (28, 34))
+    budgets = []
+    for there in (few, many):
+        monkeypatch.setattr(memory, "available_bytes", lambda there=there: there)
+        budgets.append(cache_budget(specs, None).slots or 0)
+        assert budgets[-1] * memory.slot_bytes(specs[0]) < CACHE_SHARE * there
+    assert 0 < 50 * budgets[0] < budgets[1]
+    monkeypatch.setattr(memory, "available_bytes", lambda: MIB)
+    with pytest.raises(ConfigError, match="--kv-cache-bytes"):
+        cache_budget(specs, None)
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    assert cache_budget(specs, None).slots is None
+
+
+def limited(llm: LLM, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = replace(cache_budget([llm.engines.target.spec], None), slots=slots, padding=64)
+    monkeypatch.setattr("draftwood.runtime.async_llm.cache_budget", lambda *_: budget)
+
+
+def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited(llm, 250, monkeypatch)
+
+    async def work(served: AsyncLLM) -> None:
+        with pytest.raises(RequestError, match="--kv-cache-bytes"):
+            served.generate([5] * 100, SamplingParams(max_tokens=100))
+        assert served.max_tokens_behind([5] * 100) == 250 - 64 - 100
+        most = 0
+
+        def watched(*arguments: Any) -> Any:
+            nonlocal most
+            most = max(most, sum(request.wanted is not None for request in served._scheduler.running))
+            return forward(*arguments)
+
+        forward = llm._target.forward
+        monkeypatch.setattr(llm._target, "forward", watched)
+        texts = await asyncio.gather(*(collect(served.generate([5, number], GREEDY)) for number in range(8)))
+        assert [tokens_of(text) for text in texts] == [
+            tokens_of(list(llm.stream([5, number], GREEDY))) for number in range(8)
+        ]
+        assert most == 2  # of 86 slots each
+
+    run(work, llm, max_running=8, max_waiting=8)
+
+
+@settings(max_examples=15, deadline=None)
+@given(failing=st.sets(st.integers(1, 60), max_size=12))
+def test_passes_without_memory_are_tried_again_and_no_text_changes(llm: LLM, failing: set[int]) -> None:
+    """A pass may fail before or after the engine has computed it."""
+    calls = 0
+
+    async def work(served: AsyncLLM) -> None:
+        nonlocal calls
+        forward = llm._target.forward
+
+        def short(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls in failing:
+                raise MemoryError
+            return forward(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm._target, "forward", short)
+            streams = [served.generate([5, number], GREEDY) for number in range(4)]
+            results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+        for number, result in enumerate(results):
+            if isinstance(result, BaseException):
+                assert isinstance(result, OutOfMemoryError) and any(call + 1 in failing for call in failing)
+            else:
+                assert tokens_of(result) == tokens_of(list(llm.stream([5, number], GREEDY)))
+        assert served.alive
+        assert len(tokens_of(await collect(served.generate([5], GREEDY)))) == 20
+
+    run(work, llm, max_running=4)
+
+
+def test_memory_that_never_suffices_is_seen_by_health(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise MemoryError
+
+    async def work(served: AsyncLLM) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._target, "forward", never)
+            results = await asyncio.gather(
+                *(collect(served.generate([5, number], GREEDY)) for number in range(8)), return_exceptions=True
+            )
+        assert all(isinstance(result, OutOfMemoryError) for result in results)
+        assert served.trouble
+        assert len(tokens_of(await collect(served.generate([5], GREEDY)))) == 20
+        assert served.trouble is None
+
+    run(work, llm, max_running=4, max_waiting=8)
+
+
+class Halves(StackedKVCache):
+    """Two arrays, the second of which may find no memory."""
+
+    fails = False
+
+    def _allocate(self, capacity: int) -> None:
+        self.buffer = np.zeros((2, 1, 1, capacity, 1))
+        if self.fails:
+            raise MemoryError
+
+
+def test_a_cache_that_cannot_grow_keeps_its_rows() -> None:
+    engine = FakeEngine(lambda context: np.ones(8) / 8, 8)
+    cache = Halves(engine.spec)
+    cache.buffer[:] = 7
+    cache.speculative = 256
+    cache.fails = True
+    before = cache.buffer
+    with pytest.raises(MemoryError):
+        cache._replace(512, 256)
+    assert cache.buffer is before and cache.capacity == 256 and cache.buffer.min() == 7
+    cache.fails = False
+    cache._replace(512, 256)
+    assert cache.capacity == 512 and cache.buffer[:, :, :, :256].min() == 7
+
+
+def test_a_text_for_which_there_is_no_memory_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "fewest_tokens", lambda text: 0)
+    monkeypatch.setattr(memory, "available_bytes", lambda: MIB)
+    with pytest.raises(OutOfMemoryError, match="shorten it"):
+        llm.encode("x" * 100_000)
+    assert llm.encode("hello")
