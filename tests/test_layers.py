@@ -27,6 +27,7 @@ from draftwood.models.layers import Matrix, layer_of, network_of, num_parameters
 from draftwood.models.llama import Llama, TreeAttention, dense_tree_attention
 from draftwood.models.typed import typed
 from draftwood.plugins.native import library
+from draftwood.runtime.bundle_checks import Unsound, check_model
 from draftwood.runtime.engines.base import prefill
 from draftwood.runtime.engines.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.torch import TorchEngine
@@ -211,3 +212,10 @@ def test_a_merged_matrix() -> None:
     ]
     plain = matrix._replace(bias=False)
     assert plain.biases == () and [*plain.tensors()] == [*plain.weights]
+
+
+@pytest.mark.parametrize("indices", [(2,), (-1,), (1, 0), (0, 0)])
+def test_a_manifest_names_each_layer_without_rope_once(indices: tuple[int, ...]) -> None:
+    check_model("target", replace(LLAMA, variant=Variant(layers_without_rope=(0, 1))))
+    with pytest.raises(Unsound, match="the target has no layers"):
+        check_model("target", replace(LLAMA, variant=Variant(layers_without_rope=indices)))
