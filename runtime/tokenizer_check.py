@@ -6,7 +6,6 @@ the whole process. So what is known to panic is looked for in the file, and the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError
+from ..models.plain_files import MOST_TOKENIZER, read_object
 
 PROBE_SECONDS = 2.0  # for all tokens and texts; 128,000 tokens take a third of a second
 PROBE_TOKENS = 64  # decoded together, besides each on its own
@@ -37,16 +37,15 @@ TEXTS = (
 def check_file(file: Path) -> None:
     """Refuse a tokenizer.json that the library does not survive opening. Raises BundleError."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_object(file, MOST_TOKENIZER)
+    except (OSError, ValueError) as error:
         raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
     for problem in problems(content):
         raise BundleError(f"{file} cannot be used: {problem}; then rebuild the bundle")
 
 
-def problems(content: Any) -> Iterator[str]:
+def problems(content: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a tokenizer's JSON, each with its fix. Whatever has another form is left to the library."""
-    content = content if isinstance(content, dict) else {}
     model = content.get("model")
     if isinstance(model, dict) and isinstance(prefix := model.get("continuing_subword_prefix"), str) and prefix:
         for merge in model.get("merges") or ():

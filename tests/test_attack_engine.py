@@ -4,7 +4,6 @@ memory, long texts, and too little memory. Everybody gets an answer, and health 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import urllib.error
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from serving import RUNNING, Served, served, wait_for
+from serving import RUNNING, Served, served, wait_for, with_chat_template
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -131,18 +130,9 @@ def alive(process: int) -> bool:
     return state != "Z"
 
 
-def templated(bundle: Path, folder: Path) -> Path:
-    copy = folder / "bundle"
-    copy.mkdir()
-    for file in bundle.iterdir():
-        os.link(file, copy / file.name)
-    (copy / "chat_template.jinja").write_text(TEMPLATE)
-    return copy
-
-
 @pytest.fixture(scope="module")
 def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return templated(tiny_bundle, tmp_path_factory.mktemp("attack"))
+    return with_chat_template(tiny_bundle, tmp_path_factory.mktemp("attack"), TEMPLATE)
 
 
 def panicking(folder: Path) -> tuple[Path, tuple[str, str]]:

@@ -18,9 +18,8 @@ PARTS: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("chat"))
     template = "{% for m in messages %}<{{ m.role }}|{{ m.name }}>{{ m.content }}\n{% endfor %}<assistant>"
-    (bundle / "chat_template.jinja").write_text(template)
+    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("chat"), template)
     with LLM(bundle) as llm:
         yield llm
 

@@ -105,6 +105,18 @@ def test_activations_near_a_tie_have_the_same_codes_on_every_processor(library: 
         np.testing.assert_allclose(Packed(matrix, "int8").times(x, library)[0], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_small_rows_have_the_codes_of_large_ones(precision: str, library: NativeLibrary) -> None:
+    """A power of two changes no rounding; activations below 1e-30 are nothing."""
+    rng = np.random.default_rng(4)
+    x = rng.uniform(-1, 1, (3, 128)).astype(np.float32)
+    packed = Packed(rng.normal(size=(20, 128)).astype(np.float32), precision)
+    expected = packed.times(x, library)
+    for power in (-20, -60, -95, 60):
+        np.testing.assert_array_equal(packed.times(np.ldexp(x, power), library), np.ldexp(expected, power))
+    assert (packed.times(np.ldexp(x, -101), library) == 0).all()
+
+
 def test_extreme_rows_stay_finite(library: NativeLibrary) -> None:
     matrix = np.ones((16, 64), np.float32)
     for precision in ("int8", "int4"):
