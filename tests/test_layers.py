@@ -196,8 +196,8 @@ def test_every_tensor_belongs_to_one_part(shape: str, tmp_path: Path) -> None:
 
 def test_the_structures_of_the_kernels_have_the_order_of_the_description() -> None:
     layer = layer_of(LLAMA, 0)
-    names = [part.name.removeprefix("layers.0.") for part in (*layer.norms, *layer.matrices)]
-    assert names == [name for name, *_ in library.Layer._fields_]
+    names = [norm.name for norm in layer.norms] + [matrix.name for matrix in layer.matrices]
+    assert names == [f"layers.0.{name}" for name, *_ in library.Layer._fields_]
 
 
 def test_a_merged_matrix() -> None:
