@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..models.config import LlamaConfig, brief
 from ..models.errors import CheckpointError
+from ..models.layers import network_of
 from ..models.plain_files import check_plain, read_object
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -34,14 +35,9 @@ class Checkpoint:
             raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
         self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
         self._files = weight_files(folder)
-        self._shapes = tensor_shapes(self.config)
         handles = {file: open_safetensors(file) for file in set(self._files.values())}
-        for name, shape in self._shapes.items():
+        for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape, handles)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one of the model's tensors, [out, in] for a matrix."""
-        return self._shapes[name]
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
@@ -64,35 +60,6 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} has shape {tuple(stored.get_shape())}, config.json asks for {shape}"
             )
-
-
-def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a LLaMA of this shape has, in Hugging Face's names, [out, in]."""
-    hidden, inner, query, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        attention = {
-            "q_proj": (query, hidden),
-            "k_proj": (kv, hidden),
-            "v_proj": (kv, hidden),
-            "o_proj": (hidden, query),
-        }
-        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        for block, biased, linears in (
-            ("self_attn.", config.attention_bias, attention),
-            ("mlp.", config.mlp_bias, mlp),
-        ):
-            for name, shape in linears.items():
-                shapes[f"{prefix}{block}{name}.weight"] = shape
-                if biased:
-                    shapes[f"{prefix}{block}{name}.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

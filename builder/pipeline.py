@@ -12,6 +12,7 @@ from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.config import token_ids
 from ..models.errors import BundleError, CheckpointError, ConfigError
+from ..models.layers import num_parameters
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.compatibility import PACKAGES
@@ -99,7 +100,7 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
     """What somebody who asks for this build should hear; none of it keeps it from being done."""
     if replaceable(options.output, MANIFEST) and (options.output / MANIFEST).is_file():
         yield f"Replacing the bundle in {options.output} at the end"
-    target, draft = (checkpoints[role].config.num_parameters for role in (TARGET, DRAFT))
+    target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
     if options.target.resolve() == options.draft.resolve():
         yield "Warning: draft and target are the same folder, so speculation can only cost time: choose a smaller draft"
     elif draft > target:

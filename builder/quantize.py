@@ -12,7 +12,7 @@ so that the torch reference runs on exactly the engine's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,17 +23,17 @@ from numpy.typing import NDArray
 
 from ..models import bindings
 from ..models.errors import ConfigError
+from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ..runtime.engines import openvino
 from ..runtime.engines.compatibility import PACKAGES
 from ..runtime.engines.native import weights as native_weights
-from .checkpoint import Checkpoint, tensor_shapes
+from .checkpoint import Checkpoint
 from .engines.graph import GraphWriter
 
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
 HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
 HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Quantized(NamedTuple):
@@ -123,17 +123,14 @@ class QuantizedCheckpoint:
         self.source, self.form = source, form
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
-        self._shapes = tensor_shapes(self.config)
+        self._shapes = network_of(self.config).tensors()
         for name, shape in self._shapes.items():
             if self.rounds(name):
                 form.block_of(name, shape[1])
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
     def rounds(self, name: str) -> bool:
         """Whether a tensor is stored in the format."""
-        return len(self._shapes[name]) == 2 and name != EMBEDDING
+        return len(self._shapes[name]) == 2 and name != EMBEDDING_WEIGHT
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it. Raises CheckpointError as the source does."""
@@ -145,7 +142,7 @@ class QuantizedCheckpoint:
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""
-        stored = self.source.tensor(EMBEDDING if name == HEAD and self.source.config.tie_embeddings else name)
+        stored = self.source.tensor(stored_name(self.source, name))
         padding = [(0, size - have) for size, have in zip(self._shapes[name], stored.shape, strict=True)]
         return np.pad(stored.astype(np.float32, copy=False), padding)
 
@@ -158,30 +155,27 @@ class RoundedCheckpoint:
         self.source, self.precision, self.dtype = source, precision, HALF[precision]
         self.config = replace(source.config, tie_embeddings=False)  # only the projection is rounded
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self._stored(name))
-
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it: the embedding, norms and biases keep their precision. Raises
         CheckpointError as the source does."""
-        stored = self.source.tensor(self._stored(name)).astype(np.float32, copy=False)
-        matrix = stored.ndim == 2 and name != EMBEDDING
+        stored = self.source.tensor(stored_name(self.source, name)).astype(np.float32, copy=False)
+        matrix = stored.ndim == 2 and name != EMBEDDING_WEIGHT
         return stored.astype(self.dtype).astype(np.float32) if matrix else stored
 
-    def _stored(self, name: str) -> str:
-        return EMBEDDING if name == HEAD and self.source.config.tie_embeddings else name
+
+def stored_name(source: Checkpoint, name: str) -> str:
+    """The tensor of the checkpoint that a name reads: the embedding, where the vocabulary projection is tied to it."""
+    return EMBEDDING_WEIGHT if name == HEAD_WEIGHT and source.config.tie_embeddings else name
 
 
-def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, weights: Sequence[str]) -> ir.Value:
+def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, matrix: Matrix) -> ir.Value:
     """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written."""
-    form = checkpoint.form
-    inputs = checkpoint.shape(weights[0])[1]
-    outputs = sum(checkpoint.shape(weight)[0] for weight in weights)
+    form, inputs, outputs = checkpoint.form, matrix.inputs, sum(matrix.outputs)
     block = form.block_of(name, inputs)
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
 
     def merged() -> Quantized:
-        return Quantized(*map(np.concatenate, zip(*map(checkpoint.quantized, weights), strict=True)))
+        return Quantized(*map(np.concatenate, zip(*map(checkpoint.quantized, matrix.weights), strict=True)))
 
     def codes() -> NDArray[Any]:
         waiting[:] = [merged()]
@@ -199,8 +193,8 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
 
     parts = [stored("codes", form.dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
     axis = 0 if form.transposed else 1
-    matrix = writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=axis, block_size=block)
-    return matrix if form.transposed else writer.node("Transpose", f"{name}/transposed", [matrix], perm=[1, 0])
+    weights = writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=axis, block_size=block)
+    return weights if form.transposed else writer.node("Transpose", f"{name}/transposed", [weights], perm=[1, 0])
 
 
 def initializer(

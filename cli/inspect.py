@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ..models.bindings import ADDITIVE, COMPACT, activations
 from ..models.errors import DraftwoodError
+from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..plugins.native.cache import check_available
 from ..plugins.native.compile import CompilerError
@@ -131,7 +132,7 @@ def describe(bundle: EngineBundle) -> Table:
         table.add_column(role)
     engines = list(manifest.engines.values())
     rows = {
-        "parameters": [f"{spec.model.num_parameters / 1e6:.2f}M" for spec in engines],
+        "parameters": [f"{num_parameters(spec.model) / 1e6:.2f}M" for spec in engines],
         "layers × hidden": [f"{spec.model.num_layers} × {spec.model.hidden_size}" for spec in engines],
         "heads : KV heads": [f"{spec.model.num_heads} : {spec.model.num_kv_heads}" for spec in engines],
         "backend": [f"{spec.backend} {spec.precision}" for spec in engines],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .errors import CheckpointError
@@ -39,6 +39,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """What families of models add to LLaMA's layer (models/layers.py); a LLaMA has none of it. `from_hf` refuses these
+    families until every engine computes them."""
+
+    qkv_bias: bool = False  # on queries, keys and values only, as Qwen2.5 has it
+    qk_norm: bool = False  # an RMSNorm of each head's queries and keys, as Qwen3 has it
+    layers_without_rope: tuple[int, ...] = ()  # indices, as SmolLM3 has them
+    embedding_multiplier: float = 1.0  # this one and the others as Granite has them
+    attention_multiplier: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Names of the fields in which this is no LLaMA."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) != field.default)
+
+
+@dataclass(frozen=True, slots=True)
 class LlamaConfig:
     """Shape and constants of one LLaMA. All sizes are counts, `norm_eps` and `rope_theta` are plain numbers."""
 
@@ -58,6 +77,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    variant: Variant = Variant()
 
     @property
     def query_size(self) -> int:
@@ -67,17 +87,6 @@ class LlamaConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the checkpoint, embeddings and biases included."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-        attention += (self.query_size + 2 * self.kv_size + self.hidden_size) * self.attention_bias
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        layers = self.num_layers * (attention + mlp + 2 * self.hidden_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layers + embeddings + self.hidden_size
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -128,17 +137,9 @@ class LlamaConfig:
             eos_token_ids=token_ids(config, "eos_token_id"),
         )
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> LlamaConfig:
-        """The inverse of `dataclasses.asdict`, through JSON or not. Raises TypeError on unknown or missing fields."""
-        scaling = fields.get("rope_scaling")
-        return cls(
-            **{
-                **fields,
-                "rope_scaling": RopeScaling(**scaling) if scaling else None,
-                "eos_token_ids": tuple(fields.get("eos_token_ids", ())),
-            }
-        )
+    def to_dict(self) -> dict[str, Any]:
+        """Fields for JSON, which `typed` reads. A LLaMA's lack `variant`, so that older releases read them."""
+        return {name: value for name, value in asdict(self).items() if name != "variant" or self.variant.differences}
 
 
 def refuse_unknown(config: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ change, so that a CUDA graph of it can be replayed: what varies from pass to pas
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .config import LlamaConfig
+from .layers import Layer, Matrix, Network, Norm, network_of
 from .rope import rope_tables
 
 
@@ -66,14 +66,17 @@ def dense_tree_attention(
 class LayerAttention(Protocol):
     """What the rows of a pass attend to. Called once per layer."""
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query [B, H, T, D] and this pass's own keys and values [B, H_kv, T, D], rotated -> [B, H, T, D]."""
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """query [B, H, T, D] and this pass's own keys and values [B, H_kv, T, D], rotated -> [B, H, T, D]. scale: of
+        the products of queries and keys."""
 
 
-def causal(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def causal(layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """The rows are whole sequences, and see only each other."""
     grouped = query.shape[1] != keys.shape[1]
-    return functional.scaled_dot_product_attention(query, keys, values, None, is_causal=True, enable_gqa=grouped)
+    return functional.scaled_dot_product_attention(
+        query, keys, values, None, is_causal=True, scale=scale, enable_gqa=grouped
+    )
 
 
 class GrowingCache(NamedTuple):
@@ -84,7 +87,7 @@ class GrowingCache(NamedTuple):
     start: int
     mask: Tensor
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """See LayerAttention."""
         end = self.start + keys.shape[2]
         cached = self.cache[2 * layer : 2 * layer + 2]
@@ -92,7 +95,7 @@ class GrowingCache(NamedTuple):
         cached[1, :, :, self.start : end] = values
         grouped = query.shape[1] != keys.shape[1]
         return functional.scaled_dot_product_attention(
-            query, cached[0, :, :, :end], cached[1, :, :, :end], self.mask, enable_gqa=grouped
+            query, cached[0, :, :, :end], cached[1, :, :, :end], self.mask, scale=scale, enable_gqa=grouped
         )
 
 
@@ -106,12 +109,11 @@ class StaticCache(NamedTuple):
     tree_mask: Tensor
     attend: TreeAttention
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """See LayerAttention."""
         cached = self.cache[2 * layer : 2 * layer + 2]
         cached[0].index_copy_(2, self.slots, keys)
         cached[1].index_copy_(2, self.slots, values)
-        scale = 1 / math.sqrt(query.shape[-1])
         return self.attend(query, cached[0], cached[1], self.sequences, self.tree_mask, scale)
 
 
@@ -131,23 +133,37 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(rows.dtype)
 
 
+def norm_of(norm: Norm | None, config: LlamaConfig) -> nn.Module:
+    return nn.Identity() if norm is None else RMSNorm(norm.size, config.norm_eps)
+
+
+def linears(matrix: Matrix) -> list[nn.Linear]:
+    """One for each source of a merged matrix."""
+    return [nn.Linear(matrix.inputs, outputs, matrix.bias) for outputs in matrix.outputs]
+
+
+def scaled(rows: Tensor, multiplier: float) -> Tensor:
+    return rows if multiplier == 1 else rows * multiplier
+
+
 class Attention(nn.Module):
     """Grouped attention: num_heads / num_kv_heads query heads share each key and value head."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, layer: Layer, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.num_heads = config.num_heads
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, config.query_size, bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.kv_size, bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.kv_size, bias)
-        self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias)
+        self.head_dim, self.num_heads = config.head_dim, config.num_heads
+        self.rope, self.scale = layer.rope, layer.attention_scale
+        self.q_proj, self.k_proj, self.v_proj = linears(layer.qkv)
+        self.q_norm, self.k_norm = norm_of(layer.query_norm, config), norm_of(layer.key_norm, config)
+        (self.o_proj,) = linears(layer.output)
 
     def forward(self, rows: Tensor, rotary: Rotary, attention: LayerAttention, layer: int) -> Tensor:
-        turned = rotary.rotate(torch.cat((self.heads(self.q_proj(rows)), self.heads(self.k_proj(rows))), 1))
+        heads = self.q_norm(self.heads(self.q_proj(rows))), self.k_norm(self.heads(self.k_proj(rows)))
+        turned = torch.cat(heads, 1)
+        if self.rope:
+            turned = rotary.rotate(turned)
         query, keys = turned[:, : self.num_heads], turned[:, self.num_heads :]
-        attended = attention(layer, query, keys, self.heads(self.v_proj(rows)))
+        attended = attention(layer, query, keys, self.heads(self.v_proj(rows)), self.scale)
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 
@@ -159,12 +175,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, layer: Layer) -> None:
         super().__init__()
-        bias = config.mlp_bias
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias)
+        self.gate_proj, self.up_proj = linears(layer.gate_up)
+        (self.down_proj,) = linears(layer.down)
 
     def forward(self, rows: Tensor) -> Tensor:
         output: Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
@@ -172,31 +186,36 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    """What models/layers.py says of a layer, step by step."""
+
+    def __init__(self, layer: Layer, config: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(layer, config)
+        self.mlp = MLP(layer)
+        self.input_layernorm = norm_of(layer.input_norm, config)
+        self.post_attention_layernorm = norm_of(layer.post_norm, config)
+        self.multiplier = layer.residual_multiplier
 
     def forward(self, rows: Tensor, rotary: Rotary, attention: LayerAttention, layer: int) -> Tensor:
-        rows = rows + self.self_attn(self.input_layernorm(rows), rotary, attention, layer)
-        output: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
-        return output
+        attended = self.self_attn(self.input_layernorm(rows), rotary, attention, layer)
+        rows = rows + scaled(attended, self.multiplier)
+        return rows + scaled(self.mlp(self.post_attention_layernorm(rows)), self.multiplier)
 
 
 class Decoder(nn.Module):
     """Embeddings, layers and final norm: the part of a checkpoint whose names begin with `model.`."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, network: Network, config: LlamaConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.multiplier = network.embedding_multiplier
+        (vocabulary,) = network.embedding.outputs
+        self.embed_tokens = nn.Embedding(vocabulary, network.embedding.inputs)
+        self.layers = nn.ModuleList(DecoderLayer(layer, config) for layer in network.layers)
+        self.norm = norm_of(network.norm, config)
 
     def forward(self, token_ids: Tensor, rotary: Rotary, attention: LayerAttention) -> Tensor:
         """Rows [B, T, hidden_size] before the final norm."""
-        rows: Tensor = self.embed_tokens(token_ids)
+        rows = scaled(self.embed_tokens(token_ids), self.multiplier)
         for index, layer in enumerate(self.layers):
             rows = layer(rows, rotary, attention, index)
         return rows
@@ -211,9 +230,11 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, positions: int) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        network = network_of(config)
+        self.multiplier = network.logits_multiplier
+        self.model = Decoder(network, config)
         # A checkpoint with tied embeddings holds no lm_head, and neither does this.
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_embeddings else linears(network.head)[0]
         cosine, sine = rope_tables(config, positions)
         self.register_buffer("rope_cosine", torch.from_numpy(cosine), persistent=False)
         self.register_buffer("rope_sine", torch.from_numpy(sine), persistent=False)
@@ -272,4 +293,4 @@ class Llama(nn.Module):
         """Final norm and vocabulary projection."""
         hidden: Tensor = self.model.norm(rows)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return LlamaOutput(functional.linear(hidden, head.weight), hidden)
+        return LlamaOutput(scaled(functional.linear(hidden, head.weight), self.multiplier), hidden)

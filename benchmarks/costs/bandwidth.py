@@ -21,6 +21,7 @@ from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models.bindings import TARGET, output_names
+from draftwood.models.layers import num_parameters
 from draftwood.runtime.engines.base import EngineSpec, TokenBatch, prefill
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 
@@ -37,7 +38,7 @@ def main() -> None:
         bandwidth, passes = measure(engine)
     config = engine.spec.model
     # A pass reads a few rows of the embedding, and every other weight once.
-    streamed = 4 * (config.num_parameters - config.vocab_size * config.hidden_size)
+    streamed = 4 * (num_parameters(config) - config.vocab_size * config.hidden_size)
     floor = streamed / bandwidth
     table = Table("rows per pass", "ms", "passes/s", "of the floor", "cost of a pass\nof one row")
     for width, seconds in passes.items():

@@ -33,6 +33,7 @@ from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.builder.profile import Pair, behind
 from draftwood.builder.quantize import FORMATS
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET
+from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
@@ -111,7 +112,7 @@ def compute_floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, sco
     """The least seconds of a pass. scored: number of rows that go through the vocabulary; None: all."""
     model = spec.model
     head = model.vocab_size * model.hidden_size
-    layers = model.num_parameters - head * (1 if model.tie_embeddings else 2)  # a pass looks embeddings up
+    layers = num_parameters(model) - head * (1 if model.tie_embeddings else 2)  # a pass looks embeddings up
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
     moved = bytes_of_weight(spec) * (layers + head) + 4 * cache
     seen = context + (rows + 1) / 2  # by a row of a chain
@@ -172,7 +173,7 @@ def measure(folder: Path, meter: SpeedMeter) -> dict[str, Any]:
     held = sum(bundle.manifest.engine_bytes(role) for role in engines) / 1e6
     caches = sum(8 * m.num_layers * m.num_kv_heads * m.head_dim for m in (each.spec.model for each in both))
     figures = {
-        "target": f"{spec.backend} {spec.precision}, {spec.model.num_parameters / 1e6:.0f}M",
+        "target": f"{spec.backend} {spec.precision}, {num_parameters(spec.model) / 1e6:.0f}M",
         "widths": list(spec.widths),
         "passes": passes,
         "milliseconds_to_first_token": first,

@@ -27,8 +27,9 @@ from tokenizers import Tokenizer
 from benchmarks.precision.engines import KINDS, open_engines
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.quantize import BLOCKS, HEAD, QuantizedCheckpoint, WeightFormat
+from draftwood.builder.quantize import BLOCKS, QuantizedCheckpoint, WeightFormat
 from draftwood.models.bindings import DRAFT, ROLES, TARGET, output_names
+from draftwood.models.layers import HEAD_WEIGHT
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.torch import TorchEngine
 
@@ -117,7 +118,7 @@ def list_weights_only(role: str) -> Iterator[tuple[str, Callable[[], Engine]]]:
 
 def keep_projection(view: QuantizedCheckpoint, name: str) -> NDArray[np.float32]:
     """A tensor of a rounded checkpoint; the vocabulary projection is not rounded."""
-    return view.stored(name) if name == HEAD else view.tensor(name)
+    return view.stored(name) if name == HEAD_WEIGHT else view.tensor(name)
 
 
 def make_spec(weights: Checkpoint | QuantizedCheckpoint, role: str, backend: str, precision: str) -> EngineSpec:

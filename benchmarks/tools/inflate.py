@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,9 +46,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from safetensors.numpy import save_file
 
-from draftwood.builder.checkpoint import INDEX, Checkpoint, read_json, tensor_shapes
+from draftwood.builder.checkpoint import INDEX, Checkpoint, read_json
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
+from draftwood.models.layers import Network, network_of, num_parameters
 from draftwood.runtime.bundle.staging import staging_folder
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -57,24 +57,18 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
-K_PROJ = "model.layers.0.self_attn.k_proj.weight"  # the dtype of this tensor is taken for the checkpoint's
 SHARD_BYTES = 512_000_000  # of a file; memory holds one shard and one tensor in fp32
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-# Axes of each matrix, [out, in]; a bias has the first one. READ, WRITE: the axis reads or writes the residual stream.
+# Kinds of axes. READ, WRITE: the axis reads or writes the residual stream.
 READ, WRITE, QUERY, KV, INNER, VOCABULARY = "read", "write", "query", "kv", "inner", "vocabulary"
+# Axes of a matrix by its name: outputs of each part, and inputs. A bias has the outputs; a norm reads.
 AXES = {
-    "embed_tokens": (VOCABULARY, WRITE),
-    "input_layernorm": (READ,),
-    "q_proj": (QUERY, READ),
-    "k_proj": (KV, READ),
-    "v_proj": (KV, READ),
-    "o_proj": (WRITE, QUERY),
-    "post_attention_layernorm": (READ,),
-    "gate_proj": (INNER, READ),
-    "up_proj": (INNER, READ),
-    "down_proj": (WRITE, INNER),
-    "norm": (READ,),
-    "lm_head": (VOCABULARY, READ),
+    "embedding": ((VOCABULARY,), WRITE),
+    "qkv": ((QUERY, KV, KV), READ),
+    "output": ((WRITE,), QUERY),
+    "gate_up": ((INNER, INNER), READ),
+    "down": ((WRITE,), INNER),
+    "head": ((VOCABULARY,), READ),
 }
 
 
@@ -112,7 +106,11 @@ class Inflation:
     def __init__(self, source: Checkpoint, shape: InflatedShape, dtype: str | None = None, seed: int = 0) -> None:
         self.source, self.seed = source, seed
         refuse_misfit(source.config, shape)
-        self.dtype: np.dtype[Any] = NUMPY_DTYPES[dtype] if dtype else source.tensor(K_PROJ).dtype
+        narrow = network_of(source.config)
+        # The dtype of k_proj of the first layer is taken for the checkpoint's.
+        self.dtype: np.dtype[Any] = (
+            NUMPY_DTYPES[dtype] if dtype else source.tensor(narrow.layers[0].qkv.weights[1]).dtype
+        )
         copies = count_residual_copies(source.config.hidden_size, shape.hidden_size)
         share = copies * source.config.hidden_size / shape.hidden_size
         self.norm_gain = math.sqrt(share)
@@ -128,7 +126,14 @@ class Inflation:
             "torch_dtype": self.dtype.name,
         }
         self.config = LlamaConfig.from_hf(self.fields)
-        self.shapes = tensor_shapes(self.config)
+        wide = network_of(self.config)
+        self.shapes, self._axes = wide.tensors(), name_axes(wide)
+        # An additional layer has the norms of the source's last layer, and random matrices at that layer's scale.
+        self._twins = {
+            name: twin
+            for layer in wide.layers[len(narrow.layers) :]
+            for name, twin in zip(layer.tensors(), narrow.layers[-1].tensors(), strict=True)
+        }
         self._placements = place_axes(source.config, self.config, copies)
 
     @property
@@ -141,16 +146,13 @@ class Inflation:
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor of the result; equal seeds give equal tensors. Raises CheckpointError when the source's tensor is
         damaged or too large for the dtype."""
-        # An additional layer has the norms of the source's last layer, and random matrices at that layer's scale.
-        last = self.source.config.num_layers - 1
-        twin = re.sub(r"(?<=layers\.)\d+", lambda layer: str(min(int(layer[0]), last)), name)
-        part, norm = name.split(".")[-2], "norm" in name
+        twin, norm = self._twins.get(name, name), name not in self._axes
         weight = self.source.tensor(twin).astype(np.float32)
         with np.errstate(over="ignore"):
             fits = np.isfinite(np.abs(weight).max().astype(self.dtype))
         if not fits:
             raise CheckpointError(f"tensor {twin} is too large for {self.dtype.name}: choose --dtype bf16 or fp32")
-        shape, axes = self.shapes[name], AXES[part][: weight.ndim]
+        shape, axes = self.shapes[name], self._axes.get(name, (READ,))
         result = np.zeros(shape, np.float32)
         if not norm:
             draws = np.random.default_rng((self.seed, crc32(name.encode()))).standard_normal(shape, np.float32)
@@ -161,6 +163,17 @@ class Inflation:
             source = weight[np.ix_(*(place.taken for place in places))]
             result[np.ix_(*(place.placed for place in places))] = source * self.norm_gain if norm else source
         return result.astype(self.dtype, copy=False)
+
+
+def name_axes(network: Network) -> dict[str, tuple[str, ...]]:
+    """Kinds of the axes of every matrix and bias by the tensor's name; norms are left out."""
+    axes: dict[str, tuple[str, ...]] = {}
+    layers = (matrix for layer in network.layers for matrix in layer.matrices)
+    for matrix in (network.head, network.embedding, *layers):  # the embedding's axes replace those of a tied head
+        outputs, inputs = AXES[matrix.name.split(".")[-1]]
+        for source, output in zip(matrix.sources, outputs, strict=True):
+            axes |= {f"{source}.weight": (output, inputs), f"{source}.bias": (output,)}
+    return axes
 
 
 def refuse_misfit(source: LlamaConfig, shape: InflatedShape) -> None:
@@ -290,7 +303,7 @@ def main() -> None:
         parser.error(str(error))
     config = inflation.config
     console.print(
-        f"{args.output}: {config.num_parameters / 1e6:,.0f}M parameters, {config.num_layers} layers of "
+        f"{args.output}: {num_parameters(config) / 1e6:,.0f}M parameters, {config.num_layers} layers of "
         f"{config.hidden_size}, {config.num_heads} heads of {config.head_dim} with {config.num_kv_heads} for keys and "
         f"values, {config.vocab_size} tokens",
         markup=False,

@@ -37,9 +37,9 @@ from rich.console import Console
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from draftwood.builder.checkpoint import tensor_shapes
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
+from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from draftwood.runtime.bundle.staging import staging_folder
 
 LAYER_SCALE = 0.1  # standard deviation of a layer matrix's output over that of its input
@@ -148,14 +148,14 @@ def make_draft_head(embeddings: NDArray[np.float32], agreement: Agreement) -> ND
 def draw_tensors(config: LlamaConfig, rng: np.random.Generator) -> dict[str, NDArray[np.float32]]:
     """All tensors except the vocabulary projection."""
     tensors = {}
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in network_of(config).tensors().items():
         if len(shape) == 1:
             tensors[name] = np.ones(shape, np.float32)
-        elif "embed_tokens" in name:
+        elif name == EMBEDDING_WEIGHT:
             tensors[name] = rng.standard_normal(shape, np.float32)
             # Bytes and special tokens have the embeddings of words, so that a definite word follows them, too.
             tensors[name][:FIRST_WORD] = tensors[name][FIRST_WORD : 2 * FIRST_WORD]
-        elif "lm_head" not in name:
+        elif name != HEAD_WEIGHT:
             tensors[name] = rng.standard_normal(shape, np.float32) * np.float32(LAYER_SCALE / np.sqrt(shape[1]))
     return tensors
 
@@ -195,7 +195,7 @@ def write_pair(size: PairSize, agreement: float, second: float, seed: int, outpu
         for role, shape, head in (("target", size.target, make_target_head), ("draft", size.draft, make_draft_head)):
             fields = shape.fields(size.vocab_size)
             tensors = draw_tensors(LlamaConfig.from_hf(fields), rng)
-            tensors["lm_head.weight"] = head(tensors["model.embed_tokens.weight"], table)
+            tensors[HEAD_WEIGHT] = head(tensors[EMBEDDING_WEIGHT], table)
             write_checkpoint(staging / role, fields, tensors, tokenizer)
         prompts = rng.choice(table.words, (NUM_PROMPTS, PROMPT_WORDS))
         lines = [json.dumps({"prompt": tokenizer.decode(prompt)}) + "\n" for prompt in prompts]

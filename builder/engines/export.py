@@ -8,7 +8,6 @@ One layer, above the code that builds it (names are the graph's own node prefixe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from ...models import bindings
 from ...models.config import LlamaConfig
+from ...models.layers import Layer, Matrix, Norm, network_of, num_parameters
 from ...models.rope import rope_tables
 from ...plugins.tree_attention import op
 from ..checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def export(
     each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
     """
     builder = GraphBuilder(checkpoint, capacity, head, form, precision, max_batch)
-    weight_bytes = builder.dtype.itemsize * checkpoint.config.num_parameters
+    weight_bytes = builder.dtype.itemsize * num_parameters(checkpoint.config)
     save(builder.build(role), path, int(weight_bytes), progress)
 
 
@@ -68,6 +68,7 @@ class GraphBuilder(GraphWriter):
         self.checkpoint = checkpoint
         self.head = head
         self.config: LlamaConfig = checkpoint.config
+        self.network = network_of(self.config)
         self.positions, self.capacity = capacity, max_batch * capacity
         self.form = form
         self.precision = bindings.activations(precision, form)
@@ -79,26 +80,26 @@ class GraphBuilder(GraphWriter):
 
     def build(self, role: str) -> ir.Model:
         """The whole graph; inputs and outputs as `models/bindings.py` names them."""
-        config = self.config
+        config, network = self.config, self.network
         feeds = {item.name: self.input(item) for item in bindings.inputs(self.form)}
         caches: list[ir.Value] = []
         presents: list[ir.Value] = []
-        embedding = "model.embed_tokens.weight"
-        hidden = self.node("Gather", "embed_tokens", [self.stored(embedding), feeds["input_ids"]], axis=0)
+        hidden = self.node("Gather", "embed_tokens", [self.stored(network.embedding), feeds["input_ids"]], axis=0)
+        hidden = self.scaled("embed_tokens/scaled", hidden, network.embedding_multiplier)
         cosine, sine = rope_tables(config, self.positions)
         rotary = [self.constant("rope.cos", cosine), self.constant("rope.sin", sine), feeds["position_ids"]]
-        for layer in range(config.num_layers):
-            past = [self.cache_input(bindings.past(kind, layer), bindings.CACHE_SHAPE) for kind in bindings.KINDS]
-            attended, present = self.attention(layer, hidden, past, rotary, feeds)
-            hidden = self.node("Add", f"layers.{layer}/attention_residual", [hidden, attended])
-            hidden = self.node("Add", f"layers.{layer}/mlp_residual", [hidden, self.mlp(layer, hidden)])
+        for index, layer in enumerate(network.layers):
+            past = [self.cache_input(bindings.past(kind, index), bindings.CACHE_SHAPE) for kind in bindings.KINDS]
+            attended, present = self.attention(index, layer, hidden, past, rotary, feeds)
+            hidden = self.node("Add", f"layers.{index}/attention_residual", [hidden, attended])
+            hidden = self.node("Add", f"layers.{index}/mlp_residual", [hidden, self.mlp(index, layer, hidden)])
             caches += past
             presents += present
         # Only the rows somebody asked for go through the vocabulary projection, often the largest matrix of all.
         hidden = self.node("Gather", "select_rows", [hidden, feeds["output_rows"]], axis=1)
-        hidden = self.norm("norm", "model.norm.weight", hidden)
-        head = embedding if config.tie_embeddings else "lm_head.weight"
-        logits = self.widened("lm_head/fp32", self.linear("lm_head", hidden, [head], []))
+        hidden = self.norm("norm", network.norm, hidden)
+        logits = self.scaled("lm_head/scaled", self.linear("lm_head", hidden, network.head), network.logits_multiplier)
+        logits = self.widened("lm_head/fp32", logits)
         outputs = [self.output(logits, bindings.LOGITS)]
         if bindings.TOP_IDS.name in bindings.output_names(role, form=self.form):
             outputs += self.ranking(logits)
@@ -117,64 +118,64 @@ class GraphBuilder(GraphWriter):
 
     def attention(
         self,
-        layer: int,
+        index: int,
+        layer: Layer,
         hidden: ir.Value,
         past: Sequence[ir.Value],
         rotary: Sequence[ir.Value],
         feeds: dict[str, ir.Value],
     ) -> tuple[ir.Value, list[ir.Value]]:
         """Tree attention over the cache; returns its output [B, T, hidden] and the two cache outputs."""
-        config, scope, prefix = self.config, f"layers.{layer}/attention", f"model.layers.{layer}."
-        normed = self.norm(f"layers.{layer}/input_norm", prefix + "input_layernorm.weight", hidden)
-        names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
-        biases = [f"{name}.bias" for name in names] if config.attention_bias else []
-        merged = self.linear(f"{scope}/qkv_proj", normed, [f"{name}.weight" for name in names], biases)
-        sizes = np.array([config.query_size, config.kv_size, config.kv_size])
-        query, key, value = self.nodes_out(
-            "Split", f"{scope}/split", [merged, self.constant("qkv_sizes", sizes)], 3, axis=-1
-        )
+        config, scope = self.config, f"layers.{index}/attention"
+        normed = self.norm(f"layers.{index}/input_norm", layer.input_norm, hidden)
+        merged = self.linear(f"{scope}/qkv_proj", normed, layer.qkv)
+        sizes = self.constant("qkv_sizes", np.array(layer.qkv.outputs))
+        query, key, value = self.nodes_out("Split", f"{scope}/split", [merged, sizes], 3, axis=-1)
         query = self.heads(f"{scope}/query", query, config.num_heads)
         key = self.heads(f"{scope}/key", key, config.num_kv_heads)
         value = self.heads(f"{scope}/value", value, config.num_kv_heads)
-        query = self.node("RotaryEmbedding", f"{scope}/query_rotary", [query, *rotary])
-        key = self.node("RotaryEmbedding", f"{scope}/key_rotary", [key, *rotary])
+        if layer.query_norm is not None:
+            query = self.norm(f"{scope}/query_norm", layer.query_norm, query)
+        if layer.key_norm is not None:
+            key = self.norm(f"{scope}/key_norm", layer.key_norm, key)
+        if layer.rope:
+            query = self.node("RotaryEmbedding", f"{scope}/query_rotary", [query, *rotary])
+            key = self.node("RotaryEmbedding", f"{scope}/key_rotary", [key, *rotary])
         present = []
         for kind, cache, rows in zip(bindings.KINDS, past, (key, value), strict=True):
             written = self.node("TensorScatter", f"{scope}/{kind}_cache", [cache, rows, feeds["write_indices"]], axis=2)
-            written.name = bindings.present(kind, layer)
+            written.name = bindings.present(kind, index)
             written.type, written.shape = cache.type, cache.shape
             present.append(written)
-        attended = self.attend(f"{scope}/tree_attention", query, present, feeds)
+        attended = self.attend(f"{scope}/tree_attention", layer.attention_scale, query, present, feeds)
         attended = self.node("Transpose", f"{scope}/merge_heads", [attended], perm=[0, 2, 1, 3])
-        flat = self.constant("flat_heads", np.array([0, 0, config.query_size]))
+        flat = self.constant("flat_heads", np.array([0, 0, layer.output.inputs]))
         attended = self.node("Reshape", f"{scope}/flatten", [attended, flat])
-        output = prefix + "self_attn.o_proj"
-        biases = [output + ".bias"] if config.attention_bias else []
-        return self.linear(f"{scope}/o_proj", attended, [output + ".weight"], biases), present
+        output = self.linear(f"{scope}/o_proj", attended, layer.output)
+        return self.scaled(f"{scope}/scaled", output, layer.residual_multiplier), present
 
-    def attend(self, name: str, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]) -> ir.Value:
+    def attend(
+        self, name: str, scale: float, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]
+    ) -> ir.Value:
         """[B, H, T, D] -> [B, H, T, D], by the standard operator or by ours."""
-        scale = 1.0 / math.sqrt(self.config.head_dim)
         if self.form == bindings.ADDITIVE:
             return self.node("Attention", name, [query, *present, feeds["attention_mask"]], scale=scale)
         masks = [feeds["sequences"], feeds["tree_mask"]]
         return self.node(op.NAME, name, [query, *present, *masks], domain=op.DOMAIN, scale=scale)
 
-    def mlp(self, layer: int, hidden: ir.Value) -> ir.Value:
+    def mlp(self, index: int, layer: Layer, hidden: ir.Value) -> ir.Value:
         """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
-        config, scope, prefix = self.config, f"layers.{layer}/mlp", f"model.layers.{layer}."
-        normed = self.norm(f"layers.{layer}/post_norm", prefix + "post_attention_layernorm.weight", hidden)
-        names = [prefix + "mlp.gate_proj", prefix + "mlp.up_proj"]
-        biases = [f"{name}.bias" for name in names] if config.mlp_bias else []
-        merged = self.linear(f"{scope}/gate_up_proj", normed, [f"{name}.weight" for name in names], biases)
-        sizes = self.constant("gate_up_sizes", np.array([config.intermediate_size] * 2))
+        scope = f"layers.{index}/mlp"
+        normed = self.norm(f"layers.{index}/post_norm", layer.post_norm, hidden)
+        merged = self.linear(f"{scope}/gate_up_proj", normed, layer.gate_up)
+        sizes = self.constant("gate_up_sizes", np.array(layer.gate_up.outputs))
         gate, up = self.nodes_out("Split", f"{scope}/split", [merged, sizes], 2, axis=-1)
         # x * sigmoid(x), which ONNX Runtime fuses; the Swish operator it takes apart.
         sigmoid = self.node("Sigmoid", f"{scope}/sigmoid", [gate])
         silu = self.node("Mul", f"{scope}/silu", [gate, sigmoid])
         gated = self.node("Mul", f"{scope}/gated", [silu, up])
-        down = prefix + "mlp.down_proj"
-        return self.linear(f"{scope}/down_proj", gated, [down + ".weight"], [down + ".bias"] if config.mlp_bias else [])
+        down = self.linear(f"{scope}/down_proj", gated, layer.down)
+        return self.scaled(f"{scope}/scaled", down, layer.residual_multiplier)
 
     def ranking(self, logits: ir.Value) -> list[ir.Value]:
         """Top-k ids and log-probabilities, best first. (LogSoftmax + TopK: ReduceLogSumExp is 10x slower on a CPU.)"""
@@ -206,24 +207,28 @@ class GraphBuilder(GraphWriter):
         split = self.node("Reshape", f"{name}_heads", [rows, shape])
         return self.node("Transpose", f"{name}_by_head", [split], perm=[0, 2, 1, 3])
 
-    def norm(self, name: str, weight: str, hidden: ir.Value) -> ir.Value:
-        scale = self.stored(weight)
-        return self.node("RMSNormalization", name, [hidden, scale], axis=-1, epsilon=self.config.norm_eps)
+    def norm(self, name: str, norm: Norm, hidden: ir.Value) -> ir.Value:
+        return self.node("RMSNormalization", name, [hidden, self.stored(norm)], axis=-1, epsilon=self.config.norm_eps)
 
-    def linear(self, name: str, rows: ir.Value, weights: Sequence[str], biases: Sequence[str]) -> ir.Value:
+    def scaled(self, name: str, rows: ir.Value, multiplier: float) -> ir.Value:
+        """The rows times a number, through a node only where that is not 1."""
+        if multiplier == 1:
+            return rows
+        return self.node("Mul", name, [rows, self.constant(f"{name}.multiplier", np.array(multiplier))])
+
+    def linear(self, name: str, rows: ir.Value, matrix: Matrix) -> ir.Value:
         """rows @ concat(weights).T + concat(biases). Several matrices over one input become one MatMul."""
-        size = sum(self.checkpoint.shape(weight)[0] for weight in weights)
-        shape = (self.checkpoint.shape(weights[0])[1], size)
-
-        matrix = (
-            dequantized(self, f"{name}.weight", self.checkpoint, weights)
+        size = sum(matrix.outputs)
+        shape = (matrix.inputs, size)
+        weights = (
+            dequantized(self, f"{name}.weight", self.checkpoint, matrix)
             if isinstance(self.checkpoint, QuantizedCheckpoint)
-            else self.lazy(f"{name}.weight", shape, lambda: self.concatenated(weights, shape))
+            else self.lazy(f"{name}.weight", shape, lambda: self.concatenated(matrix.weights, shape))
         )
-        product = self.node("MatMul", name, [rows, matrix])
-        if not biases:
+        product = self.node("MatMul", name, [rows, weights])
+        if not matrix.bias:
             return product
-        vector = self.lazy(f"{name}.bias", (size,), lambda: self.concatenated(biases, (size,)))
+        vector = self.lazy(f"{name}.bias", (size,), lambda: self.concatenated(matrix.biases, (size,)))
         return self.node("Add", f"{name}_bias", [product, vector])
 
     def concatenated(self, names: Sequence[str], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -236,6 +241,7 @@ class GraphBuilder(GraphWriter):
             start += stored.shape[-1]
         return merged
 
-    def stored(self, name: str) -> ir.Value:
+    def stored(self, part: Norm | Matrix) -> ir.Value:
         """A tensor of the checkpoint as it is."""
-        return self.lazy(name, self.checkpoint.shape(name), lambda: self.checkpoint.tensor(name))
+        ((name, shape),) = part.tensors().items()
+        return self.lazy(name, shape, lambda: self.checkpoint.tensor(name))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...models.acceptance_head import TrainedHead
 from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
+from ...models.layers import num_parameters
 from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.compatibility import PACKAGES
 from ...runtime.engines.native.engine import NativeEngine
@@ -136,7 +137,7 @@ def graph_folder(options: BuildOptions, staging: Path) -> AbstractContextManager
 
 def title(spec: EngineSpec) -> str:
     """A role in the words of a progress bar."""
-    return f"{spec.role} ({spec.model.num_parameters / 1e6:.1f}M parameters, {spec.precision})"
+    return f"{spec.role} ({num_parameters(spec.model) / 1e6:.1f}M parameters, {spec.precision})"
 
 
 def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE) -> None:

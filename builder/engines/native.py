@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.acceptance_head import TrainedHead
+from ...models.layers import EMBEDDING_WEIGHT, Matrix, network_of
 from ...models.rope import rope_tables
 from ...plugins.native.packing import LAYOUT, alternated, code_panels, flat, half_panels, joined, panels
 from ...runtime.engines.native.weights import (
     ACCEPTANCE,
     ALIGNMENT,
     DTYPES,
-    EMBEDDING,
     LAYOUT_KEY,
     METADATA,
     Stored,
@@ -54,24 +54,18 @@ class Packer:
 
     def contents(self) -> dict[str, Read]:
         """Each tensor by its name, read when it is written."""
-        config = self.config
-        cosine, sine = rope_tables(config, self.positions)
+        network = network_of(self.config)
+        cosine, sine = rope_tables(self.config, self.positions)
         contents: dict[str, Read] = {"cosine": lambda: cosine, "sine": lambda: sine}
-        for layer in range(config.num_layers):
-            source, name = f"model.layers.{layer}.", f"layers.{layer}."
-            attention, mlp = source + "self_attn.", source + "mlp."
-            contents[name + "input_norm"] = self.vector([source + "input_layernorm.weight"])
-            contents[name + "post_norm"] = self.vector([source + "post_attention_layernorm.weight"])
-            contents |= self.matrix(name + "qkv", [f"{attention}{part}_proj" for part in "qkv"])
-            contents |= self.matrix(name + "output", [attention + "o_proj"])
-            contents |= self.matrix(name + "gate_up", [mlp + "gate_proj", mlp + "up_proj"], in_turn)
-            contents |= self.matrix(name + "down", [mlp + "down_proj"])
-        contents["norm"] = self.vector(["model.norm.weight"])
-        embedding = "model.embed_tokens"
-        contents |= self.matrix("head", [embedding if config.tie_embeddings else "lm_head"])
+        for layer in network.layers:
+            contents |= {norm.name: self.vector([norm.weight]) for norm in layer.norms}
+            for matrix in layer.matrices:
+                contents |= self.matrix(matrix)
+        contents[network.norm.name] = self.vector([network.norm.weight])
+        contents |= self.matrix(network.head)
         if self.head is not None:
             contents |= self.acceptance(self.head)
-        contents[EMBEDDING] = lambda: self.checkpoint.tensor(embedding + ".weight")
+        contents[network.embedding.name] = lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT)
         return contents
 
     def acceptance(self, head: TrainedHead) -> dict[str, Read]:
@@ -89,11 +83,10 @@ class Packer:
         """fp32, filled up to whole panels."""
         return lambda: flat(join([self.checkpoint.tensor(source) for source in sources]))
 
-    def matrix(self, name: str, sources: Sequence[str], join: Join = joined) -> dict[str, Read]:
-        """Panels of some matrices over one input, with scales where they are of integers; and their biases, of which
-        only those that the model has are asked for."""
-        weights = [f"{source}.weight" for source in sources]
-        contents: dict[str, Read] = {f"{name}.bias": self.vector([f"{source}.bias" for source in sources], join)}
+    def matrix(self, matrix: Matrix) -> dict[str, Read]:
+        """Panels of some matrices over one input, with scales where they are of integers; and their biases."""
+        name, weights, join = matrix.name, matrix.weights, in_turn if matrix.gated else joined
+        contents = {f"{name}.bias": self.vector(matrix.biases, join)} if matrix.bias else {}
         if isinstance(self.checkpoint, QuantizedCheckpoint):
             checkpoint, bits = self.checkpoint, self.checkpoint.form.bits
             waiting: list[Quantized] = []  # codes and scales are written one after the other: rounded once
@@ -122,7 +115,8 @@ def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 def write_weights(checkpoint: Weights, positions: int, path: Path, head: TrainedHead | None = None) -> None:
     """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one tensor in memory at a
-    time. Raises CheckpointError when a weight holds NaN or infinity."""
+    time. Raises CheckpointError when a weight holds NaN or infinity, and EngineError for a model whose layers the
+    kernels do not compute."""
     packer = Packer(checkpoint, positions, head)
     expected, contents = packer.expected(), packer.contents()
     header: dict[str, Any] = {METADATA: {LAYOUT_KEY: LAYOUT}}

@@ -25,6 +25,7 @@ from ...models.acceptance_head import ACCEPT, DESCRIPTION, REJECT, AcceptanceHea
 from ...models.bindings import DRAFT, TARGET
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError, ConfigError, RequestError
+from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
 from ..checkpoint import Checkpoint
 from ..pipeline import refuse_different_sizes
@@ -224,7 +225,7 @@ def torch_threads(threads: int, target: LlamaConfig) -> Iterator[None]:
     """So many threads inside the block. A small model computes less in a pass than threads cost to wake, and they stall
     each other when something else wants a core: 0 gives it one, and leaves torch's own choice to a large one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or (1 if target.num_parameters < SMALL_MODEL else before))
+    torch.set_num_threads(threads or (1 if num_parameters(target) < SMALL_MODEL else before))
     try:
         yield
     finally:

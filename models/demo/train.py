@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -32,8 +32,10 @@ from torch.nn import functional
 from draftwood.models.config import LlamaConfig
 from draftwood.models.demo.corpus import BOS, EOS, UNK, default_roots, documents, encode, train_tokenizer
 from draftwood.models.demo.muon import Muon
+from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from draftwood.models.llama import Llama
 
+VOCABULARY = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
 CONTEXT = 512  # tokens of a training window
 POSITIONS = 1024  # rotary positions the pair is published for
 BATCH = 8  # windows per process and step
@@ -149,7 +151,7 @@ def train(
     torch.manual_seed(0)
     model = Llama(SHAPES[role], CONTEXT)
     initialise(model)
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "head" not in name]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name not in VOCABULARY]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [Muon(matrices, MUON_RATE), torch.optim.AdamW(others, ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.01)]
     file = job.work / f"{role}.pt"
@@ -194,12 +196,12 @@ def train(
 
 def initialise(model: Llama) -> None:
     """Small embeddings, orthogonal-scale matrices, silent residual branches at the start."""
+    layers = network_of(model.config).layers
+    silent = {weight for layer in layers for weight in (*layer.output.weights, *layer.down.weights)}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            torch.nn.init.normal_(
-                parameter, std=0.02 if "embed" in name or "head" in name else parameter.shape[1] ** -0.5
-            )
-        if "o_proj" in name or "down_proj" in name:
+            torch.nn.init.normal_(parameter, std=0.02 if name in VOCABULARY else parameter.shape[1] ** -0.5)
+        if name in silent:
             torch.nn.init.zeros_(parameter)
 
 
@@ -263,7 +265,7 @@ def export(work: Path, role: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.float().numpy().astype(ml_dtypes.bfloat16) for name, tensor in state.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = {HF_NAMES.get(name, name): value for name, value in asdict(config).items() if name != "eos_token_ids"}
+    fields = {HF_NAMES.get(name, name): value for name, value in config.to_dict().items() if name != "eos_token_ids"}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "eos_token_id": 2}
     fields |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}

@@ -20,6 +20,7 @@ REFUSALS = {  # of draftwood_forward
     4: "a row is scored that the pass does not have",
 }
 FEW = 512  # likely tokens
+COMPUTED = ("qkv_bias",)  # of the variants of a LLaMA (models/config.py)
 CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -236,4 +236,5 @@ def checksum(content: Mapping[str, Any]) -> str:
 
 def spec_fields(spec: EngineSpec) -> dict[str, Any]:
     """JSON-ready content of a spec."""
-    return asdict(spec) | {"plan": None if spec.plan is None else spec.plan.to_json()}
+    plan = None if spec.plan is None else spec.plan.to_json()
+    return asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}

@@ -114,6 +114,8 @@ def check_model(role: str, model: LlamaConfig) -> None:
     require(model.query_size + 2 * model.kv_size <= LARGEST_ROW, f"the {role}'s heads are too many")
     require(0 < model.norm_eps < 1, f"the {role}'s norm_eps is {model.norm_eps}")
     require(model.rope_theta > 0, f"the {role}'s rope_theta is {model.rope_theta}")
+    indices = model.variant.layers_without_rope
+    require(ascending(indices) and set(indices) <= set(range(model.num_layers)), f"the {role} has no layers {indices}")
     scaling = model.rope_scaling
     if scaling is not None:
         numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)

@@ -16,8 +16,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.tools import inflate
 from benchmarks.tools.inflate import InflatedShape, Inflation, count_residual_copies
-from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
+from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models.errors import CheckpointError, ConfigError
+from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama
 
 LAYER = "model.layers.{}."
@@ -38,7 +39,7 @@ def inflated(source: Path, shape: InflatedShape, dtype: str | None = None, seed:
 def logits_of(folder: Path) -> torch.Tensor:
     checkpoint = Checkpoint(folder)
     model = Llama(checkpoint.config, 128)
-    names = tensor_shapes(checkpoint.config)
+    names = network_of(checkpoint.config).tensors()
     model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name).astype(np.float32)) for name in names})
     with torch.no_grad():
         return model.full(token_ids()).logits

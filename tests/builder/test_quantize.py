@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from trees import Tree
 
 from benchmarks.precision.quality import compare, make_spec, score_texts
-from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
+from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
 from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
@@ -31,6 +31,7 @@ from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, ConfigError
+from draftwood.models.layers import network_of, num_parameters
 from draftwood.models.llama import Llama
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
@@ -38,7 +39,7 @@ from draftwood.runtime.engines.torch import TorchEngine
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
-    return {name: checkpoint.tensor(name).astype(np.float32) for name in tensor_shapes(checkpoint.config)}
+    return {name: checkpoint.tensor(name).astype(np.float32) for name in network_of(checkpoint.config).tensors()}
 
 
 formats = st.builds(WeightFormat, st.sampled_from([8, 4]), st.sampled_from(BLOCKS))
@@ -245,7 +246,7 @@ def test_large_low_bit_weights_stand_beside_the_graph(tmp_path: Path, monkeypatc
     monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
     beside = open_engine(DEMO / "draft", "onnxruntime", "int4", tmp_path / "beside.onnx")
     config: LlamaConfig = beside.spec.model
-    matrices = config.num_parameters - 2 * config.vocab_size * config.hidden_size + config.vocab_size * 128
+    matrices = num_parameters(config) - 2 * config.vocab_size * config.hidden_size + config.vocab_size * 128
     data = (tmp_path / "beside.onnx.data").stat().st_size
     assert data < 4 * config.vocab_size * config.hidden_size + 0.7 * matrices + 4 * 64 * 1024 + 10_000
     assert_same_bits(*(one_by_one(engine, [1], [5, 6]) for engine in (whole, beside)))

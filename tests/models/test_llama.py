@@ -10,15 +10,16 @@ import torch
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
 from transformers import LlamaForCausalLM
 
-from draftwood.builder.checkpoint import Checkpoint, tensor_shapes
+from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models import bindings
+from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama
 
 
 def loaded(folder: Path, positions: int = 64) -> Llama:
     checkpoint = Checkpoint(folder)
     model = Llama(checkpoint.config, positions)
-    names = tensor_shapes(checkpoint.config)
+    names = network_of(checkpoint.config).tensors()
     model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in names})
     return model
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....models import bindings
+from ....models import bindings, layers
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
@@ -23,7 +23,7 @@ from ....plugins.native.library import FORMATS, KernelError, Layer, Matrix, Mode
 from ....plugins.native.packing import PANEL, whole_panels
 from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Weights
 from ..base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
-from .weights import ACCEPTANCE, EMBEDDING, read_weights
+from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
 
 
 class Results(NamedTuple):
@@ -194,7 +194,7 @@ def cores() -> int:
 
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
     """The C structures that point into `weights`, which are those that the spec says."""
-    model = spec.model
+    model, network = spec.model, packed_network(spec.model, spec.precision)
 
     def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
@@ -203,19 +203,13 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         bias, form = weights.get(f"{name}.bias"), FORMATS.index(precision)
         return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
 
-    def layer(index: int) -> Layer:
-        prefix = f"layers.{index}."
-        inner = 2 * PANEL * (len(weights[f"{prefix}gate_up.weights"]) // 2)
-        return Layer(
-            address(weights[f"{prefix}input_norm"]),
-            address(weights[f"{prefix}post_norm"]),
-            matrix(f"{prefix}qkv", model.query_size + 2 * model.kv_size),
-            matrix(f"{prefix}output", model.hidden_size),
-            matrix(f"{prefix}gate_up", inner),
-            matrix(f"{prefix}down", model.hidden_size),
-        )
+    def described(part: layers.Matrix) -> Matrix:
+        return matrix(part.name, packed_rows(part) if part.gated else sum(part.outputs))
 
-    layers = (Layer * model.num_layers)(*map(layer, range(model.num_layers)))
+    def layer(parts: layers.Layer) -> Layer:
+        return Layer(*(address(weights[norm.name]) for norm in parts.norms), *map(described, parts.matrices))
+
+    decoder = (Layer * model.num_layers)(*map(layer, network.layers))
     headed = bindings.ACCEPTANCE.name in spec.outputs
     blocks: list[Matrix] = []
     while headed and f"{ACCEPTANCE}block.{len(blocks)}.weights" in weights:
@@ -223,7 +217,7 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
     return Model(
         model.vocab_size,
         model.hidden_size,
-        whole_panels(layers[0].down.inputs),
+        whole_panels(decoder[0].down.inputs),
         model.num_layers,
         model.num_heads,
         model.num_kv_heads,
@@ -232,9 +226,9 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         len(blocks),
         model.norm_eps,
         float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
-        *(address(weights[name]) for name in (EMBEDDING, "norm", "cosine", "sine")),
+        *(address(weights[name]) for name in (network.embedding.name, network.norm.name, "cosine", "sine")),
         address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
-        layers,
+        decoder,
         (Matrix * len(blocks))(*blocks),
-        matrix("head", model.vocab_size),
+        described(network.head),
     )

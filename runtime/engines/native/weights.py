@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from ....models.bindings import ACCEPTANCE as ACCEPTANCE_OUTPUT
 from ....models.bindings import LOW_BIT
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
+from ....models.layers import EMBEDDING, Matrix, Network, network_of
+from ....plugins.native.library import COMPUTED
 from ....plugins.native.packing import LAYOUT, PANEL, whole_panels
 from ..base import EngineSpec
 
@@ -29,7 +32,7 @@ BITS = {"int8": 8, "int4": 4}
 # Inputs that share a scale: the largest that divide a matrix's. A feed-forward size is filled up to the first of them.
 BLOCKS = {"int8": (128, 64, 32), "int4": (64, 32)}
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
-EMBEDDING, ACCEPTANCE = "embedding", "acceptance."  # a name, and a prefix of names
+ACCEPTANCE = "acceptance."  # a prefix of names
 ALIGNMENT = 64  # bytes: a vector
 LARGE_PAGE = 1 << 21  # bytes
 MOST_HEADER_BYTES = 100_000_000  # as safetensors itself has it
@@ -49,43 +52,56 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+def packed_network(config: LlamaConfig, precision: str) -> Network:
+    """The description of a model whose matrices divide into blocks. Raises EngineError that names what the kernels do
+    not compute."""
+    if missing := [name for name in config.variant.differences if name not in COMPUTED]:
+        raise EngineError(
+            f"the native kernels do not compute {', '.join(missing)} of this model: build it with --backend onnxruntime"
+        )
+    block = BLOCKS.get(precision, (1,))[0]
+    return network_of(replace(config, intermediate_size=-(-config.intermediate_size // block) * block))
+
+
+def packed_rows(matrix: Matrix) -> int:
+    """Outputs of a packed matrix, filled up to whole panels. The panels of a gated one's sources alternate, so that
+    each source is filled up."""
+    return sum(map(whole_panels, matrix.outputs)) if matrix.gated else whole_panels(sum(matrix.outputs))
+
+
 def expected_tensors(
     config: LlamaConfig, precision: str, positions: int, head_blocks: int | None
 ) -> Iterator[tuple[str, Stored]]:
     """Name and form of every tensor, in the order a pass reads them; the embedding is last.
 
     positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. Raises EngineError where a
-    matrix divides into no blocks.
+    matrix divides into no blocks, and as packed_network does.
     """
 
     def vector(size: int) -> Stored:
         return Stored("F32", (whole_panels(size),))
 
-    def matrix(name: str, outputs: int, inputs: int, bias: bool = False) -> Iterator[tuple[str, Stored]]:
-        count = outputs // PANEL
+    def matrix(part: Matrix) -> Iterator[tuple[str, Stored]]:
+        name, inputs, rows = part.name, part.inputs, packed_rows(part)
+        count = rows // PANEL
         if precision in LOW_BIT:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
             yield f"{name}.scales", Stored("U16", (count, inputs // block_of(precision, name, inputs), PANEL))
         else:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs, PANEL))
-        if bias:
-            yield f"{name}.bias", Stored("F32", (outputs,))
+        if part.bias:
+            yield f"{name}.bias", Stored("F32", (rows,))
 
-    hidden, inner = config.hidden_size, config.intermediate_size
-    if precision in BLOCKS:
-        inner = -(-inner // BLOCKS[precision][0]) * BLOCKS[precision][0]
+    hidden, network = config.hidden_size, packed_network(config, precision)
     for table in ("cosine", "sine"):
         yield table, Stored("F32", (positions, config.head_dim // 2))
-    for layer in range(config.num_layers):
-        name, bias = f"layers.{layer}.", config.attention_bias
-        yield name + "input_norm", vector(hidden)
-        yield name + "post_norm", vector(hidden)
-        yield from matrix(name + "qkv", whole_panels(config.query_size + 2 * config.kv_size), hidden, bias)
-        yield from matrix(name + "output", whole_panels(hidden), config.query_size, bias)
-        yield from matrix(name + "gate_up", 2 * whole_panels(inner), hidden, config.mlp_bias)
-        yield from matrix(name + "down", whole_panels(hidden), inner, config.mlp_bias)
-    yield "norm", vector(hidden)
-    yield from matrix("head", whole_panels(config.vocab_size), hidden)
+    for layer in network.layers:
+        for norm in layer.norms:
+            yield norm.name, vector(norm.size)
+        for part in layer.matrices:
+            yield from matrix(part)
+    yield network.norm.name, vector(hidden)
+    yield from matrix(network.head)
     if head_blocks is not None:
         yield ACCEPTANCE + "odds", vector(hidden)
         yield ACCEPTANCE + "shift", Stored("F32", (1,))

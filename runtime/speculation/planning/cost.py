@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.config import LlamaConfig
+from ....models.layers import num_parameters
 
 MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # of a pass, and of its rows or context
 BYTES_PER_SECOND = 40e9  # of a machine nobody has measured: a small server's memory
@@ -101,7 +102,7 @@ def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:
     """Costs nobody has measured: every pass reads all weights once at a usual memory's speed, rows add a little."""
 
     def passes(model: LlamaConfig) -> PassCosts:
-        once = 4 * model.num_parameters / BYTES_PER_SECOND + 1e-4
+        once = 4 * num_parameters(model) / BYTES_PER_SECOND + 1e-4
         return PassCosts(ASSUMED_ROWS, (0,), (tuple(once * (1 + ROW_SHARE * (rows - 1)) for rows in ASSUMED_ROWS),))
 
     return CostModel(passes(target), passes(draft), HostCosts(5e-5, 1e-4, 1e-5), HostCosts(8e-5, 1.5e-4, 4e-5), {})

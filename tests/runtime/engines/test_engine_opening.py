@@ -17,6 +17,7 @@ from draftwood.builder.engines import graph
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
+from draftwood.models.layers import num_parameters
 from draftwood.runtime.engines.base import prefill
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.torch import TorchEngine
@@ -32,7 +33,7 @@ def test_weights_beside_the_graph_change_nothing(gqa: Path, tmp_path: Path, monk
     monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
     checkpoint, written = Checkpoint(gqa), list[str]()
     export(checkpoint, bindings.TARGET, CAPACITY, tmp_path / "target.onnx", written.append)
-    assert (tmp_path / "target.onnx.data").stat().st_size > 4 * checkpoint.config.num_parameters
+    assert (tmp_path / "target.onnx.data").stat().st_size > 4 * num_parameters(checkpoint.config)
     assert "lm_head.weight" in written
     engine = OnnxRuntimeEngine(tmp_path / "target.onnx", engine_spec(checkpoint, "onnxruntime", bindings.TARGET))
     text = random_text(50)

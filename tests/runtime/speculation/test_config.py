@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
 from typing import Any
 
 import pytest
 
 from draftwood.models.config import LlamaConfig, RopeScaling
 from draftwood.models.errors import CheckpointError
+from draftwood.models.typed import typed
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,7 +49,7 @@ def test_old_and_new_spelling_mean_the_same(spelling: dict[str, Any]) -> None:
     config = LlamaConfig.from_hf({**BASE, **spelling})
     assert config.rope_theta == 500000.0
     assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
-    assert LlamaConfig.from_dict(asdict(config)) == config
+    assert typed(LlamaConfig, json.loads(json.dumps(config.to_dict())), "model") == config
 
 
 def test_linear_scaling_by_the_oldest_spelling() -> None:

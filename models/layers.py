@@ -1,0 +1,165 @@
+"""What a LLaMA is made of, as plain data: its tensors, the matrices that are merged, and the steps between them.
+
+Checkpoints, the graph exporter, the packer and the loader of native weights, the torch reference and benchmarks read it
+here. Names of a checkpoint's modules are Hugging Face's; a module's tensors are `<module>.weight` and `<module>.bias`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .config import LlamaConfig
+
+Shapes = dict[str, tuple[int, ...]]  # by tensor name; [out, in] for a matrix
+EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"  # modules
+EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
+EMBEDDING = "embedding"  # name of an engine's tensor
+
+
+class Norm(NamedTuple):
+    """An RMSNorm. name: of the engine's tensor. source: the checkpoint's module. size: numbers in a normed row."""
+
+    name: str
+    source: str
+    size: int
+
+    @property
+    def weight(self) -> str:
+        return f"{self.source}.weight"
+
+    def tensors(self) -> Shapes:
+        return {self.weight: (self.size,)}
+
+
+class Matrix(NamedTuple):
+    """Matrices over one input, which engines merge into one product.
+
+    name: of the engine's tensors. sources: the checkpoint's modules. inputs: numbers in a row that goes in. outputs:
+    numbers that come out of each source. bias: whether each source has one. gated: whether the next step takes
+    silu(first) * second of two sources, and not their outputs side by side.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+    bias: bool = False
+    gated: bool = False
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return tuple(f"{source}.weight" for source in self.sources)
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        return tuple(f"{source}.bias" for source in self.sources) if self.bias else ()
+
+    def tensors(self) -> Shapes:
+        shapes: Shapes = {}
+        for source, outputs in zip(self.sources, self.outputs, strict=True):
+            shapes[f"{source}.weight"] = (outputs, self.inputs)
+            if self.bias:
+                shapes[f"{source}.bias"] = (outputs,)
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. Without `query_norm` and `key_norm`, or with `rope` False, those steps are left out.
+
+    q, k, v = qkv(input_norm(x))                                               split into heads
+    x += residual_multiplier * output(attention(rope(query_norm(q)), rope(key_norm(k)), v, attention_scale))
+    x += residual_multiplier * down(silu(gate) * up)                           gate, up = gate_up(post_norm(x))
+    """
+
+    input_norm: Norm
+    qkv: Matrix
+    query_norm: Norm | None  # of each head
+    key_norm: Norm | None
+    rope: bool
+    attention_scale: float  # of the products of queries and keys
+    output: Matrix
+    post_norm: Norm
+    gate_up: Matrix
+    down: Matrix
+    residual_multiplier: float
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        norms = (self.input_norm, self.post_norm, self.query_norm, self.key_norm)
+        return tuple(norm for norm in norms if norm is not None)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (self.qkv, self.output, self.gate_up, self.down)
+
+    def tensors(self) -> Shapes:
+        return merged(self.norms + self.matrices)
+
+
+class Network(NamedTuple):
+    """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier.
+
+    embedding: [V, H], whose rows are looked up. head: reads the embedding's tensor where both are tied.
+    """
+
+    embedding: Matrix
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Matrix
+    embedding_multiplier: float
+    logits_multiplier: float
+
+    def tensors(self) -> Shapes:
+        """Every tensor of the checkpoint once."""
+        return merged((self.embedding, *self.layers, self.norm, self.head))
+
+
+def merged(parts: Iterable[Norm | Matrix | Layer]) -> Shapes:
+    return {name: shape for part in parts for name, shape in part.tensors().items()}
+
+
+def layer_of(config: LlamaConfig, index: int) -> Layer:
+    """Layer `index` of a model. All layers have the same shapes."""
+    hidden, query, kv, inner = config.hidden_size, config.query_size, config.kv_size, config.intermediate_size
+    variant, name, source = config.variant, f"layers.{index}.", f"model.layers.{index}."
+    attention, mlp = f"{source}self_attn.", f"{source}mlp."
+    qkv = tuple(f"{attention}{part}_proj" for part in "qkv")
+    qkv_bias = config.attention_bias or variant.qkv_bias
+    scale = variant.attention_multiplier
+    return Layer(
+        input_norm=Norm(f"{name}input_norm", f"{source}input_layernorm", hidden),
+        qkv=Matrix(f"{name}qkv", qkv, hidden, (query, kv, kv), qkv_bias),
+        query_norm=Norm(f"{name}query_norm", f"{attention}q_norm", config.head_dim) if variant.qk_norm else None,
+        key_norm=Norm(f"{name}key_norm", f"{attention}k_norm", config.head_dim) if variant.qk_norm else None,
+        rope=index not in variant.layers_without_rope,
+        attention_scale=1 / math.sqrt(config.head_dim) if scale is None else scale,
+        output=Matrix(f"{name}output", (f"{attention}o_proj",), query, (hidden,), config.attention_bias),
+        post_norm=Norm(f"{name}post_norm", f"{source}post_attention_layernorm", hidden),
+        gate_up=Matrix(
+            f"{name}gate_up", (f"{mlp}gate_proj", f"{mlp}up_proj"), hidden, (inner, inner), config.mlp_bias, True
+        ),
+        down=Matrix(f"{name}down", (f"{mlp}down_proj",), inner, (hidden,), config.mlp_bias),
+        residual_multiplier=variant.residual_multiplier,
+    )
+
+
+def network_of(config: LlamaConfig) -> Network:
+    """The description of a model."""
+    vocabulary, hidden = (config.vocab_size,), config.hidden_size
+    return Network(
+        embedding=Matrix(EMBEDDING, (EMBED_TOKENS,), hidden, vocabulary),
+        layers=tuple(layer_of(config, index) for index in range(config.num_layers)),
+        norm=Norm("norm", "model.norm", hidden),
+        head=Matrix("head", (EMBED_TOKENS if config.tie_embeddings else LM_HEAD,), hidden, vocabulary),
+        embedding_multiplier=config.variant.embedding_multiplier,
+        logits_multiplier=config.variant.logits_multiplier,
+    )
+
+
+def num_parameters(config: LlamaConfig) -> int:
+    """Numbers in a checkpoint, embeddings and biases included."""
+    return sum(map(math.prod, network_of(config).tensors().values()))
