@@ -96,7 +96,9 @@ def imported_files(file: Path) -> Iterator[Path]:
             yield found[0]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "runtime").rglob("*.py")), ids=lambda file: file.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "runtime").rglob("*.py")), ids=lambda file: file.relative_to(ROOT).as_posix()
+)
 def test_a_room_of_the_runtime_imports_from_lower_rooms_only(file: Path) -> None:
     room = RUNTIME_ROOMS.index(room_of(file))
     if file == ROOT / "runtime" / "__init__.py":  # the public names, of every room
