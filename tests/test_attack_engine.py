@@ -159,7 +159,7 @@ def test_a_panic_ends_its_request_and_no_other(bundle: Path, tmp_path: Path) -> 
         assert server.process.wait(SIGTERM_SECONDS) == 0
 
 
-def test_n_choices_that_fail_are_one_failure(bundle: Path, tmp_path: Path) -> None:
+def test_a_few_requests_that_fail_are_no_failing_engine(bundle: Path, tmp_path: Path) -> None:
     flag, program = panicking(tmp_path)
     with served(bundle, program=program) as server:
         flag.write_text("PanicException forward")
