@@ -159,7 +159,7 @@ def test_a_panic_ends_its_request_and_no_other(bundle: Path, tmp_path: Path) -> 
         assert server.process.wait(SIGTERM_SECONDS) == 0
 
 
-def test_n_choices_that_fail_are_one_failure(bundle: Path, tmp_path: Path) -> None:
+def test_a_few_requests_that_fail_are_no_failing_engine(bundle: Path, tmp_path: Path) -> None:
     flag, program = panicking(tmp_path)
     with served(bundle, program=program) as server:
         flag.write_text("PanicException forward")
@@ -262,7 +262,8 @@ def crowd(server: Served, requests: int, prompt: int, tokens: int) -> Counter[in
 
     def one(number: int) -> int:
         prompt_ids = [5 + number % 200] * prompt
-        return complete(server, prompt=prompt_ids, max_tokens=tokens, ignore_eos=True, temperature=0)[0]
+        fields = {"prompt": prompt_ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        return ask(server, "/v1/completions", fields, seconds=1200)[0]
 
     with ThreadPoolExecutor(requests) as threads:
         return Counter(threads.map(one, range(requests)))
@@ -284,7 +285,7 @@ def test_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux'")
-@pytest.mark.parametrize("more", [300, 350, 400, 500])
+@pytest.mark.parametrize("more", [300, 500])
 def test_long_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path, more: int) -> None:
     script = tmp_path / "limited.py"
     script.write_text(LIMITED, encoding="utf-8")

@@ -137,6 +137,19 @@ def test_a_crowd_that_fails_at_the_same_time_counts_as_many(llm: LLM, monkeypatc
     run(work, llm, max_running=MAX_FAILURES)
 
 
+def test_choices_of_one_call_that_fail_count_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(served: AsyncLLM) -> None:
+        monkeypatch.setattr(llm._target, "forward", broken)
+        for call in range(MAX_FAILURES):
+            assert served.trouble is None
+            streams = [served.generate("hello", GREEDY, call=call) for _ in range(MAX_FAILURES)]
+            results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+            assert all(isinstance(result, EngineError) for result in results)
+        assert served.trouble
+
+    run(work, llm, max_running=MAX_FAILURES)
+
+
 def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, reached, go = llm._target.forward, Event(), Event()
 

@@ -70,6 +70,21 @@ def test_a_stream_that_breaks_ends_with_an_error_event(
     assert "an address in memory" in caplog.text
 
 
+def test_choices_and_prompts_of_one_request_are_one_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    generate = AsyncLLM.generate
+
+    def noted(self: AsyncLLM, *arguments: Any, call: object = None, **options: Any) -> Any:
+        calls.append(call)
+        return generate(self, *arguments, call=call, **options)
+
+    monkeypatch.setattr(AsyncLLM, "generate", noted)
+    for _ in range(2):
+        status, _ = asyncio.run(post(llm, {**BODY, "prompt": ["hello", "you"], "n": 2}))
+        assert status == 200
+    assert None not in calls and [calls.index(call) for call in calls] == [0] * 4 + [4] * 4
+
+
 def test_a_request_that_leaves_no_token_is_the_clients_mistake(llm: LLM) -> None:
     vocab_size = llm.bundle.manifest.engines["target"].model.vocab_size
     body = {**BODY, "min_tokens": 5, "stop_token_ids": list(range(vocab_size))}
