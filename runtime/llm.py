@@ -100,7 +100,7 @@ class LLM:
     ) -> GenerationResult | list[GenerationResult]:
         """Complete a prompt, or each prompt of a list; several share passes. All are checked before any of them runs.
 
-        observe: is shown every round of every prompt, then one after the other, see `rounds.Round`; it changes no
+        observe: is shown every round of every prompt, then one after the other, see `round.Round`; it changes no
         token. Raises RequestError when a prompt is empty, too long, or holds a token the model does not have.
         """
         if is_batch(prompts):
