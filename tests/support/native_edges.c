@@ -105,6 +105,14 @@ static void check_linear(int outputs, int inputs, int rows, enum format format) 
     free_matrix(matrix), free(values), free(result);
 }
 
+static void check_acceptance(int size) {
+    float *row = numbers(size), *odds = numbers(size);
+    double sum = 0.25;
+    for (int k = 0; k < size; k++) sum += (double)row[k] * odds[k];
+    check(fabs(acceptance(row, odds, size, 0.25f) - 1 / (1 + exp(-sum))) < 1e-6, "acceptance", size);
+    free(row), free(odds);
+}
+
 struct shape {
     int vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
     enum format format;
@@ -164,6 +172,7 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
             tokens[row] = row % 2 ? shape.vocab - 1 : 0, outputs[row] = rows - 1 - row;
             positions[row] = length + row < shape.positions ? length + row : shape.positions - 1;
             for (int column = 0; column <= row; column++) mask[row * columns + column] = rows % 3 || column == row;
+            if (!length) mask[row * columns] = 0; /* it sees nothing, not even itself */
         }
         float *logits = malloc((size_t)rows * shape.vocab * sizeof(float));
         float *logprobs = malloc((size_t)rows * top * sizeof(float)), *accepted = malloc(rows * sizeof(float));
@@ -217,11 +226,19 @@ int main(void) {
     };
     for (int at = 0; at < COUNT(shapes); at++)
         for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);
-    struct model deep = model_of(shapes[0]);
-    deep.layers = MOST_PHASES;
-    check(draftwood_open(&deep, 1, 1) == NULL, "too many layers", MOST_PHASES);
-    deep.layers = 1;
-    free_model(deep);
+    for (int size = LANES; size <= 4 * LANES; size += LANES) check_acceptance(size);
+    struct model model = model_of(shapes[0]);
+    for (int more = 0; more < 2; more++) { /* the most layers, and one more; the most threads, and more */
+        model.layers = (MOST_PHASES - PHASES_BESIDE) / PHASES_OF_LAYER + more;
+        struct engine *engine = draftwood_open(&model, 1, MOST_THREADS * (1 + more));
+        check(!engine == more, "layers", model.layers);
+        if (engine) draftwood_close(engine);
+    }
+    model.layers = 1;
+    struct engine *engine = draftwood_open(&model, 1, 100 * MOST_THREADS);
+    check(engine && engine->team->threads == MOST_THREADS, "threads", MOST_THREADS);
+    draftwood_close(engine);
+    free_model(model);
     printf("checked %d facts\n", checks);
     return 0;
 }

@@ -103,6 +103,15 @@ def test_penalties_at_any_temperature(softmax: str, native: NativeSoftmax) -> No
             assert total == pytest.approx(np.isfinite(logits).sum())
 
 
+def test_weights_of_every_exponent(native: NativeSoftmax) -> None:
+    """As small as normal numbers of fp32 are, and nothing below."""
+    exponents = np.arange(140)
+    logits = (-exponents * np.log(2)).astype(np.float32)
+    weights, _ = native.weights(logits, 1.0, np.empty(140, np.float32))
+    assert weights[:126] == pytest.approx(0.5 ** exponents[:126].astype(np.float64), rel=2e-5, abs=0)
+    assert (weights[127:] == 0).all()
+
+
 def test_logits_far_apart(native: NativeSoftmax) -> None:
     """Their difference is beyond fp32."""
     logits = np.array([3e38, -3e38, -np.inf], np.float32)
