@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX: a plan of the bundle behind the Engine protocol. `static/engine.py` has the logic of passes."""
+"""TensorRT and TensorRT-RTX: a plan behind the Engine protocol. `static/engine.py` has the logic of passes."""
 
 from __future__ import annotations
 
