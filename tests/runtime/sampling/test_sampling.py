@@ -304,3 +304,13 @@ def test_penalties_count_what_they_are_defined_to_count() -> None:
     found = one.log_probabilities(logits, [2, 3])
     assert found - found[4] == pytest.approx(expected - expected[4])
     assert np.exp(found).sum() == pytest.approx(1)
+
+
+def test_what_is_left_out_changes_nothing() -> None:
+    """The defaults are those that ask for nothing: the distribution is the softmax of the logits."""
+    logits = np.random.default_rng(0).normal(size=50).astype(np.float32) * 4
+    one = Sampler(SamplingParams(), (1, 2), (3,), 50)
+    one.commit([4, 4])
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    assert one.distribution(logits, [5]) == pytest.approx(weights / weights.sum())
+    assert not one.follows_path
