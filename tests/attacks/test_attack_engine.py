@@ -34,9 +34,9 @@ PANICKING = """
 import sys
 from pathlib import Path
 from draftwood.cli.main import main
-from draftwood.runtime import engine_thread
-from draftwood.runtime.bundle import EngineBundle
-from draftwood.runtime.tokenizer import Tokenizer
+from draftwood.runtime.requests import engine_thread
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 flag = Path(sys.argv.pop(1))
 sys.stderr = flag.with_suffix(".log").open("w")  # tracebacks by the dozen would fill a pipe that nobody reads
@@ -75,7 +75,7 @@ sys.exit(main(sys.argv[1:]))
 LIMITED = """
 import resource, sys
 from draftwood.cli.main import main
-from draftwood.runtime.async_llm import AsyncLLM
+from draftwood.runtime.requests.async_llm import AsyncLLM
 
 more, begin = int(sys.argv.pop(1)), AsyncLLM.__init__
 

@@ -71,7 +71,7 @@ EXPORT_AND_MEASURE = """
 import sys
 from pathlib import Path
 from draftwood.builder.checkpoint import Checkpoint
-from draftwood.builder.export import export
+from draftwood.builder.engines.export import export
 
 def peak():
     status = Path("/proc/self/status").read_text()

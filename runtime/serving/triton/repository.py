@@ -20,7 +20,7 @@ MODEL = '''"""The model's code is draftwood's; what differs from model to model 
 
 import triton_python_backend_utils as pb_utils
 
-from draftwood.runtime.serving.triton_model import TritonModel
+from draftwood.runtime.serving.triton.model import TritonModel
 
 
 class TritonPythonModel(TritonModel):
