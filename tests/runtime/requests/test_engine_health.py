@@ -29,7 +29,7 @@ import sys, time
 from pathlib import Path
 from draftwood.cli.main import main
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.serving import http_server
+from draftwood.runtime.serving.http import server as http_server
 
 http_server.CLOSE_SECONDS = 0.5
 
