@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from .engines.plan import PRECISIONS, CompileOptions
 # Precisions each backend can build, the default first.
 BACKENDS = {
     "onnxruntime": ("fp32", *LOW_BIT),
-    "openvino": ("fp32", *LOW_BIT),
     "native": ("fp32", *HALF, *LOW_BIT),
     **dict.fromkeys(PACKAGES, PRECISIONS),
 }
@@ -34,11 +32,10 @@ class BuildOptions:
     together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. max_batch:
     requests that share the passes of a TensorRT plan, which has caches for so many; the CPU backends decide that when
     they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
-    draft_backend, draft_precision: None takes the target's, with two exceptions. Beside OpenVINO the draft runs in ONNX
-    Runtime: OpenVINO's passes take a millisecond however small the model is. A native draft is int8, where its matrices
-    divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time. graphs: a
-    folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT backends, too:
-    see CompileOptions.
+    draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8, where its
+    matrices divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time.
+    graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT
+    backends, too: see CompileOptions.
     """
 
     target: Path
@@ -70,8 +67,6 @@ class BuildOptions:
             if precision not in BACKENDS[backend]:
                 choices = ", ".join(BACKENDS[backend])
                 raise ConfigError(f"precision {precision!r} is not available for {backend}; choose {choices}")
-            if backend == "openvino" and importlib.util.find_spec("openvino") is None:
-                raise ConfigError("backend openvino is not installed: pip install 'draftwood[openvino]'")
             if backend == "native":
                 try:
                     check_available()
@@ -101,7 +96,7 @@ class BuildOptions:
         """What runs a role's engine, chosen or default."""
         if role == TARGET:
             return self.backend
-        return self.draft_backend or ("onnxruntime" if self.backend == "openvino" else self.backend)
+        return self.draft_backend or self.backend
 
     def precision_of(self, role: str) -> str:
         """A role's precision, chosen or default."""
@@ -117,7 +112,7 @@ class BuildOptions:
         # Kernels for one row add in another order than those for more, and low-bit matrices make much of the little
         # difference. There, plain decoding takes two rows, too, and gives the text that speculative decoding gives.
         low_bit = role == TARGET and self.precision_of(role) in LOW_BIT
-        least = 2 if low_bit or self.backend_of(role) == "openvino" else 1
+        least = 2 if low_bit else 1
         return tuple(sorted({max(least, width) for width in self.widths}))
 
     def prompt_widths_of(self, role: str) -> tuple[int, ...]:

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default=hidden,
-        help="what runs the engines: onnxruntime (default), native (kernels compiled for this processor), openvino, "
-        "tensorrt or tensorrt-rtx",
+        help="what runs the engines: onnxruntime (default), native (kernels compiled for this processor), tensorrt "
+        "or tensorrt-rtx",
     )
     parser.add_argument(
         "--precision",
@@ -39,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights: fp32 (default), int8 or int4; native: fp16 and bf16, too; on TensorRT fp16 (default), "
         "bf16 or fp32",
     )
-    parser.add_argument(
-        "--draft-backend", default=hidden, help="the target's if not given, but onnxruntime beside openvino"
-    )
+    parser.add_argument("--draft-backend", default=hidden, help="the target's if not given")
     parser.add_argument(
         "--draft-precision", default=hidden, help="int8 if not given, natively and beside int4; elsewhere the target's"
     )

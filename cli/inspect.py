@@ -31,7 +31,7 @@ from ..runtime.engines.native.weights import check_weights
 from ..runtime.engines.onnx.file import check_graph
 from .options import DRAFT_THREADS, PROVIDER, THREADS
 
-EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
+EXTRAS = {"onnxruntime": "cpu"}
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
@@ -107,9 +107,8 @@ def open_once(bundle: EngineBundle, role: str) -> Trial:
 
 
 class Costs(NamedTuple):
-    """The costs that speculation is planned by. source: EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
-    HERE, ELSEWHERE or ASSUMED. differences: how this machine
-        differs from the one they were measured on, in words."""
+    """The costs that speculation is planned by. source: HERE, ELSEWHERE or ASSUMED. differences: how this machine
+    differs from the one they were measured on, in words."""
 
     source: str
     differences: list[str]

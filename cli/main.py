@@ -19,7 +19,7 @@ from . import bench, build, generate, inspect, profile, serve, train_head, trito
 from .termination import termination_unwinds
 
 COMMANDS = (build, inspect, profile, generate, bench, train_head, serve, triton)
-BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt-rtx")  # of other makers
+BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")  # of other makers
 
 
 def main(argv: Sequence[str] | None = None) -> int:

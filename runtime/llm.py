@@ -34,7 +34,7 @@ from .text.result import GenerationResult, result_of
 from .text.tokenizer import Tokenizer
 from .text.writer import StreamChunk, TextWriter
 
-POOLED = ("onnxruntime", "openvino", "native")  # backends whose caches grow, so that requests can share one
+POOLED = ("onnxruntime", "native")  # backends whose caches grow, so that requests can share one
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
 

@@ -28,14 +28,13 @@ def open_engines(
     for backend, precision in KINDS:
         weights = Source(Checkpoint(folder), role, None, backend, precision).weights
         file = work / f"{role}-{backend}-{precision}.onnx"
-        own = tuple(width for width in widths if width > 1 or backend != "openvino")
-        spec = EngineSpec(role, backend, file.name, weights.config, own, capacity, precision, output_names(role))
+        spec = EngineSpec(
+            role, backend, file.name, weights.config, tuple(widths), capacity, precision, output_names(role)
+        )
         if backend == "native":
             write_weights(weights, capacity, file)
             yield backend, precision, NativeEngine(file, spec, threads)
         else:
-            assert not isinstance(
-                weights, RoundedCheckpoint
-            )  # ONNX Runtime and OpenVINO engines hold the stored weights
+            assert not isinstance(weights, RoundedCheckpoint)  # ONNX Runtime's engines hold the stored weights
             export(weights, role, capacity, file, lambda name: None)
             yield backend, precision, EXPORTED[backend](file, spec, threads)

@@ -16,7 +16,6 @@ from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.compatibility import PACKAGES
 from ...runtime.engines.native.engine import NativeEngine
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
-from ...runtime.engines.openvino import OpenVinoEngine
 from ...runtime.engines.torch import TorchEngine
 from ..checkpoint import Checkpoint
 from ..options import BuildOptions
@@ -27,7 +26,7 @@ from .export import export
 from .native import Weights, write_weights
 from .plan import compile_plan, runs_here
 
-EXPORTED = {"onnxruntime": OnnxRuntimeEngine, "openvino": OpenVinoEngine}  # backends whose engine is the graph itself
+EXPORTED = {"onnxruntime": OnnxRuntimeEngine}  # backends whose engine is the graph itself
 SUFFIXES = {"native": "weights", **dict.fromkeys(PACKAGES, "plan")}  # of an engine's file, where it is no graph
 
 

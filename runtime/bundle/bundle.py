@@ -159,16 +159,11 @@ class EngineBundle:
                 f"the {role} runs on {spec.backend}, which has no provider {provider}: leave --provider out, or build "
                 "with --backend onnxruntime"
             )
-        if spec.backend in ("onnxruntime", "openvino"):
-            check_graph(self.folder / spec.file, spec)
         if spec.backend == "onnxruntime":
+            check_graph(self.folder / spec.file, spec)
             from ..engines.onnx.onnxruntime import OnnxRuntimeEngine
 
             return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider, self.private)
-        if spec.backend == "openvino":
-            from ..engines.openvino import OpenVinoEngine
-
-            return OpenVinoEngine(self.folder / spec.file, spec, threads, self.private)
         if spec.backend == "native":
             from ..engines.native.engine import NativeEngine
 

@@ -20,7 +20,8 @@ from ..engines.compatibility import PACKAGES, Plan
 if TYPE_CHECKING:
     from .bundle import Manifest
 
-SUFFIXES = {"onnxruntime": "onnx", "openvino": "onnx", "native": "weights", **dict.fromkeys(PACKAGES, "plan")}
+SUFFIXES = {"onnxruntime": "onnx", "native": "weights", **dict.fromkeys(PACKAGES, "plan")}
+REMOVED = ("openvino",)  # backends of older releases
 PRECISIONS = (*DTYPES, *LOW_BIT)
 EXECUTABLE = (".so", ".dylib", ".dll", ".pyd", ".py")
 MOST_FILES = 1000
@@ -70,6 +71,12 @@ def check_numbers(manifest: Manifest) -> None:
 
 def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     """One engine's. Raises BundleError, too, for a backend that a later release may know."""
+    if spec.backend in REMOVED:
+        raise BundleError(
+            f"the {role} was built for {spec.backend}, which this release no longer runs: rebuild the bundle with "
+            "--backend native, or with --backend onnxruntime where there is no C compiler "
+            "(pip install 'draftwood[native]' brings one)"
+        )
     if spec.backend not in SUFFIXES:
         raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
     if spec.precision not in PRECISIONS:

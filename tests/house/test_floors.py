@@ -15,7 +15,6 @@ FLOORS = ("plugins", "models", "runtime", "builder", "cli")
 # Module -> where it may be imported: files, or folders ending with a slash.
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnx/onnxruntime.py",),
-    "openvino": ("runtime/engines/openvino.py", "runtime/engines/openvino_graph.py"),
     "tensorrt": ("plugins/tensorrt.py",),
     "torch": (
         "plugins/tree_attention/launch.py",

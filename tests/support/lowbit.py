@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 from engine_parts import contents
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,8 +21,6 @@ from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefi
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
 PRECISIONS = ("fp32", "int8", "int4")
-OPENVINO = pytest.mark.skipif(find_spec("openvino") is None, reason="needs the [openvino] extra")
-BACKENDS = ("onnxruntime", pytest.param("openvino", marks=OPENVINO))
 
 
 class Row(NamedTuple):

@@ -346,12 +346,20 @@ def test_end_of_text_ids_come_from_both_files_and_the_vocabulary(
     assert any("eos_token_id [5000]" in title for title in told)
 
 
-@pytest.mark.parametrize("backend", ["native", "openvino"])
-def test_a_provider_that_would_be_ignored_is_refused(backend: str, tiny_bundle: Path) -> None:
+def test_a_bundle_of_the_removed_engine_is_refused_by_name(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "older"
+    EngineBundle.open(tiny_bundle).copy_to(folder)
+    resigned(folder, lambda content: content["engines"]["target"].update(backend="openvino"))
+    with pytest.raises(BundleError, match=r"target was built for openvino.*--backend native.*onnxruntime") as caught:
+        EngineBundle.open(folder)
+    assert "pip install 'draftwood[native]'" in str(caught.value)
+
+
+def test_a_provider_that_would_be_ignored_is_refused(tiny_bundle: Path) -> None:
     opened = EngineBundle.open(tiny_bundle)
-    engines = {role: replace(spec, backend=backend) for role, spec in opened.manifest.engines.items()}
+    engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
     bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))
-    with pytest.raises(ConfigError, match=f"runs on {backend}, which has no provider cuda: leave --provider out"):
+    with pytest.raises(ConfigError, match="runs on native, which has no provider cuda: leave --provider out"):
         bundle.open_engine(TARGET, provider="cuda")
 
 
@@ -370,7 +378,7 @@ def test_a_draft_takes_one_thread_but_natively_those_of_its_target(
     asked: list[tuple[str, int, str]] = []
     monkeypatch.setattr(EngineBundle, "open_engine", lambda self, *how: asked.append(how))
     opened = EngineBundle.open(tiny_bundle)
-    for backend, expected in (("onnxruntime", 1), ("openvino", 1), ("native", 3)):
+    for backend, expected in (("onnxruntime", 1), ("native", 3)):
         draft = replace(opened.manifest.engines[DRAFT], backend=backend)
         engines = {**opened.manifest.engines, DRAFT: draft}
         bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))
