@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from ..models import bindings
 from ..models.errors import ConfigError
 from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
-from ..runtime.engines.compatibility import PACKAGES
-from ..runtime.engines.native import weights as native_weights
+from ..runtime.engines.backends import BACKENDS
 from .checkpoint import Checkpoint
 from .engines.graph import GraphWriter
 
@@ -95,13 +94,10 @@ class WeightFormat:
         return Quantized(codes.reshape(rows, inputs), scales)
 
 
-# By backend and precision. The native kernels round a row's activations by the same blocks.
 FORMATS = {
-    ("native", "int8"): WeightFormat(8, native_weights.BLOCKS["int8"][0], scale_bytes=2),
-    ("native", "int4"): WeightFormat(4, native_weights.BLOCKS["int4"][0], scale_bytes=2),
-    ("onnxruntime", "int8"): WeightFormat(8, 32),
-    ("onnxruntime", "int4"): WeightFormat(4, 32),
-    **{(package, f"int{bits}"): WeightFormat(bits) for package in PACKAGES for bits in (8, 4)},
+    (backend.name, precision): WeightFormat(bindings.BITS[precision], block, backend.scale_bytes)
+    for backend in BACKENDS.values()
+    for precision, block in backend.blocks.items()
 }
 
 

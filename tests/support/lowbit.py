@@ -14,9 +14,9 @@ from trees import Tree
 
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.engines.make import EXPORTED
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names
+from draftwood.runtime.engines.backends import BACKENDS, Opening
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -45,8 +45,7 @@ def open_engine(
     export(weights, role, 1024, file, lambda name: None)
     outputs = output_names(role)
     spec = EngineSpec(role, backend, file.name, weights.config, WIDTHS, 1024, computed or precision, outputs)
-    engine: Engine = EXPORTED[backend](file, spec)
-    return engine
+    return BACKENDS[backend].open(file, spec, Opening())
 
 
 def one_by_one(engine: Engine, prefix: Sequence[int], tokens: Sequence[int]) -> list[Row]:

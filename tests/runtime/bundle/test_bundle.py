@@ -24,7 +24,8 @@ from draftwood.builder.progress import Step
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.plugins.native.compile import SOURCE
-from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, MOST_THREADS, EngineBundle, checksum
+from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, EngineBundle, checksum
+from draftwood.runtime.engines.backends import NATIVE
 
 
 @pytest.fixture
@@ -365,7 +366,7 @@ def test_a_provider_that_would_be_ignored_is_refused(tiny_bundle: Path) -> None:
 
 def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle: Path) -> None:
     header = (SOURCE.parent / "threads.h").read_text()
-    assert re.search(rf"#define MOST_THREADS {MOST_THREADS['native']}$", header, re.MULTILINE)
+    assert re.search(rf"#define MOST_THREADS {NATIVE.most_threads}$", header, re.MULTILINE)
     opened = EngineBundle.open(tiny_bundle)
     engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
     with pytest.raises(ConfigError, match=r"threads of the target must be 0 .* to 64, not 65"):
