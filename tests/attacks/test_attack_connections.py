@@ -35,7 +35,7 @@ PAUSABLE = """
 import sys, time
 from pathlib import Path
 from draftwood.cli.main import main
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 
 pause, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
 

@@ -34,8 +34,8 @@ PANICKING = """
 import sys
 from pathlib import Path
 from draftwood.cli.main import main
-from draftwood.runtime import engine_thread
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.requests import engine_thread
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.tokenizer import Tokenizer
 
 flag = Path(sys.argv.pop(1))

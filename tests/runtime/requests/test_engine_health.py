@@ -30,7 +30,7 @@ BREAKABLE = """
 import sys, time
 from pathlib import Path
 from draftwood.cli.main import main
-from draftwood.runtime.bundle import EngineBundle
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.serving import http_server
 
 http_server.CLOSE_SECONDS = 0.5
