@@ -18,6 +18,7 @@ SPECULATIVE_PASSES = 4  # widest passes a cache has room for behind the longest 
 class BuildOptions:
     """What to build. Raises ConfigError for what this release cannot build.
 
+    backend: one of BACKENDS; the command line's default asks `choose_backend`.
     target, draft: Hugging Face checkpoint folders. output: the bundle's folder. max_length: tokens of prompt and output
     together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. max_batch:
     requests that share the passes of a TensorRT plan, which has caches for so many; the CPU backends decide that when

@@ -16,7 +16,7 @@ from ...models.bindings import ADDITIVE, COMPACT, HALF, LOW_BIT
 from ...models.errors import EngineError
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.library import KernelError
+from ...plugins.native.library import KernelError, available
 from .base import Engine, EngineSpec
 from .compatibility import Plan
 from .native import weights as native
@@ -25,6 +25,13 @@ from .onnx.file import check_graph
 
 GRAPH, WEIGHTS, PLAN = "onnx", "weights", "plan"  # what an engine's file holds, and its suffix
 REMOVED = ("openvino",)  # backends of older releases
+
+
+class Choice(NamedTuple):
+    """A backend, and why it was chosen, as a clause."""
+
+    backend: str
+    reason: str
 
 
 class Opening(NamedTuple):
@@ -172,6 +179,8 @@ TENSORRT = Backend(
 )
 TENSORRT_RTX = replace(TENSORRT, name="tensorrt-rtx", release=lambda: release_of("tensorrt-rtx"))
 BACKENDS = {each.name: each for each in (ONNXRUNTIME, NATIVE, TENSORRT, TENSORRT_RTX)}
+AUTO = "auto"  # a build's default: `choose_backend`
+FAST = {"avx512f", "avx512_vnni"}  # instructions with which the native kernels are faster than ONNX Runtime
 COMPILED = tuple(each.name for each in BACKENDS.values() if each.is_compiled)
 # Of an engine that no bundle holds, the torch reference for instance: it shares nothing, and no package is asked.
 UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, blocks={}, prompt_widths=(), grows=False)
@@ -180,3 +189,14 @@ UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, bl
 def describe_backend(name: str) -> Backend:
     """Its entry in the table."""
     return BACKENDS.get(name, UNLISTED)
+
+
+def choose_backend() -> Choice:
+    """The native kernels where they can be compiled and are fast, ONNX Runtime elsewhere."""
+    if missing := FAST - available(()):
+        return Choice(ONNXRUNTIME.name, f"this processor has no {', '.join(sorted(missing))}")
+    try:
+        check_native(None)
+    except EngineError:
+        return Choice(ONNXRUNTIME.name, "there is no C compiler: pip install 'draftwood[native]' brings one")
+    return Choice(NATIVE.name, "there is a C compiler, and the processor has AVX-512")
