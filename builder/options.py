@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..models.bindings import HALF, LOW_BIT, ROLES, TARGET
-from ..models.errors import ConfigError
-from ..plugins.native.cache import check_available
-from ..plugins.native.compile import CompilerError
-from ..plugins.native.library import KernelError
-from ..runtime.engines.compatibility import PACKAGES
-from .engines.plan import PRECISIONS, CompileOptions
+from ..models.bindings import LOW_BIT, ROLES, TARGET
+from ..models.errors import ConfigError, EngineError
+from ..runtime.engines.backends import BACKENDS, COMPILED
+from .engines.plan import CompileOptions
 
-# Precisions each backend can build, the default first.
-BACKENDS = {
-    "onnxruntime": ("fp32", *LOW_BIT),
-    "openvino": ("fp32", *LOW_BIT),
-    "native": ("fp32", *HALF, *LOW_BIT),
-    **dict.fromkeys(PACKAGES, PRECISIONS),
-}
-FINE_WIDTHS = 16  # of the native engine: every width up to here
-PROMPT_WIDTHS = (96, 128, 192, 256)  # of ONNX Runtime's prompts
+FINE_WIDTHS = 16  # where a pass computes no padding: every width up to here
 SPECULATIVE_PASSES = 4  # widest passes a cache has room for behind the longest text
 
 
@@ -30,15 +18,15 @@ SPECULATIVE_PASSES = 4  # widest passes a cache has room for behind the longest 
 class BuildOptions:
     """What to build. Raises ConfigError for what this release cannot build.
 
+    backend: one of BACKENDS; the command line's default asks `choose_backend`.
     target, draft: Hugging Face checkpoint folders. output: the bundle's folder. max_length: tokens of prompt and output
     together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. max_batch:
     requests that share the passes of a TensorRT plan, which has caches for so many; the CPU backends decide that when
     they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
-    draft_backend, draft_precision: None takes the target's, with two exceptions. Beside OpenVINO the draft runs in ONNX
-    Runtime: OpenVINO's passes take a millisecond however small the model is. A native draft is int8, where its matrices
-    divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time. graphs: a
-    folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT backends, too:
-    see CompileOptions.
+    draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8, where its
+    matrices divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time.
+    graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT
+    backends, too: see CompileOptions.
     """
 
     target: Path
@@ -63,30 +51,27 @@ class BuildOptions:
             raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}")
         for role in ROLES:
             backend = self.backend_of(role)
-            if backend not in BACKENDS or (backend != self.backend and {backend, self.backend} & {*PACKAGES}):
+            if backend not in BACKENDS or (backend != self.backend and {backend, self.backend}.intersection(COMPILED)):
                 raise ConfigError(f"backend {backend!r} is not available for the {role} beside {self.backend}")
             precision = self.precision_of(role)
             refuse_dynamic(precision)
-            if precision not in BACKENDS[backend]:
-                choices = ", ".join(BACKENDS[backend])
+            if precision not in BACKENDS[backend].precisions:
+                choices = ", ".join(BACKENDS[backend].precisions)
                 raise ConfigError(f"precision {precision!r} is not available for {backend}; choose {choices}")
-            if backend == "openvino" and importlib.util.find_spec("openvino") is None:
-                raise ConfigError("backend openvino is not installed: pip install 'draftwood[openvino]'")
-            if backend == "native":
-                try:
-                    check_available()
-                except (CompilerError, KernelError) as error:
-                    raise ConfigError(str(error)) from error
+            try:
+                BACKENDS[backend].check_machine(None)
+            except EngineError as error:
+                raise ConfigError(str(error)) from error
         if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
             raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length must be at least 2 (one token in, one out), not {self.max_length}")
-        if self.backend in PACKAGES:
+        if BACKENDS[self.backend].is_compiled:
             for role in ROLES:
                 self.compile_options(role)
         elif self.max_batch != 1:
             raise ConfigError(
-                f"--max-batch is for the backends {' and '.join(PACKAGES)}, whose caches are compiled in: leave it "
+                f"--max-batch is for the backends {' and '.join(COMPILED)}, whose caches are compiled in: leave it "
                 "out, requests share passes anyway (draftwood serve --max-running)"
             )
         elif self.compute_capability or any(
@@ -94,38 +79,36 @@ class BuildOptions:
         ):
             raise ConfigError(
                 "--compute-capability, --plugin, --workspace, --timing-cache and --graphs are for the backends "
-                f"{' and '.join(PACKAGES)}: leave them out, or choose one of these with --backend"
+                f"{' and '.join(COMPILED)}: leave them out, or choose one of these with --backend"
             )
 
     def backend_of(self, role: str) -> str:
         """What runs a role's engine, chosen or default."""
         if role == TARGET:
             return self.backend
-        return self.draft_backend or ("onnxruntime" if self.backend == "openvino" else self.backend)
+        return self.draft_backend or self.backend
 
     def precision_of(self, role: str) -> str:
         """A role's precision, chosen or default."""
-        chosen = self.precision or BACKENDS[self.backend_of(role)][0]
+        backend = BACKENDS[self.backend_of(role)]
+        chosen = self.precision or backend.precisions[0]
         if role == TARGET:
             return chosen
-        return self.draft_precision or ("int8" if chosen == "int4" or self.backend_of(role) == "native" else chosen)
+        return self.draft_precision or backend.draft_precision or ("int8" if chosen == "int4" else chosen)
 
     def widths_of(self, role: str) -> tuple[int, ...]:
         """Rows a pass of a role's engine may have."""
-        if self.backend_of(role) == "native":  # it computes the rows there are; a width is what a pass was measured at
+        if not BACKENDS[self.backend_of(role)].pads:  # a width is only what a pass is measured at
             return tuple(sorted({*self.widths, *range(1, min(FINE_WIDTHS, self.widths[-1]) + 1)}))
         # Kernels for one row add in another order than those for more, and low-bit matrices make much of the little
         # difference. There, plain decoding takes two rows, too, and gives the text that speculative decoding gives.
         low_bit = role == TARGET and self.precision_of(role) in LOW_BIT
-        least = 2 if low_bit or self.backend_of(role) == "openvino" else 1
-        return tuple(sorted({max(least, width) for width in self.widths}))
+        return tuple(sorted({max(2 if low_bit else 1, width) for width in self.widths}))
 
     def prompt_widths_of(self, role: str) -> tuple[int, ...]:
-        """Rows that only a pass over a prompt may have, as far as a cache has room for them. ONNX Runtime's kernels are
-        the faster the more rows there are; the other engines gain nothing beyond 64."""
-        if self.backend_of(role) != "onnxruntime":
-            return ()
-        return tuple(width for width in PROMPT_WIDTHS if self.widths[-1] < width <= self.columns)
+        """Rows that only a pass over a prompt may have, as far as a cache has room for them."""
+        widths = BACKENDS[self.backend_of(role)].prompt_widths
+        return tuple(width for width in widths if self.widths[-1] < width <= self.columns)
 
     @property
     def columns(self) -> int:

@@ -15,11 +15,11 @@ from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
-from ..runtime.engines.compatibility import PACKAGES
+from ..runtime.engines.backends import BACKENDS
 from .checkpoint import Checkpoint, read_json
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
-from .options import BACKENDS, BuildOptions
+from .options import BuildOptions
 from .progress import Begin, Step
 from .quantize import FORMATS, QuantizedCheckpoint
 from .tokenizer import convert_tokenizer, same_vocabulary
@@ -43,7 +43,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     for remark in remarks(options, checkpoints):
         begin(Step(remark, 1))()
     max_length = context_length(options, checkpoints)
-    if options.backend in PACKAGES:
+    if BACKENDS[options.backend].is_compiled:
         check_compiler(options.compile_options())
     heads: dict[str, TrainedHead | None] = dict.fromkeys(ROLES)
     if options.acceptance_head is not None:
@@ -75,14 +75,14 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
 
 def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> str:
     """What a role's engine is built in. A draft of other sizes than blocks allow has no default of 8 bits."""
-    backend, precision = options.backend_of(role), options.precision_of(role)
-    form = FORMATS.get((backend, precision))
-    if role == TARGET or options.draft_precision is not None or form is None or backend in PACKAGES:
+    backend, precision = BACKENDS[options.backend_of(role)], options.precision_of(role)
+    form = FORMATS.get((backend.name, precision))
+    if role == TARGET or options.draft_precision is not None or form is None or backend.is_compiled:
         return precision
     try:
         QuantizedCheckpoint(checkpoint, form)
     except ConfigError:
-        return BACKENDS[backend][0]
+        return backend.precisions[0]
     return precision
 
 

@@ -18,6 +18,7 @@ from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import ConfigError
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
+from ..runtime.engines.backends import describe_backend
 from ..runtime.engines.base import Engine, TokenBatch, prefill
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler, SamplingParams
@@ -29,7 +30,6 @@ CONTEXTS = (64, 512, 1536)
 REPEATS = 9
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
 HOST_ROUNDS = 12
-UNPADDED = ("native",)  # backends whose passes do not compute the rows that fill them up to a width
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
     greedy, sampled = (host(pair, temperature, advance) for temperature in (0.0, 1.0))
     costs = {
-        role: PassCosts(engine.spec.widths, fitting, tuple(seconds[role]), engine.spec.backend not in UNPADDED)
+        role: PassCosts(engine.spec.widths, fitting, tuple(seconds[role]), describe_backend(engine.spec.backend).pads)
         for role, engine in pair.engines.items()
     }
     return CostModel(costs[TARGET], costs[DRAFT], greedy, sampled, pair.machine, median(spreads))

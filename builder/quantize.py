@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 from ..models import bindings
 from ..models.errors import ConfigError
 from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
-from ..runtime.engines import openvino
-from ..runtime.engines.compatibility import PACKAGES
-from ..runtime.engines.native import weights as native_weights
+from ..runtime.engines.backends import BACKENDS
 from .checkpoint import Checkpoint
 from .engines.graph import GraphWriter
 
@@ -50,13 +48,11 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. transposed: codes are stored as [K, N],
-    which is what ONNX Runtime fuses, and not as [N, K], which is what OpenVINO fuses. scale_bytes: 4, or 2 for scales
-    that are rounded to fp16."""
+    """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for scales that are
+    rounded to fp16."""
 
     bits: int
     block: int = BLOCKS[0]
-    transposed: bool = False
     scale_bytes: int = 4
 
     @property
@@ -98,15 +94,10 @@ class WeightFormat:
         return Quantized(codes.reshape(rows, inputs), scales)
 
 
-# By backend and precision. The native kernels round a row's activations by the same blocks.
 FORMATS = {
-    ("native", "int8"): WeightFormat(8, native_weights.BLOCKS["int8"][0], scale_bytes=2),
-    ("native", "int4"): WeightFormat(4, native_weights.BLOCKS["int4"][0], scale_bytes=2),
-    ("onnxruntime", "int8"): WeightFormat(8, 32, transposed=True),
-    ("onnxruntime", "int4"): WeightFormat(4, 32, transposed=True),
-    ("openvino", "int8"): WeightFormat(8, openvino.BLOCKS["int8"]),
-    ("openvino", "int4"): WeightFormat(4, openvino.BLOCKS["int4"]),
-    **{(package, f"int{bits}"): WeightFormat(bits, transposed=True) for package in PACKAGES for bits in (8, 4)},
+    (backend.name, precision): WeightFormat(bindings.BITS[precision], block, backend.scale_bytes)
+    for backend in BACKENDS.values()
+    for precision, block in backend.blocks.items()
 }
 
 
@@ -169,7 +160,8 @@ def stored_name(source: Checkpoint, name: str) -> str:
 
 
 def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, matrix: Matrix) -> ir.Value:
-    """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written."""
+    """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written. Codes
+    are stored as [K, N], too: ONNX Runtime and TensorRT fuse that form."""
     form, inputs, outputs = checkpoint.form, matrix.inputs, sum(matrix.outputs)
     block = form.block_of(name, inputs)
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
@@ -185,16 +177,10 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
         return writer.cast((waiting.pop() if waiting else merged()).scales)
 
     def stored(part: str, dtype: ir.DataType, columns: int, read: Callable[[], NDArray[Any]]) -> ir.Value:
-        if form.transposed:
-            return initializer(
-                writer, f"{name}.{part}", dtype, (columns, outputs), lambda: np.ascontiguousarray(read().T)
-            )
-        return initializer(writer, f"{name}.{part}", dtype, (outputs, columns), read)
+        return initializer(writer, f"{name}.{part}", dtype, (columns, outputs), lambda: np.ascontiguousarray(read().T))
 
     parts = [stored("codes", form.dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
-    axis = 0 if form.transposed else 1
-    weights = writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=axis, block_size=block)
-    return weights if form.transposed else writer.node("Transpose", f"{name}/transposed", [weights], perm=[1, 0])
+    return writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=0, block_size=block)
 
 
 def initializer(

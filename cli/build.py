@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..builder.profile import CONTEXTS
 from ..models.errors import DraftwoodError, EngineError
+from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
 from .options import DRAFT_THREADS, PROVIDER, THREADS, given, integers
 from .profile import profile
@@ -29,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument(
         "--backend",
-        default=hidden,
-        help="what runs the engines: onnxruntime (default), native (kernels compiled for this processor), openvino, "
-        "tensorrt or tensorrt-rtx",
+        default=AUTO,
+        help=f"what runs the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this "
+        "processor, where there is a C compiler and the processor has AVX-512, else onnxruntime",
     )
     parser.add_argument(
         "--precision",
@@ -39,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights: fp32 (default), int8 or int4; native: fp16 and bf16, too; on TensorRT fp16 (default), "
         "bf16 or fp32",
     )
-    parser.add_argument(
-        "--draft-backend", default=hidden, help="the target's if not given, but onnxruntime beside openvino"
-    )
+    parser.add_argument("--draft-backend", default=hidden, help="the target's if not given")
     parser.add_argument(
         "--draft-precision", default=hidden, help="int8 if not given, natively and beside int4; elsewhere the target's"
     )
@@ -110,12 +109,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         from ..builder.options import BuildOptions
 
+        choice = choose_backend() if args.backend == AUTO else None
+        if choice is not None:
+            args.backend = choice.backend
         options = given(args, BuildOptions)  # refused within a second, before torch is imported
         from ..builder.pipeline import build
     except ModuleNotFoundError as error:
         raise EngineError(f"building needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 
     console = Console()
+    if choice is not None:
+        console.print(f"Backend {choice.backend}: {choice.reason}", markup=False, highlight=False, soft_wrap=True)
     with progress(console) as begin:
         bundle = build(options, begin)
     if args.profile:

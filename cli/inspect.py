@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,22 +15,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..models.bindings import ADDITIVE, COMPACT, activations
+from ..models.bindings import activations
 from ..models.errors import DraftwoodError
 from ..models.layers import num_parameters
 from ..models.printable import printable
-from ..plugins.native.cache import check_available
-from ..plugins.native.compile import CompilerError
-from ..plugins.native.library import KernelError
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import stored_costs
+from ..runtime.engines.backends import BACKENDS
 from ..runtime.engines.base import EngineSpec
-from ..runtime.engines.compatibility import PACKAGES, Plan
-from ..runtime.engines.native.weights import check_weights
-from ..runtime.engines.onnx.file import check_graph
+from ..runtime.engines.compatibility import Plan
 from .options import DRAFT_THREADS, PROVIDER, THREADS
 
-EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
@@ -78,20 +72,12 @@ class Trial(NamedTuple):
 
 def compare(bundle: EngineBundle, role: str) -> Trial:
     """What can be known without opening an engine."""
-    spec, path = bundle.manifest.engines[role], bundle.folder / bundle.manifest.engines[role].file
+    spec = bundle.manifest.engines[role]
+    backend, path = BACKENDS[spec.backend], bundle.folder / spec.file
     try:
-        if spec.plan is not None:
-            from ..runtime.engines.static.tensorrt import open_device
-
-            open_device(spec.plan)
-        elif spec.backend == "native":
-            check_weights(path, spec)
-            check_available()
-        else:
-            check_graph(path, spec)
-            if find_spec(spec.backend) is None:
-                return Trial(f"{spec.backend} is not installed: pip install 'draftwood[{EXTRAS[spec.backend]}]'", None)
-    except (DraftwoodError, CompilerError, KernelError) as error:
+        backend.check_file(path, spec)
+        backend.check_machine(spec.plan)
+    except DraftwoodError as error:
         return Trial(str(error), None)
     return Trial(None, None)
 
@@ -107,9 +93,8 @@ def open_once(bundle: EngineBundle, role: str) -> Trial:
 
 
 class Costs(NamedTuple):
-    """The costs that speculation is planned by. source: EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
-    HERE, ELSEWHERE or ASSUMED. differences: how this machine
-        differs from the one they were measured on, in words."""
+    """The costs that speculation is planned by. source: HERE, ELSEWHERE or ASSUMED. differences: how this machine
+    differs from the one they were measured on, in words."""
 
     source: str
     differences: list[str]
@@ -167,8 +152,8 @@ def cache_slots(spec: EngineSpec) -> str:
 
 def cache_bytes(spec: EngineSpec) -> int:
     """Keys and values of every sequence that a plan was built for, or of one, when they fill their cache."""
-    form = COMPACT if spec.backend in PACKAGES else ADDITIVE
-    model, itemsize = spec.model, 4 if activations(spec.precision, form) == "fp32" else 2
+    itemsize = 4 if activations(spec.precision, BACKENDS[spec.backend].form) == "fp32" else 2
+    model = spec.model
     return 2 * model.num_layers * model.num_kv_heads * spec.max_batch * spec.capacity * model.head_dim * itemsize
 
 

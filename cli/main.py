@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from ..models.errors import DraftwoodError
 from ..models.printable import printable
 from ..runtime.bundle.costs import release
+from ..runtime.engines.backends import BACKENDS
 from . import bench, build, generate, inspect, profile, serve, train_head, triton
 from .termination import termination_unwinds
 
 COMMANDS = (build, inspect, profile, generate, bench, train_head, serve, triton)
-BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt-rtx")  # of other makers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +71,7 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         installed = [found for backend in BACKENDS if (found := release(backend)) != backend]
-        print(f"draftwood {version('draftwood')} with {', '.join(installed) or 'no backend but its own'}")
+        print(f"draftwood {version('draftwood')} with {', '.join(installed)}")
         parser.exit()
 
 

@@ -56,7 +56,8 @@ KINDS = ("key", "value")
 # Type of weights, activations and cache by precision; logits and what is made of them are fp32 in any case.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 HALF = ("fp16", "bf16")  # types matrices may be rounded to
-LOW_BIT = ("int8", "int4")  # how matrices are stored; see `activations` for what is computed with them
+BITS = {"int8": 8, "int4": 4}  # of a number of a low-bit matrix
+LOW_BIT = tuple(BITS)  # how matrices are stored; see `activations` for what is computed with them
 
 
 def activations(precision: str, form: str) -> str:

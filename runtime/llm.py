@@ -19,6 +19,7 @@ from .decoding.decoder import SpeculativeDecoder, Steps, alone, drive
 from .decoding.loop import MAX_RUNNING, drive_together
 from .decoding.round import Observer
 from .decoding.stats import SpecDecodeStats
+from .engines.backends import describe_backend
 from .engines.base import Engine, ForwardOutput, Pass
 from .engines.shared.memory import refuse_without_memory
 from .engines.shared.pool import PooledEngine
@@ -34,7 +35,6 @@ from .text.result import GenerationResult, result_of
 from .text.tokenizer import Tokenizer
 from .text.writer import StreamChunk, TextWriter
 
-POOLED = ("onnxruntime", "openvino", "native")  # backends whose caches grow, so that requests can share one
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
 
@@ -182,7 +182,7 @@ class LLM:
     @property
     def is_pooled(self) -> bool:
         """Whether its engines' caches grow, so that `pools` share them."""
-        return self._target.spec.backend in POOLED
+        return describe_backend(self._target.spec.backend).grows
 
     def pools(self, requests: int, slots: int | None = None) -> Engines | None:
         """Engines whose passes serve up to so many requests at a time, see `engines.pool` and `engines.static_pool`;
@@ -203,7 +203,7 @@ class LLM:
     def max_batch(self) -> int | None:
         """Requests that its engines have caches for at a time; None where they make caches as they are needed."""
         spec = self._target.spec
-        return None if spec.backend in POOLED or spec.max_batch == 1 else spec.max_batch
+        return None if self.is_pooled or spec.max_batch == 1 else spec.max_batch
 
     @property
     def engines(self) -> Engines:

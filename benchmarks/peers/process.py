@@ -40,7 +40,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One peer at one precision. name: a key of PROGRAMS, or such a key with a variant: "draftwood/openvino"."""
+    """One peer at one precision. name: a key of PROGRAMS, or such a key with a variant: "draftwood/native"."""
 
     name: str
     precision: str

@@ -33,7 +33,7 @@ from draftwood.runtime.engines.base import Engine, TokenBatch, prefill
 ROWS = (1, 2, 4, 8, 12, 16, 32)
 CONTEXT, CAPACITY = 128, 1024
 COLOURS = {"fp32": "tab:blue", "fp16": "tab:purple", "bf16": "tab:red", "int8": "tab:orange", "int4": "tab:green"}
-LINES = {"onnxruntime": ":", "openvino": "--", "native": "-"}
+LINES = {"onnxruntime": ":", "native": "-"}
 QUIETEST = 4  # one of so many sweeps counts
 
 

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.engines.make import EXPORTED, Source
+from draftwood.builder.engines.make import Source
 from draftwood.builder.engines.native import write_weights
-from draftwood.builder.options import BACKENDS
 from draftwood.builder.quantize import RoundedCheckpoint
 from draftwood.models.bindings import output_names
+from draftwood.runtime.engines.backends import BACKENDS, WEIGHTS, Opening
 from draftwood.runtime.engines.base import Engine, EngineSpec
-from draftwood.runtime.engines.native.engine import NativeEngine
 
-KINDS = [(backend, precision) for backend in (*EXPORTED, "native") for precision in BACKENDS[backend]]
+KINDS = [(each.name, kind) for each in BACKENDS.values() if not each.is_compiled for kind in each.precisions]
 
 
 def open_engines(
@@ -28,14 +27,12 @@ def open_engines(
     for backend, precision in KINDS:
         weights = Source(Checkpoint(folder), role, None, backend, precision).weights
         file = work / f"{role}-{backend}-{precision}.onnx"
-        own = tuple(width for width in widths if width > 1 or backend != "openvino")
-        spec = EngineSpec(role, backend, file.name, weights.config, own, capacity, precision, output_names(role))
-        if backend == "native":
+        spec = EngineSpec(
+            role, backend, file.name, weights.config, tuple(widths), capacity, precision, output_names(role)
+        )
+        if BACKENDS[backend].file == WEIGHTS:
             write_weights(weights, capacity, file)
-            yield backend, precision, NativeEngine(file, spec, threads)
         else:
-            assert not isinstance(
-                weights, RoundedCheckpoint
-            )  # ONNX Runtime and OpenVINO engines hold the stored weights
+            assert not isinstance(weights, RoundedCheckpoint)  # a graph on a CPU holds fp32, int8 or int4
             export(weights, role, capacity, file, lambda name: None)
-            yield backend, precision, EXPORTED[backend](file, spec, threads)
+        yield backend, precision, BACKENDS[backend].open(file, spec, Opening(threads))

@@ -19,7 +19,6 @@ PACKAGES = (
     "onnx",
     "onnxruntime",
     "onnxruntime-gpu",
-    "openvino",
     "safetensors",
     "tokenizers",
     "triton",

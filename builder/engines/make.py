@@ -12,11 +12,9 @@ from pathlib import Path
 from ...models.acceptance_head import TrainedHead
 from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
 from ...models.layers import num_parameters
+from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
 from ...runtime.engines.base import Engine, EngineSpec
-from ...runtime.engines.compatibility import PACKAGES
-from ...runtime.engines.native.engine import NativeEngine
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
-from ...runtime.engines.openvino import OpenVinoEngine
 from ...runtime.engines.torch import TorchEngine
 from ..checkpoint import Checkpoint
 from ..options import BuildOptions
@@ -26,9 +24,6 @@ from ..quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
 from .export import export
 from .native import Weights, write_weights
 from .plan import compile_plan, runs_here
-
-EXPORTED = {"onnxruntime": OnnxRuntimeEngine, "openvino": OpenVinoEngine}  # backends whose engine is the graph itself
-SUFFIXES = {"native": "weights", **dict.fromkeys(PACKAGES, "plan")}  # of an engine's file, where it is no graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +41,23 @@ class Source:
         """What the engine holds."""
         if form := FORMATS.get((self.backend, self.precision)):
             return QuantizedCheckpoint(self.checkpoint, form)
-        if self.backend == "native" and self.precision in HALF:
+        if self.precision in HALF and not BACKENDS[self.backend].is_compiled:  # computed with as fp32
             return RoundedCheckpoint(self.checkpoint, self.precision)
         return self.checkpoint
 
 
 def engine_spec(source: Source, options: BuildOptions, max_length: int) -> EngineSpec:
     """What one engine is to be."""
+    backend = BACKENDS[source.backend]
     return EngineSpec(
         role=source.role,
         backend=source.backend,
-        file=f"{source.role}.{SUFFIXES.get(source.backend, 'onnx')}",
+        file=f"{source.role}.{backend.file}",
         model=source.checkpoint.config,
         widths=options.widths_of(source.role),
         capacity=max_length + options.columns,
         precision=source.precision,
-        outputs=output_names(source.role, source.head is not None, graph_form(source.backend)),
+        outputs=output_names(source.role, source.head is not None, backend.form),
         max_batch=options.max_batch,
         prompt_widths=options.prompt_widths_of(source.role),
     )
@@ -72,16 +68,10 @@ def make_engine(
 ) -> tuple[EngineSpec, float]:
     """Write an engine's files to `staging`; returns what it is and how far from the reference. Raises BundleError when
     that is too far."""
-    if spec.backend == "native":
-        return native_engine(source, spec, staging, begin)
-    if spec.backend in EXPORTED:
-        return exported_engine(source, spec, staging, begin)
-    return compiled_engine(source, spec, options, staging, begin)
-
-
-def graph_form(backend: str) -> str:
-    """Which form of the graph a backend runs."""
-    return COMPACT if backend in PACKAGES else ADDITIVE
+    file = BACKENDS[spec.backend].file
+    if file == PLAN:
+        return compiled_engine(source, spec, options, staging, begin)
+    return (packed_engine if file == WEIGHTS else exported_engine)(source, spec, staging, begin)
 
 
 def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
@@ -90,16 +80,16 @@ def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begi
     # Low-bit engines round activations, too. In fp32 the same file must agree with the reference as closely as any.
     precisions = ("fp32", spec.precision) if spec.precision in LOW_BIT else (spec.precision,)
     specs = [replace(spec, precision=precision) for precision in precisions]
-    engines = (EXPORTED[spec.backend](staging / spec.file, each) for each in specs)
+    engines = (BACKENDS[spec.backend].open(staging / spec.file, each, Opening()) for each in specs)
     return spec, check_parity(source, spec, engines, begin)
 
 
-def native_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
+def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
     """An engine that is packed weights; the kernels that read them are no part of a bundle."""
     advance = begin(Step(f"Packing the {title(spec)}", 1))
     write_weights(source.weights, spec.capacity, staging / spec.file, source.head)
     advance()
-    return spec, check_parity(source, spec, [NativeEngine(staging / spec.file, spec)], begin)
+    return spec, check_parity(source, spec, [BACKENDS[spec.backend].open(staging / spec.file, spec, Opening())], begin)
 
 
 def compiled_engine(

@@ -19,6 +19,7 @@ from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
 from ...plugins.tree_attention.library import CAPABILITIES, MAGIC
 from ...plugins.tree_attention.plan import MAX_HEAD_DIM
+from ...runtime.engines.backends import BACKENDS
 from ...runtime.engines.compatibility import (
     PACKAGES,
     RTX_COMPUTE_CAPABILITIES,
@@ -31,7 +32,6 @@ from ...runtime.engines.compatibility import (
 from ..progress import Begin, Step
 from .tensorrt import builder_errors, polygraphy, progress_monitor, tensorrt_module
 
-PRECISIONS = ("fp16", "bf16", "fp32", *bindings.LOW_BIT)  # the default first
 PORTABLE = ("8.0", "8.6", "8.9", "12.0")  # what TensorRT-RTX compiles for when nothing is said
 TREE_ROWS = 16  # widest pass that is tuned as a token tree; wider ones as a piece of prompt
 TYPICAL_TREE = 8  # rows of the default proposal
@@ -62,8 +62,8 @@ class CompileOptions:
     def __post_init__(self) -> None:
         if self.backend not in PACKAGES:
             raise ConfigError(f"backend {self.backend!r} is no TensorRT; choose one of {', '.join(PACKAGES)}")
-        if self.precision not in PRECISIONS:
-            choices = ", ".join(PRECISIONS)
+        if self.precision not in (precisions := BACKENDS[self.backend].precisions):
+            choices = ", ".join(precisions)
             raise ConfigError(f"precision {self.precision!r} is not available for {self.backend}; choose {choices}")
         self._check_batch()
         if self.columns < self.widths[-1]:

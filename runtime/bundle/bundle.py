@@ -22,17 +22,14 @@ from ...models.bindings import DRAFT
 from ...models.errors import BundleError, ConfigError
 from ...models.plain_files import read_object
 from ...models.typed import typed
+from ..engines.backends import BACKENDS, Opening
 from ..engines.base import Engine, EngineSpec
-from ..engines.compatibility import PACKAGES
-from ..engines.onnx.file import check_graph
 from ..text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 from .checks import check_manifest
 
 MANIFEST, COSTS = "manifest.json", "costs.json"
 FORMAT = 1  # raised when an older release could misread a newer bundle
 READ_BYTES = 1 << 20
-MOST_THREADS = {"native": 64}  # of an engine, as in plugins/native/kernels/threads.h
-MOST_THREADS_ELSEWHERE = 1024
 READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE)  # by name, where they are there
 
 
@@ -151,39 +148,24 @@ class EngineBundle:
         """Open the engine of "target" or "draft". threads: 0 lets the backend choose. provider: "cuda" is for ONNX
         Runtime; TensorRT computes there anyway. Raises EngineError or ConfigError."""
         spec = self.manifest.engines[role]
-        most = MOST_THREADS.get(spec.backend, MOST_THREADS_ELSEWHERE)
-        if not 0 <= threads <= most:
-            raise ConfigError(f"threads of the {role} must be 0 (the backend chooses) to {most}, not {threads}")
-        if provider != "cpu" and spec.backend not in ("onnxruntime", *PACKAGES):
+        backend, file = BACKENDS[spec.backend], self.folder / spec.file
+        if not 0 <= threads <= backend.most_threads:
+            raise ConfigError(
+                f"threads of the {role} must be 0 (the backend chooses) to {backend.most_threads}, not {threads}"
+            )
+        if provider != "cpu" and not backend.providers:
             raise ConfigError(
                 f"the {role} runs on {spec.backend}, which has no provider {provider}: leave --provider out, or build "
                 "with --backend onnxruntime"
             )
-        if spec.backend in ("onnxruntime", "openvino"):
-            check_graph(self.folder / spec.file, spec)
-        if spec.backend == "onnxruntime":
-            from ..engines.onnx.onnxruntime import OnnxRuntimeEngine
-
-            return OnnxRuntimeEngine(self.folder / spec.file, spec, threads, provider, self.private)
-        if spec.backend == "openvino":
-            from ..engines.openvino import OpenVinoEngine
-
-            return OpenVinoEngine(self.folder / spec.file, spec, threads, self.private)
-        if spec.backend == "native":
-            from ..engines.native.engine import NativeEngine
-
-            return NativeEngine(self.folder / spec.file, spec, threads, self.private)
-        if spec.backend in PACKAGES:
-            from ..engines.static.tensorrt import TensorRTEngine
-
-            return TensorRTEngine(self.folder / spec.file, spec)
-        raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
+        backend.check_file(file, spec)
+        return backend.open(file, spec, Opening(threads, provider, self.private))
 
     def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine:
         """Open the draft beside a target on `threads`. draft_threads: 0 takes one, since a small draft has less to
         compute than threads cost to wake; natively as many as the target, since the two share a team."""
-        native = self.manifest.engines[DRAFT].backend == "native"
-        return self.open_engine(DRAFT, draft_threads or (threads if native else 1), provider)
+        shared = BACKENDS[self.manifest.engines[DRAFT].backend].shares_threads
+        return self.open_engine(DRAFT, draft_threads or (threads if shared else 1), provider)
 
     def copy_to(self, folder: Path) -> None:
         """Copy what belongs to the bundle, and its costs, into a new folder. Raises OSError."""

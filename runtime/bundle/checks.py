@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from ...models.bindings import ADDITIVE, COMPACT, DTYPES, LOW_BIT, ROLES, output_names
+from ...models.bindings import DTYPES, LOW_BIT, ROLES, output_names
 from ...models.config import LlamaConfig
 from ...models.errors import BundleError
+from ..engines.backends import BACKENDS, COMPILED, REMOVED
 from ..engines.base import EngineSpec
-from ..engines.compatibility import PACKAGES, Plan
+from ..engines.compatibility import Plan
 
 if TYPE_CHECKING:
     from .bundle import Manifest
 
-SUFFIXES = {"onnxruntime": "onnx", "openvino": "onnx", "native": "weights", **dict.fromkeys(PACKAGES, "plan")}
 PRECISIONS = (*DTYPES, *LOW_BIT)
 EXECUTABLE = (".so", ".dylib", ".dll", ".pyd", ".py")
 MOST_FILES = 1000
@@ -70,12 +70,19 @@ def check_numbers(manifest: Manifest) -> None:
 
 def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     """One engine's. Raises BundleError, too, for a backend that a later release may know."""
-    if spec.backend not in SUFFIXES:
+    if spec.backend in REMOVED:
+        raise BundleError(
+            f"the {role} was built for {spec.backend}, which this release no longer runs: rebuild the bundle with "
+            "--backend native, or with --backend onnxruntime where there is no C compiler "
+            "(pip install 'draftwood[native]' brings one)"
+        )
+    if spec.backend not in BACKENDS:
         raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
     if spec.precision not in PRECISIONS:
         raise BundleError(f"the {role}'s precision {spec.precision!r} is unknown to this release: update draftwood")
     require(spec.role == role, f"the {role} is a {spec.role}")
-    file = f"{role}.{SUFFIXES[spec.backend]}"
+    backend = BACKENDS[spec.backend]
+    file = f"{role}.{backend.file}"
     require(spec.file == file, f"the {role}'s file is {spec.file!r} instead of {file!r}")
     require(file in manifest.files, f"it lists no file {file!r}")
     model, widths = spec.model, spec.pass_widths
@@ -85,13 +92,11 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     least = manifest.max_length + 2 * spec.max_width
     require(least <= spec.capacity <= MOST_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
     require(manifest.max_length <= model.max_position, f"the {role} was trained for {model.max_position} tokens")
-    form = COMPACT if spec.backend in PACKAGES else ADDITIVE
-    known = {output_names(role, head, form) for head in (False, True)}
+    known = {output_names(role, head, backend.form) for head in (False, True)}
     require(spec.outputs in known, f"the {role}'s outputs are {', '.join(spec.outputs) or 'none'}")
-    require(
-        1 <= spec.max_batch <= (MOST_BATCH if form == COMPACT else 1), f"the {role}'s max_batch is {spec.max_batch}"
-    )
-    require((spec.plan is not None) == (form == COMPACT), f"the {role} has a plan, or lacks one")
+    most_batch = MOST_BATCH if backend.is_compiled else 1
+    require(1 <= spec.max_batch <= most_batch, f"the {role}'s max_batch is {spec.max_batch}")
+    require((spec.plan is not None) == backend.is_compiled, f"the {role} has a plan, or lacks one")
     if spec.plan is not None:
         check_plan(role, spec.plan)
 
@@ -124,7 +129,7 @@ def check_model(role: str, model: LlamaConfig) -> None:
 
 def check_plan(role: str, plan: Plan) -> None:
     """Raises Unsound; whether this machine runs it is another question."""
-    require(plan.package in PACKAGES, f"the {role}'s plan is of {plan.package!r}")
+    require(plan.package in COMPILED, f"the {role}'s plan is of {plan.package!r}")
     sound = all(1 <= family.minimum <= family.optimum <= family.maximum <= MOST_ROWS for family in plan.families)
     require(sound and bool(plan.families), f"the {role}'s profiles are none")
     require(1 <= plan.columns <= MOST_SLOTS, f"the {role}'s plan has {plan.columns} columns")

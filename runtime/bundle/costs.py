@@ -11,9 +11,7 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ from ...models.bindings import ROLES
 from ...models.errors import BundleError
 from ...models.plain_files import read_object
 from ...models.typed import typed
-from ...plugins.native.cache import kernel_identity
+from ..engines.backends import describe_backend
 from ..speculation.planning.cost import CostModel
 from .bundle import COSTS, EngineBundle, Manifest
 
@@ -80,13 +78,9 @@ def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: 
 
 
 def release(backend: str) -> str:
-    """A backend with its version; the native engine's is what its kernels were compiled from, for and by."""
-    if backend == "native":
-        return f"native {kernel_identity()}"
-    for package in (backend, f"{backend}-gpu"):  # onnxruntime-gpu provides onnxruntime, too
-        with suppress(PackageNotFoundError):
-            return f"{backend} {version(package)}"
-    return backend
+    """A backend with its version, where it is installed."""
+    found = describe_backend(backend).release()
+    return backend if found is None else f"{backend} {found}"
 
 
 def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]) -> list[str]:

@@ -74,7 +74,7 @@ def fake_command(entry: Entry, options: PeerOptions) -> list[str]:
 
 
 def test_options_survive_the_command_line(options: PeerOptions) -> None:
-    for each in (options, replace(options, variant="openvino", draft_tokens=(7,))):
+    for each in (options, replace(options, variant="native", draft_tokens=(7,))):
         assert PeerOptions.parse(each.to_arguments()) == each
     assert options.methods("draft", "lookup") == [PLAIN, "draft:3", "draft:5", "lookup:3", "lookup:5"]
     assert split_method("draft:5") == ("draft", 5) and split_method(PLAIN) == (PLAIN, 0)
@@ -144,16 +144,16 @@ def test_a_peer_without_its_environment_names_the_script(options: PeerOptions) -
             with pytest.raises(PeerError, match=rf"sh .*setup/{name}\.sh"):
                 make_command(Entry(name, "fp32"), options)
             assert (process.SETUP / f"{name}.sh").is_file()
-    assert make_command(Entry("draftwood/openvino", "fp32"), options)[0] == sys.executable
+    assert make_command(Entry("draftwood/native", "fp32"), options)[0] == sys.executable
 
 
 def test_every_program_is_there_and_unknown_ones_are_refused() -> None:
     for program in PROGRAMS.values():
         assert (process.SETUP.parent / "programs" / f"{program.module}.py").is_file()
-    assert parse_entries(["huggingface", "draftwood/openvino"], ["fp32", "int4"]) == [
+    assert parse_entries(["huggingface", "draftwood/native"], ["fp32", "int4"]) == [
         Entry("huggingface", "fp32"),
-        Entry("draftwood/openvino", "fp32"),
-        Entry("draftwood/openvino", "int4"),
+        Entry("draftwood/native", "fp32"),
+        Entry("draftwood/native", "int4"),
     ]
     with pytest.raises(RequestError, match=r"'vllm' is not a peer; choose of draftwood, huggingface, llama\.cpp"):
         parse_entries(["vllm"], ["fp32"])

@@ -66,7 +66,7 @@ def test_medians_quartiles_and_ratios() -> None:
 
 def test_the_best_other_peer_is_the_fastest_method_of_the_same_precision() -> None:
     runs = {
-        MethodKey("fp32", "draftwood/openvino", PLAIN): runs_of(0.1),
+        MethodKey("fp32", "draftwood/native", PLAIN): runs_of(0.1),
         MethodKey("fp32", "llama.cpp", PLAIN): runs_of(0.4),
         MethodKey("fp32", "llama.cpp", "draft:3"): runs_of(0.2),
         MethodKey("int4", "llama.cpp", PLAIN): runs_of(0.05),
@@ -108,12 +108,12 @@ def test_an_empty_text_is_no_measurement() -> None:
 
 
 def test_the_tables_group_by_precision_and_begin_with_the_fastest() -> None:
-    speeds = {("fp32", "llama.cpp"): 0.4, ("fp32", "draftwood"): 0.2, ("int4", "draftwood/openvino"): 0.1}
+    speeds = {("fp32", "llama.cpp"): 0.4, ("fp32", "draftwood"): 0.2, ("int4", "draftwood/native"): 0.1}
     runs = {MethodKey(*names, PLAIN): runs_of(seconds) for names, seconds in speeds.items()}
     lines = to_markdown(summarise(runs)).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     names = [line.split(" | ")[0].strip("| ") for line in lines[2:]]
-    assert names == ["**fp32**", "**draftwood**", "llama.cpp", "**int4**", "**draftwood/openvino**"]
+    assert names == ["**fp32**", "**draftwood**", "llama.cpp", "**int4**", "**draftwood/native**"]
     assert lines[3].split(" | ")[2:6] == ["10", "10-10", "1.00", "2.00"]
 
 

@@ -17,7 +17,10 @@ import pytest
 from bundling import ROOT
 
 from draftwood.cli.main import main
+from draftwood.plugins.native.compile import CompilerError
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines import backends
+from draftwood.runtime.engines.backends import Choice
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 
@@ -32,7 +35,8 @@ def prompts(tmp_path: Path) -> Path:
 def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "bundle"
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
-    assert main(["build", *pair, "--output", str(bundle), "--max-length", "200", "--widths", "1,4,16"]) == 0
+    options = ["--backend", "onnxruntime", "--max-length", "200", "--widths", "1,4,16"]
+    assert main(["build", *pair, "--output", str(bundle), *options]) == 0
     shown = capsys.readouterr().out
     assert "Comparing the draft" in shown and "Passes behind 64 tokens" in shown
     assert re.search(r"costs .* measured here", shown)
@@ -49,6 +53,35 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     assert main(["generate", str(bundle), "--prompt", "hello", "--budget", "fixed", *GREEDY]) == 0
     text, summary = capsys.readouterr()
     assert text.endswith("\n") and "acceptance" in summary
+
+
+def test_a_build_chooses_its_backend_and_says_so(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["build", "--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft"), "--no-profile"]
+    chosen = (Choice("onnxruntime", "it rains"), Choice("native", "the sun shines"))
+    for backend, reason in chosen:
+        monkeypatch.setattr("draftwood.cli.build.choose_backend", lambda: Choice(backend, reason))  # noqa: B023
+        assert main([*command, "--output", str(tmp_path / backend)]) == 0
+        assert f"Backend {backend}: {reason}\n" in capsys.readouterr().out
+        manifest = EngineBundle.open(tmp_path / backend).manifest
+        assert {spec.backend for spec in manifest.engines.values()} == {backend}
+    assert main([*command, "--output", str(tmp_path / "said"), "--backend", "onnxruntime"]) == 0
+    assert "Backend" not in capsys.readouterr().out
+
+
+def test_the_choice_depends_on_processor_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler() -> None:
+        raise CompilerError("none")
+
+    monkeypatch.setattr(backends, "available", lambda wanted: {"avx2", "avx512f"})
+    assert backends.choose_backend() == ("onnxruntime", "this processor has no avx512_vnni")
+    monkeypatch.setattr(backends, "available", lambda wanted: {"avx2", "avx512f", "avx512_vnni"})
+    monkeypatch.setattr(backends, "check_available", lambda: None)
+    assert backends.choose_backend().backend == "native"
+    monkeypatch.setattr(backends, "check_available", no_compiler)
+    backend, reason = backends.choose_backend()
+    assert backend == "onnxruntime" and "pip install 'draftwood[native]'" in reason
 
 
 def test_json_is_one_object_and_speculation_changes_nothing(
@@ -215,7 +248,8 @@ def test_arguments_that_cannot_be_parsed_end_with_code_2(
 def test_options_of_a_build_are_checked_before_anything_heavy_is_imported() -> None:
     program = (
         "import sys; from draftwood.cli.main import main; "
-        "code = main(['build', '--target', 'x', '--draft', 'y', '--output', 'z', '--precision', 'q4']); "
+        "options = ['--target', 'x', '--draft', 'y', '--output', 'z', '--backend', 'onnxruntime']; "
+        "code = main(['build', *options, '--precision', 'q4']); "
         "heavy = {'torch', 'onnx', 'onnx_ir', 'onnxruntime', 'safetensors'} & set(sys.modules); "
         "sys.exit(99 if heavy else code)"
     )

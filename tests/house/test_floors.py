@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from bundling import ROOT
 
+from draftwood.runtime.engines.backends import BACKENDS, REMOVED
+
 FLOORS = ("plugins", "models", "runtime", "builder", "cli")
 # Module -> where it may be imported: files, or folders ending with a slash.
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnx/onnxruntime.py",),
-    "openvino": ("runtime/engines/openvino.py", "runtime/engines/openvino_graph.py"),
     "tensorrt": ("plugins/tensorrt.py",),
     "torch": (
         "plugins/tree_attention/launch.py",
@@ -33,6 +34,7 @@ RUNTIME_ROOMS = (
     "engines/native",
     "engines/onnx",
     "engines/static",
+    "engines/backends.py",  # the table, which opens each of them
     "engines/shared",
     "speculation/graph",
     "speculation/planning",
@@ -50,6 +52,14 @@ RUNTIME_ROOMS = (
     "serving/triton",
 )
 MOST_FILES_AT_THE_TOP = 8
+KNOW_BACKENDS = (  # files, and folders, that may compare the name of a backend
+    "runtime/engines/backends.py",
+    "runtime/engines/compatibility.py",
+    "runtime/engines/static/",
+    "builder/engines/plan.py",
+    "builder/engines/tensorrt.py",
+    "plugins/tensorrt.py",
+)
 TRAINING = "models/demo"  # scripts that made the demo pair; nothing imports them
 
 
@@ -84,7 +94,9 @@ def test_a_file_imports_from_lower_floors_only(file: Path) -> None:
 
 
 def room_of(file: Path) -> str:
-    return file.parent.relative_to(ROOT / "runtime").as_posix()
+    """Its folder, unless a file has a place of its own."""
+    name = file.relative_to(ROOT / "runtime").as_posix()
+    return name if name in RUNTIME_ROOMS else file.parent.relative_to(ROOT / "runtime").as_posix()
 
 
 def imported_files(file: Path) -> Iterator[Path]:
@@ -105,6 +117,48 @@ def test_a_room_of_the_runtime_imports_from_lower_rooms_only(file: Path) -> None
         return
     for imported in imported_files(file):
         assert RUNTIME_ROOMS.index(room_of(imported)) <= room, f"{file} imports {imported} from a higher room"
+
+
+def compared(tree: ast.AST) -> Iterator[ast.AST]:
+    """What a file compares anything with, or chooses by: operands of comparisons, keys of dictionaries, cases."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            yield from (part for operand in (node.left, *node.comparators) for part in ast.walk(operand))
+        elif isinstance(node, ast.Dict):
+            yield from (key for key in node.keys if key is not None)
+        elif isinstance(node, ast.MatchValue):
+            yield node.value
+
+
+def compared_backends(code: str) -> list[str]:
+    """Names of backends, and of tuples of them, that a file compares something with."""
+    found = []
+    for node in compared(ast.parse(code)):
+        if isinstance(node, ast.Constant) and node.value in (*BACKENDS, *REMOVED):
+            found.append(str(node.value))
+        elif isinstance(node, ast.Name) and node.id == "PACKAGES":
+            found.append(node.id)
+    return found
+
+
+@pytest.mark.parametrize("file", product_files(), ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_only_the_table_and_tensorrt_compare_the_name_of_a_backend(file: Path) -> None:
+    if not file.relative_to(ROOT).as_posix().startswith(KNOW_BACKENDS):
+        assert not compared_backends(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if spec.backend == "native": pass',
+        'pooled = backend in ("onnxruntime", "native")',
+        'suffixes = {"native": "weights"}',
+        "plan = backend not in PACKAGES",
+        'match backend:\n    case "tensorrt-rtx":\n        pass',
+    ],
+)
+def test_a_comparison_with_the_name_of_a_backend_is_noticed(code: str) -> None:
+    assert compared_backends(code)
 
 
 def test_the_runtime_shows_its_rooms_at_the_top() -> None:

@@ -29,7 +29,7 @@ def engine_spec(checkpoint: Checkpoint, backend: str, role: str, capacity: int =
         backend=backend,
         file="",
         model=checkpoint.config,
-        widths=WIDTHS[1:] if backend == "openvino" else WIDTHS,
+        widths=WIDTHS,
         capacity=capacity,
         precision="fp32",
         outputs=bindings.output_names(role, form=bindings.COMPACT if backend == "tensorrt" else bindings.ADDITIVE),

@@ -6,15 +6,18 @@ It keeps the *context* each cache slot stands for, so a wrong mask, position or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftwood.models.config import LlamaConfig
+from draftwood.runtime.engines.backends import UNLISTED
 from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, TokenBatch
 
 Predict = Callable[[tuple[int, ...]], NDArray[np.float64]]  # context -> probabilities [V]
+POOLED = replace(UNLISTED, name="fake", grows=True)  # for the table of backends: requests share one cache
 Accept = Callable[[tuple[int, ...]], float]  # context, its last token included -> probability that it is accepted
 
 

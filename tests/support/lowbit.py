@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 from engine_parts import contents
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -16,15 +14,13 @@ from trees import Tree
 
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.engines.make import EXPORTED
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names
+from draftwood.runtime.engines.backends import BACKENDS, Opening
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
 PRECISIONS = ("fp32", "int8", "int4")
-OPENVINO = pytest.mark.skipif(find_spec("openvino") is None, reason="needs the [openvino] extra")
-BACKENDS = ("onnxruntime", pytest.param("openvino", marks=OPENVINO))
 
 
 class Row(NamedTuple):
@@ -49,8 +45,7 @@ def open_engine(
     export(weights, role, 1024, file, lambda name: None)
     outputs = output_names(role)
     spec = EngineSpec(role, backend, file.name, weights.config, WIDTHS, 1024, computed or precision, outputs)
-    engine: Engine = EXPORTED[backend](file, spec)
-    return engine
+    return BACKENDS[backend].open(file, spec, Opening())
 
 
 def one_by_one(engine: Engine, prefix: Sequence[int], tokens: Sequence[int]) -> list[Row]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.bindings import ACCEPTANCE as ACCEPTANCE_OUTPUT
-from ....models.bindings import LOW_BIT
+from ....models.bindings import BITS, LOW_BIT
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
 from ....models.layers import EMBEDDING, Matrix, Network, network_of
@@ -28,7 +28,6 @@ from ..base import EngineSpec
 # By safetensors' names. 16-bit floats and scales are kept as their bits.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
-BITS = {"int8": 8, "int4": 4}
 # Inputs that share a scale: the largest that divide a matrix's. A feed-forward size is filled up to the first of them.
 BLOCKS = {"int8": (128, 64, 32), "int4": (64, 32)}
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, softmax_of
+from ..backends import describe_backend
 from ..base import FIRST_CAPACITY, Engine, EngineSpec, ForwardOutput, Pass, TokenBatch
 from .prefix import ROOT, PrefixTree
 
@@ -32,7 +33,6 @@ LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of th
 SPARE = 4  # give slots back when there are more than so many times as could be needed: attention spans all of them
 PATIENCE = 64  # passes before that: the next burst may be near, and growing again copies everything
 COMMON = 24  # tokens that two texts begin with alike beyond what any template makes them
-GATHERING = ("native",)  # backends that read a cache in panels of neighbouring slots
 SCATTERED = 256  # rows between the others' that cost less than to gather them
 NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -239,7 +239,7 @@ class PooledEngine:
     def _is_scattered(self, used: int, needed: int) -> bool:
         """Whether so many rows came since the sequences' were gathered that it pays again: each round's lie between
         those of all others, and a panel of slots is read for the one that counts."""
-        gathers = self._engine.spec.backend in GATHERING and len(self.caches) > 1
+        gathers = describe_backend(self._engine.spec.backend).gathers and len(self.caches) > 1
         return gathers and used - self._gathered > max(SCATTERED, needed // 2)
 
     def _remember(self, live: NDArray[np.bool_], count: int) -> None:

@@ -24,7 +24,8 @@ from draftwood.builder.progress import Step
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.plugins.native.compile import SOURCE
-from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, MOST_THREADS, EngineBundle, checksum
+from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, EngineBundle, checksum
+from draftwood.runtime.engines.backends import NATIVE
 
 
 @pytest.fixture
@@ -346,18 +347,26 @@ def test_end_of_text_ids_come_from_both_files_and_the_vocabulary(
     assert any("eos_token_id [5000]" in title for title in told)
 
 
-@pytest.mark.parametrize("backend", ["native", "openvino"])
-def test_a_provider_that_would_be_ignored_is_refused(backend: str, tiny_bundle: Path) -> None:
+def test_a_bundle_of_the_removed_engine_is_refused_by_name(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "older"
+    EngineBundle.open(tiny_bundle).copy_to(folder)
+    resigned(folder, lambda content: content["engines"]["target"].update(backend="openvino"))
+    with pytest.raises(BundleError, match=r"target was built for openvino.*--backend native.*onnxruntime") as caught:
+        EngineBundle.open(folder)
+    assert "pip install 'draftwood[native]'" in str(caught.value)
+
+
+def test_a_provider_that_would_be_ignored_is_refused(tiny_bundle: Path) -> None:
     opened = EngineBundle.open(tiny_bundle)
-    engines = {role: replace(spec, backend=backend) for role, spec in opened.manifest.engines.items()}
+    engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
     bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))
-    with pytest.raises(ConfigError, match=f"runs on {backend}, which has no provider cuda: leave --provider out"):
+    with pytest.raises(ConfigError, match="runs on native, which has no provider cuda: leave --provider out"):
         bundle.open_engine(TARGET, provider="cuda")
 
 
 def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle: Path) -> None:
     header = (SOURCE.parent / "threads.h").read_text()
-    assert re.search(rf"#define MOST_THREADS {MOST_THREADS['native']}$", header, re.MULTILINE)
+    assert re.search(rf"#define MOST_THREADS {NATIVE.most_threads}$", header, re.MULTILINE)
     opened = EngineBundle.open(tiny_bundle)
     engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
     with pytest.raises(ConfigError, match=r"threads of the target must be 0 .* to 64, not 65"):
@@ -370,7 +379,7 @@ def test_a_draft_takes_one_thread_but_natively_those_of_its_target(
     asked: list[tuple[str, int, str]] = []
     monkeypatch.setattr(EngineBundle, "open_engine", lambda self, *how: asked.append(how))
     opened = EngineBundle.open(tiny_bundle)
-    for backend, expected in (("onnxruntime", 1), ("openvino", 1), ("native", 3)):
+    for backend, expected in (("onnxruntime", 1), ("native", 3)):
         draft = replace(opened.manifest.engines[DRAFT], backend=backend)
         engines = {**opened.manifest.engines, DRAFT: draft}
         bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from lowbit import PRECISIONS, greedy_texts, held, open_engine
 from native_parts import open_native, spec_of
 
-from draftwood.builder.options import PROMPT_WIDTHS, BuildOptions
+from draftwood.builder.options import BuildOptions
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
 from draftwood.runtime.decoding.loop import Waiting, next_together
+from draftwood.runtime.engines.backends import ONNXRUNTIME
 from draftwood.runtime.engines.base import (
     Engine,
     EngineSpec,
@@ -72,7 +73,7 @@ def read(engine: Engine, cache: Any, text: list[int]) -> tuple[list[int], Any]:
 
 def test_wide_chunks_change_no_bit(opened: Open) -> None:
     text, results = random_text(600), []
-    for widths, expected in (((), [*[64] * 9, 32]), (PROMPT_WIDTHS, [256, 256, 64, 32])):
+    for widths, expected in (((), [*[64] * 9, 32]), (ONNXRUNTIME.prompt_widths, [256, 256, 64, 32])):
         engine = opened(widths)
         cache = engine.new_cache()
         rows, logits = read(engine, cache, text)
@@ -101,7 +102,7 @@ def test_every_prompt_fits_however_narrow_the_passes(widths: set[int], length: i
 
 
 def test_nobody_waits_for_a_wide_pass_but_whoever_came_in_the_middle_of_it(opened: Open) -> None:
-    engine = opened(PROMPT_WIDTHS)
+    engine = opened(ONNXRUNTIME.prompt_widths)
     pool, text = PooledEngine(engine, 4 * engine.spec.capacity), random_text(600)
     cache, rows = pool.new_cache(), []
     passes = prefill_passes(pool, cache, text)
@@ -152,7 +153,7 @@ def test_beside_other_rows_a_chunk_is_not_projected(last_read: bool, opened: Ope
 def test_a_bundle_says_so_and_older_ones_read_as_they_did(tmp_path: Path) -> None:
     bundle = built(DEMO / "target", DEMO / "draft", tmp_path / "bundle")
     specs = EngineBundle.open(bundle).manifest.engines
-    assert all(spec.prompt_widths == PROMPT_WIDTHS for spec in specs.values())
+    assert all(spec.prompt_widths == ONNXRUNTIME.prompt_widths for spec in specs.values())
     prompts = ["def fibonacci(n):\n" * 30, "class Stack:\n    " * 40]
     texts = greedy_texts(bundle, None, prompts, 40)
     assert greedy_texts(bundle, SpeculativeConfig(), prompts, 40) == texts
@@ -167,8 +168,11 @@ def test_a_bundle_says_so_and_older_ones_read_as_they_did(tmp_path: Path) -> Non
 
 def test_only_onnx_runtime_reads_in_wide_passes() -> None:
     pair = DEMO / "target", DEMO / "draft", Path("bundle")
-    for backend, target, draft in (("native", (), ()), ("onnxruntime", PROMPT_WIDTHS, PROMPT_WIDTHS)):
+    for backend, target, draft in (
+        ("native", (), ()),
+        ("onnxruntime", ONNXRUNTIME.prompt_widths, ONNXRUNTIME.prompt_widths),
+    ):
         options = BuildOptions(*pair, backend)
         assert (options.prompt_widths_of("target"), options.prompt_widths_of("draft")) == (target, draft)
     mixed = BuildOptions(*pair, "native", draft_backend="onnxruntime")
-    assert (mixed.prompt_widths_of("target"), mixed.prompt_widths_of("draft")) == ((), PROMPT_WIDTHS)
+    assert (mixed.prompt_widths_of("target"), mixed.prompt_widths_of("draft")) == ((), ONNXRUNTIME.prompt_widths)

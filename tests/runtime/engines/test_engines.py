@@ -5,7 +5,6 @@ Engines differ from transformers, and one pass from another of a different width
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +24,11 @@ from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import Engine, TokenBatch, causal_batch, prefill
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
-from draftwood.runtime.engines.openvino import OpenVinoEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-OPENVINO = pytest.mark.skipif(find_spec("openvino") is None, reason="needs the [openvino] extra")
 BACKENDS = [
     "onnxruntime",
-    pytest.param("openvino", marks=OPENVINO),
     "native",
     "torch",
     pytest.param("torch on cuda", marks=ON_GPU),
@@ -67,7 +63,7 @@ def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Open:
         if backend == "native":
             return open_native(checkpoint, spec, file.parent)
         export(checkpoint, role, capacity, file, lambda name: None)
-        return (OpenVinoEngine if backend == "openvino" else OnnxRuntimeEngine)(file, spec)
+        return OnnxRuntimeEngine(file, spec)
 
     return opened
 

@@ -22,6 +22,7 @@ from remembering import RememberingEngine
 from draftwood.builder.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
 from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill_passes
 from draftwood.runtime.engines.shared.pool import PooledEngine, PooledKVCache
 
@@ -141,13 +142,14 @@ proposals = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans
 
 
 @settings(max_examples=60)
-@given(proposals, st.sampled_from([0, 120]), st.sampled_from([(), ("fake",)]))
+@given(proposals, st.sampled_from([0, 120]), st.booleans())
 def test_the_slots_of_a_text_ascend_whoever_commits_first(
-    turns: list[tuple[int, int, bool]], retained: int, gathering: tuple[str, ...]
+    turns: list[tuple[int, int, bool]], retained: int, gathering: bool
 ) -> None:
     """Several sequences draft the same text, side by side and before any of it is committed, and then each commits
     part of its draft: an engine adds values up in the order of the slots. Gathering rows by sequence keeps it."""
-    with patch.multiple("draftwood.runtime.engines.shared.pool", GATHERING=gathering, SCATTERED=6):
+    table = patch.dict(BACKENDS, fake=replace(UNLISTED, gathers=gathering))
+    with table, patch("draftwood.runtime.engines.shared.pool.SCATTERED", 6):
         pool, _ = shared_pool(retained, slots=130)
         text = np.random.default_rng(0).integers(0, VOCAB, 400)
         caches = [pool.new_cache() for _ in range(3)]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from fakes import POOLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from together import WatchedEngine, collect, fake_engine, run, tokens_of
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
 from draftwood.runtime.llm import Speculation
 from draftwood.runtime.requests.async_llm import DeadlineError, ShutdownError
 from draftwood.runtime.requests.stream import Request
@@ -33,7 +35,7 @@ def llm(tiny_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Requests whose passes run together, and requests whose engines cannot do that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineBundle, "open_engine", fake_engine)
-        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",) if request.param == "pooled" else ())
+        patch.setitem(BACKENDS, "fake", POOLED if request.param == "pooled" else UNLISTED)
         yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
 
 

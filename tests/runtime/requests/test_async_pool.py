@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from costs import table
-from fakes import FakeCache, FakeEngine
+from fakes import POOLED, FakeCache, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from together import collect, fake_engine, run, tokens_of
 from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.llm import Speculation
@@ -35,7 +36,7 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
     """Rounds are planned by cost and sharing; the pools are so small that they are tidied up all the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineBundle, "open_engine", fake_engine)
-        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",))
+        patch.setitem(BACKENDS, "fake", POOLED)
         patch.setattr(FakeCache, "capacity", 96)
         opened = LLM(tiny_bundle)
         opened._costs = table(1.0, 0.1, row=0.1)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from costs import table
+from fakes import POOLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from remembering import RememberingEngine
@@ -17,6 +18,7 @@ from together import collect, fake_engine, run, tokens_of
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.llm import Speculation
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -35,7 +37,7 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
     """Rounds are planned by cost; requests that run alone have caches of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineBundle, "open_engine", fake_engine)
-        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",))
+        patch.setitem(BACKENDS, "fake", POOLED)
         opened = LLM(tiny_bundle)
         opened._costs = table(1.0, 0.1, row=0.1)
         yield opened

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import POOLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from together import collect, fake_engine, run, tokens_of
@@ -16,6 +17,7 @@ from together import collect, fake_engine, run, tokens_of
 from draftwood.models.errors import RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.serving.openai.protocol import MAX_SALT, CompletionBody
 from draftwood.runtime.serving.triton.request import parse_request
 from tests.runtime.engines.test_prefix import VOCAB, churn, read, shared_pool, text_of
@@ -29,7 +31,7 @@ SALTS = st.sampled_from([None, "a", "b", "c"])
 def llm(tiny_bundle: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineBundle, "open_engine", remembering_engine)
-        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",))
+        patch.setitem(BACKENDS, "fake", POOLED)
         yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
 
 

@@ -12,12 +12,14 @@ from threading import Event
 from typing import Any
 
 import pytest
+from fakes import POOLED
 from serving import RUNNING, served, wait_for
 from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import EngineError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
 from draftwood.runtime.requests.health import MAX_FAILURES
 from draftwood.runtime.serving.triton.model import TritonModel
 
@@ -59,7 +61,7 @@ sys.exit(main(sys.argv[1:]))
 def llm(tiny_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineBundle, "open_engine", fake_engine)
-        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",) if request.param == "pooled" else ())
+        patch.setitem(BACKENDS, "fake", POOLED if request.param == "pooled" else UNLISTED)
         yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeEngine
+from fakes import POOLED, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from together import collect, fake_engine, run, tokens_of
@@ -17,6 +17,7 @@ from together import collect, fake_engine, run, tokens_of
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.engines.base import StackedKVCache
 from draftwood.runtime.engines.shared import memory
 from draftwood.runtime.engines.shared.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
@@ -90,7 +91,7 @@ def test_a_limit_of_the_process_counts(tmp_path: Path, monkeypatch: pytest.Monke
 def llm(tiny_bundle: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineBundle, "open_engine", fake_engine)
-        patch.setattr("draftwood.runtime.llm.POOLED", ("fake",))
+        patch.setitem(BACKENDS, "fake", POOLED)
         yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeCache, FakeEngine, Predict
+from fakes import POOLED, FakeCache, FakeEngine, Predict
 from numpy.typing import NDArray
 
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.llm import Speculation
 from draftwood.runtime.requests.async_llm import DeadlineError
@@ -46,7 +47,7 @@ def fake_engine(self: EngineBundle, role: str, *rest: object) -> FakeEngine:
 @pytest.fixture
 def llm(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(EngineBundle, "open_engine", fake_engine)
-    monkeypatch.setattr("draftwood.runtime.llm.POOLED", ("fake",))
+    monkeypatch.setitem(BACKENDS, "fake", POOLED)
     monkeypatch.setattr(FakeCache, "capacity", RETAINED)
     yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed", max_total_draft_tokens=4))
 
