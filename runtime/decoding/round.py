@@ -33,6 +33,17 @@ class Proposal(NamedTuple):
     growth_end: str
 
 
+class Outcome(NamedTuple):
+    """What a round came to. plan: its limits, where it was planned. logits: the target's, float32 [rows, V], valid
+    until its next pass. token_ids: of the accepted path, and the target's own; the end of a text may cut them."""
+
+    plan: Plan | None
+    proposal: Proposal
+    logits: NDArray[np.float32]
+    acceptance: Acceptance
+    token_ids: list[int]
+
+
 class Round(NamedTuple):
     """One round, before its tokens are committed. An observer may keep it: nothing in it changes later.
 
