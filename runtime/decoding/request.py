@@ -16,7 +16,8 @@ from ..speculation.verifier import Acceptance
 
 class Request:
     """One text and what its own rounds teach. root: the last committed token. length: of prompt and output in tokens.
-    scoring: the time of the target's passes. observed: whether somebody is shown its rounds."""
+    room: tokens the text may still get; a proposal has one less, since one token is always the target's own. scoring:
+    the time of the target's passes. observed: whether somebody is shown its rounds."""
 
     def __init__(
         self,
@@ -32,19 +33,14 @@ class Request:
         params = sampler.params
         self.sampler, self.streams, self.controller, self.observed = sampler, streams, controller, observed
         self.root, self.length = prompt[-1], len(prompt)
+        self.room = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.greedy = params.greedy
         self.lookup = None if config is None else config.lookup()
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()
-        self._max_length = max_length
         self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
         if self.lookup is not None:
             self.lookup.extend(prompt)
-
-    @property
-    def room(self) -> int:
-        """Tokens the text may still get. A proposal has one less: one token is always the target's own."""
-        return min(self.sampler.params.max_tokens - len(self.sampler.output), self._max_length - self.length)
 
     def learn(self, plan: Plan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
         """What a verified round, which yields `token_ids`, says about the next ones."""
@@ -57,13 +53,12 @@ class Request:
 
     def cut(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """How many of a round's tokens are kept, and why the text ends there: perhaps inside an accepted path."""
-        room = self.room
-        for index, token in enumerate(token_ids[:room]):
+        for index, token in enumerate(token_ids[: self.room]):
             if token in self._endings:
                 return index + 1, "stop"
-        return (room, "length") if len(token_ids) >= room else (len(token_ids), None)
+        return (self.room, "length") if len(token_ids) >= self.room else (len(token_ids), None)
 
     def commit(self, token_ids: Sequence[int], kept: int) -> None:
         """A round's tokens, of which the text keeps so many."""
         self.sampler.commit(token_ids[:kept])
-        self.root, self.length = token_ids[-1], self.length + len(token_ids)
+        self.root, self.length, self.room = token_ids[-1], self.length + len(token_ids), self.room - len(token_ids)

@@ -75,6 +75,7 @@ TESTS = {
     "runtime/speculation/growers/drawing.py": ("test_baseline", "test_dyspec", *SPECULATION, "test_lossless"),
     "runtime/speculation/growers/dyspec.py": ("test_dyspec", "test_gsd", *SPECULATION, "test_lossless"),
     "runtime/speculation/growers/gsd.py": ("test_gsd", *SPECULATION, "test_lossless"),
+    "runtime/speculation/growers/kinds.py": ("test_speculative_config", "test_lossless", *SPECULATION, "test_llm"),
     "runtime/speculation/growers/lookup.py": ("test_baseline", "test_llm", *SPECULATION, "test_lossless"),
     "runtime/speculation/proposer.py": (
         "test_baseline",
