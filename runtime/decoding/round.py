@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..sampling.sampler import Sampler
-from ..speculation.config import SpeculativeConfig, depths_of
+from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.controller import Plan
@@ -31,6 +31,17 @@ class Proposal(NamedTuple):
     graph: TokenGraph
     tree: TokenTree
     growth_end: str
+
+
+class Outcome(NamedTuple):
+    """What a round came to. plan: its limits, where it was planned. logits: the target's, float32 [rows, V], valid
+    until its next pass. token_ids: of the accepted path, and the target's own; the end of a text may cut them."""
+
+    plan: Plan | None
+    proposal: Proposal
+    logits: NDArray[np.float32]
+    acceptance: Acceptance
+    token_ids: list[int]
 
 
 class Round(NamedTuple):
@@ -83,7 +94,7 @@ def growth_end(
         return f"stop rule {config.stop_rule}"
     given = {edge.child for edges in graph.edges for edge in edges if edge.certain}
     deepest = max(depth for node, depth in enumerate(graph.depths) if node not in given)
-    own, planned = depth_limit(config, greedy), room if plan is None else plan.depth
+    own, planned = config.deepest(greedy), room if plan is None else plan.depth
     if deepest >= min(own, room, planned):
         return PLANNED if planned < min(own, room) else END_OF_ROOM if room < own else DEPTH_LIMIT
     # A drawn graph pays for every copy that merging will make of a node.
@@ -92,14 +103,3 @@ def growth_end(
     if drafted < size:
         return NOTHING_LEFT
     return PLANNED if size < config.max_total_draft_tokens else TOKEN_BUDGET
-
-
-def depth_limit(config: SpeculativeConfig, greedy: bool) -> int:
-    """The deepest a proposal may get."""
-    if config.grow == "k-ary":
-        return len(config.branching)
-    if config.grow == "static":
-        return max(depths_of(config.topology))
-    if config.grow == "dyspec-heap" and not greedy:  # limited by its tokens alone
-        return config.max_total_draft_tokens + 1
-    return config.max_draft_len

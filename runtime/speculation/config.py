@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
 from .bounds import SHARES, check_bounds
-from .growers.baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, k_ary
-from .growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
-from .growers.gsd import NO_MERGER, GraphMerger, UnexpandedMerger
+from .growers.baseline import Grower
+from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, GrowerKind, Growth
 from .growers.lookup import PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .planning.calibration import Calibration, Estimate, uncorrected
@@ -27,13 +26,13 @@ VERIFIERS: dict[str, Verifier] = {
 }
 # Which verifier is exact for which proposal, best first (docs/papers.md, What is biased).
 LOSSLESS: dict[str, tuple[str, ...]] = {
-    "drawn chain": ("block", "traversal", "rejection", "match"),
-    "drawn tree": ("traversal", "rejection", "match"),
-    "drawn graph": ("rejection", "match"),  # merged branches share their draws
-    "chosen graph": ("match",),  # tokens or merges picked by what they are: p/q rules do not hold
+    DRAWN_CHAIN: ("block", "traversal", "rejection", "match"),
+    DRAWN_TREE: ("traversal", "rejection", "match"),
+    DRAWN_GRAPH: ("rejection", "match"),
+    CHOSEN_GRAPH: ("match",),  # p/q rules do not hold
 }
 AUTO = "auto"
-GROWERS = ("chain", "k-ary", "static", "topk", "dyspec", "dyspec-heap", "dyspec-threshold")
+GROWERS = tuple(KINDS)
 MERGERS = ("none", "gsd")
 KEYS = ("draft", "calibrated", "head")
 BUDGETS = ("cost", "fixed")
@@ -112,9 +111,9 @@ class SpeculativeConfig:
                 raise ConfigError(f"{name} must be in [0, 1], not {shown(getattr(self, name))}")
         if not 0 < self.draft_threshold <= 1:
             raise ConfigError(f"draft_threshold must be in (0, 1], not {shown(self.draft_threshold)}")
-        if self.grow == "dyspec-heap" and self.stop_rule != "fixed":
+        if not self._kind.layered and self.stop_rule != "fixed":
             raise ConfigError(
-                f"stop_rule={self.stop_rule!r} needs growth by layers: use grow='dyspec' instead of 'dyspec-heap'"
+                f"stop_rule={self.stop_rule!r} needs growth by layers: use grow='dyspec' instead of {self.grow!r}"
             )
         self._check_shape()
         exact = LOSSLESS[self.proposal]
@@ -129,14 +128,15 @@ class SpeculativeConfig:
             raise ConfigError(f"branching must name at least one child per depth, not {shown(self.branching)}")
         if any(not 0 <= parent <= index for index, parent in enumerate(self.topology)):
             raise ConfigError("topology must name each position's parent, an earlier position; 0 is the root")
-        if self.grow == "static" and not self.topology:
+        shape = self._limits().shape
+        if self.shaped and not shape:
             raise ConfigError("grow='static' needs a topology: baseline.sequoia and baseline.k_ary make them")
-        if self.shaped and len(self._static()) > self.max_total_draft_tokens:
+        if len(shape) > self.max_total_draft_tokens:
             raise ConfigError(
-                f"this shape draws {len(self._static())} tokens, more than max_total_draft_tokens "
+                f"this shape draws {len(shape)} tokens, more than max_total_draft_tokens "
                 f"({self.max_total_draft_tokens}): drawn tokens must not be dropped; raise the one or lower the other"
             )
-        if self.merge == "gsd" and self.lookup_ngram and self.grow == "dyspec-threshold":
+        if self.proposal == DRAWN_GRAPH and self.lookup_ngram:
             raise ConfigError(
                 "lookup_ngram with merge='gsd' is not lossless for drawn tokens: a draw must not merge with a given "
                 "token; use grow='topk', or one of the two"
@@ -145,13 +145,8 @@ class SpeculativeConfig:
     @property
     def proposal(self) -> str:
         """The kind of proposal that is made above temperature 0, a key of LOSSLESS."""
-        grow = self._grow(greedy=False)
-        if grow == "topk":
-            return "chosen graph"
-        # In a chain nothing can merge: its nodes are each other's ancestors.
-        if self.merge == "gsd" and grow != "chain":
-            return "drawn graph" if grow == "dyspec-threshold" else "chosen graph"
-        return "drawn chain" if grow == "chain" and not self.lookup_ngram else "drawn tree"
+        proposal = self._kind.merged if self.merge == "gsd" else self._kind.proposal
+        return DRAWN_TREE if proposal == DRAWN_CHAIN and self.lookup_ngram else proposal
 
     @property
     def needs_acceptance(self) -> bool:
@@ -161,7 +156,7 @@ class SpeculativeConfig:
     @property
     def shaped(self) -> bool:
         """Whether a proposal's shape is given beforehand."""
-        return self.grow in ("k-ary", "static")
+        return self._kind.shape is not None
 
     @property
     def max_given(self) -> int:
@@ -171,53 +166,41 @@ class SpeculativeConfig:
     @property
     def max_tokens(self) -> int:
         """The most tokens one proposal may have, below its root."""
-        return (self.max_draft_len if self.grow == "chain" else self.max_total_draft_tokens) + self.max_given
+        return (self.max_draft_len if self._kind.is_chain else self.max_total_draft_tokens) + self.max_given
 
     @property
     def max_frontier(self) -> int:
         """The most nodes one draft pass scores."""
-        return max(self._layers(), default=1)
+        return max(self._kind.rows(self._limits()), default=1)
 
     @property
     def max_draft_rows(self) -> int:
         """The most nodes the draft scores in one round."""
-        return sum(self._layers())
+        return sum(self._kind.rows(self._limits()))
 
     def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
         """The grower of one round, no deeper than `max_depth`, valuing tokens by `estimate`."""
-        kind = self._grow(greedy)
-        size, width, depth = self.max_total_draft_tokens, self.frontier_width, min(self.max_draft_len, max_depth)
-        if kind == "chain" and greedy:
-            return BestFirst(size=depth, depth=depth, width=1, merger=NO_MERGER)  # without drawing from distributions
-        merger = GraphMerger(self.merge_ngram - 1) if self.merge == "gsd" else NO_MERGER
-        if kind in ("k-ary", "static"):
-            topology = shallow(self._static(), max_depth)
-            return RankedStaticTree(topology, merger) if greedy else StaticTree(topology, merger)
-        if kind == "topk" or greedy:
-            return BestFirst(size, depth, width, merger, self.sibling_share, self.leaf_share)
-        if kind == "dyspec":
-            return DySpecLayers(size, depth, width, estimate, self.key == "head", merger)
-        if kind == "dyspec-heap":
-            return DySpecHeap(size, max_depth, estimate, self.key == "head", merger)
-        if kind == "dyspec-threshold":
-            drawn_merger = UnexpandedMerger(self.merge_ngram - 1) if self.merge == "gsd" else NO_MERGER
-            return DySpecThreshold(self.draft_threshold, size, depth, width, drawn_merger, estimate, self.key == "head")
-        return StaticTree(chain(depth))
+        limits = self._limits(estimate)
+        growth = limits._replace(depth=min(self._kind.deepest(limits, greedy), max_depth))
+        return self._kind.choose(growth) if greedy else self._kind.draw(growth)
+
+    def deepest(self, greedy: bool) -> int:
+        """The deepest a proposal may get."""
+        return self._kind.deepest(self._limits(), greedy)
 
     def controller(
         self, costs: CostModel, widths: Sequence[int], greedy: bool, experience: Experience | None = None
     ) -> Controller | None:
         """What plans one request's rounds over a target of these widths; None for a fixed budget."""
-        if self.budget == "fixed" or (self._grow(greedy) == "dyspec-heap" and not greedy):
+        if self.budget == "fixed" or not (self._kind.layered or greedy):
             return None
         return Controller(costs, self._shapes(widths), greedy, experience)
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The proposals a controller may choose from."""
         if self.shaped:
-            shape = self._static()
-            return Shapes((len(shape),), max(depths_of(shape)), self.max_frontier, False, self.max_given)
-        if self.grow == "chain":
+            return Shapes((len(self._limits().shape),), self.deepest(True), self.max_frontier, False, self.max_given)
+        if self._kind.is_chain:
             return Shapes((), self.max_draft_len, 1, True, self.max_given)
         most = self.max_total_draft_tokens
         sizes = {most, *(width - 1 - self.max_given for width in widths if 0 < width - 1 - self.max_given < most)}
@@ -234,7 +217,7 @@ class SpeculativeConfig:
 
     def calibration(self, greedy: bool) -> Calibration | None:
         """The table of one request, where the configuration corrects the draft's probabilities."""
-        drawn_by_value = not greedy and self._grow(greedy).startswith("dyspec") and self.key != "draft"
+        drawn_by_value = not greedy and self._kind.by_value and self.key != "draft"
         return Calibration() if drawn_by_value or self.stop_rule == "specdec++" else None
 
     def stopper(self, estimate: Estimate = uncorrected) -> Stopper:
@@ -264,40 +247,17 @@ class SpeculativeConfig:
 
     def chooses(self, greedy: bool) -> bool:
         """Whether proposals are picked by score, not drawn."""
-        return greedy or self._grow(greedy) == "topk"
+        return greedy or self._kind.proposal == CHOSEN_GRAPH
 
-    def _grow(self, greedy: bool) -> str:
-        """The grower's name, "auto" resolved."""
-        if self.grow != AUTO:
-            return self.grow
-        return "topk" if greedy or self.verify == "match" or self.merge == "gsd" else "dyspec"
+    @property
+    def _kind(self) -> GrowerKind:
+        """The grower's, "auto" resolved."""
+        chosen = self.verify == "match" or self.merge == "gsd"
+        return KINDS[("topk" if chosen else "dyspec") if self.grow == AUTO else self.grow]
 
-    def _static(self) -> tuple[int, ...]:
-        return k_ary(self.branching) if self.grow == "k-ary" else self.topology
-
-    def _layers(self) -> list[int]:
-        """The most nodes the draft scores in each of its passes."""
-        if self.grow == "chain":
-            return [1] * (self.max_draft_len - 1)
-        if self.grow == "dyspec-heap":
-            return [self.frontier_width] * max(self.max_total_draft_tokens, self.max_draft_len - 1)
-        if self.shaped:
-            depths = depths_of(self._static())
-            return [depths.count(depth) for depth in range(1, max(depths))]
-        return [self.frontier_width] * (self.max_draft_len - 1)
-
-
-def depths_of(topology: tuple[int, ...]) -> list[int]:
-    """Depth of every position, the root first."""
-    depths = [0]
-    for parent in topology:
-        depths.append(depths[parent] + 1)
-    return depths
-
-
-def shallow(topology: tuple[int, ...], max_depth: int) -> tuple[int, ...]:
-    """The part of a shape that is at most `max_depth` deep; positions are renumbered."""
-    depths = depths_of(topology)
-    kept = [position for position, depth in enumerate(depths) if depth <= max_depth]
-    number = {position: index for index, position in enumerate(kept)}
-    return tuple(number[topology[position - 1]] for position in kept[1:])
+    def _limits(self, estimate: Estimate = uncorrected) -> Growth:
+        """What growers are made from, where there is room for the whole of a proposal."""
+        shape = () if self._kind.shape is None else self._kind.shape(self.branching, self.topology)
+        size, depth, width = self.max_total_draft_tokens, self.max_draft_len, self.frontier_width
+        tau, shares = self.merge_ngram - 1 if self.merge == "gsd" else None, (self.sibling_share, self.leaf_share)
+        return Growth(size, depth, width, shape, tau, self.draft_threshold, *shares, self.key == "head", estimate)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,14 @@ from .graph.token_graph import ROOT, TokenGraph
 from .graph.token_tree import TokenTree
 from .growers.baseline import Grower
 from .growers.specdecpp import Stopper
+from .stopwatch import Stopwatch
 
 
 class DraftProposer:
     """One request's draft. `pending` are committed tokens the draft has not seen; the last one is the root.
 
     Every drafted node has at most one cache slot, written when the node is scored. `passes`, `rows` and
-    `seconds` count what the draft engine was asked to do since the prompt.
+    `scoring`, a stopwatch, count what the draft engine was asked to do since the prompt.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,7 +32,7 @@ class DraftProposer:
         self._visible: list[bytes] = []  # slot -> which of the slots so far are on its path, itself included
         self.passes = 0
         self.rows = 0
-        self.seconds = 0.0
+        self.scoring = Stopwatch()
 
     @property
     def unread(self) -> int:
@@ -41,7 +41,7 @@ class DraftProposer:
 
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Forget everything; `read` what comes before the first root, the prompt's last token, or leave it pending."""
-        self.passes, self.rows, self.seconds = 0, 0, 0.0
+        self.passes, self.rows, self.scoring = 0, 0, Stopwatch()
         self._cache.truncate(0)
         self._pending = list(prompt)
         if read:
@@ -61,9 +61,8 @@ class DraftProposer:
         it left none of the nodes that the grower would have gone on with. ranking_only: neither reads logits."""
         self.passes += 1
         self.rows += len(self._pending)
-        start = perf_counter()
-        output = yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only)
-        self.seconds += perf_counter() - start
+        with self.scoring:
+            output = yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only)
         if output is None:
             raise AssertionError("propose before start: there is no root")
         self._pending = []
@@ -113,10 +112,8 @@ class DraftProposer:
         self.passes += 1
         self.rows += count
         batch = TokenBatch.padded(tokens, positions, mask, width, ranking_only=ranking_only)
-        start = perf_counter()
-        output = yield Pass(self._engine, batch, self._cache)
-        self.seconds += perf_counter() - start
-        return output
+        with self.scoring:
+            return (yield Pass(self._engine, batch, self._cache))
 
 
 def note_acceptance(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput) -> None:

@@ -52,6 +52,7 @@ TESTS = {
         "test_audit",
         "test_lossless",
     ),
+    "runtime/decoding/request.py": ("test_decoder", "test_room", "test_llm", "test_controller", "test_lossless"),
     "runtime/decoding/round.py": ("test_decoder", "test_room", "test_explain", "test_controller", "test_llm"),
     "runtime/speculation/planning/cost.py": ("test_cost", "test_controller", "test_profile", "test_planning"),
     "runtime/engines/shared/prefix.py": ("test_prefix", "test_async_prefix", "test_pool"),
@@ -74,6 +75,7 @@ TESTS = {
     "runtime/speculation/growers/drawing.py": ("test_baseline", "test_dyspec", *SPECULATION, "test_lossless"),
     "runtime/speculation/growers/dyspec.py": ("test_dyspec", "test_gsd", *SPECULATION, "test_lossless"),
     "runtime/speculation/growers/gsd.py": ("test_gsd", *SPECULATION, "test_lossless"),
+    "runtime/speculation/growers/kinds.py": ("test_speculative_config", "test_lossless", *SPECULATION, "test_llm"),
     "runtime/speculation/growers/lookup.py": ("test_baseline", "test_llm", *SPECULATION, "test_lossless"),
     "runtime/speculation/proposer.py": (
         "test_baseline",
@@ -102,6 +104,7 @@ TESTS = {
         *SPECULATION,
         "test_lossless",
     ),
+    "runtime/speculation/stopwatch.py": ("test_decoder", "test_explain"),
     "runtime/speculation/verifier.py": ("test_verifier", "test_decoder", "test_lossless"),
     **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("acceptance", "attention", "matrix", "ranking")},
     **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("sampling", "threads", "vector")},

@@ -227,6 +227,22 @@ def sequoia(acceptance: Sequence[float], size: int, depth: int) -> tuple[int, ..
     return tuple(topology)
 
 
+def depths_of(topology: tuple[int, ...]) -> list[int]:
+    """Depth of every position, the root first."""
+    depths = [0]
+    for parent in topology:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def shallow(topology: tuple[int, ...], max_depth: int) -> tuple[int, ...]:
+    """The part of a shape that is at most `max_depth` deep; positions are renumbered."""
+    depths = depths_of(topology)
+    kept = [position for position, depth in enumerate(depths) if depth <= max_depth]
+    number = {position: index for index, position in enumerate(kept)}
+    return tuple(number[topology[position - 1]] for position in kept[1:])
+
+
 def log(share: float) -> float:
     """Natural logarithm; -inf for zero."""
     return math.log(share) if share > 0 else -math.inf

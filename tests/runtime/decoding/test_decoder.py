@@ -200,7 +200,7 @@ def test_what_the_reader_does_with_a_chunk_is_not_decoding_time(monkeypatch: pyt
         now += 0.001  # between one look at the clock and the next
         return now
 
-    monkeypatch.setattr("draftwood.runtime.decoding.decoder.perf_counter", ticking)
+    monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", ticking)
     engine, stats = FakeEngine(random_model(0, V), V), SpecDecodeStats()
     params = SamplingParams(max_tokens=5)
     for _ in SpeculativeDecoder(engine, None, None, 4096, ()).generate(

@@ -283,7 +283,7 @@ def test_observing_is_not_decoding_time(monkeypatch: pytest.MonkeyPatch) -> None
         now += 0.001  # between one look at the clock and the next
         return now
 
-    monkeypatch.setattr("draftwood.runtime.decoding.decoder.perf_counter", ticking)
+    monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", ticking)
     target, draft = (FakeEngine(random_model(1, V), V, role) for role in ("target", "draft"))
     decoder = SpeculativeDecoder(target, draft, SpeculativeConfig("chain"), 4096, ())
     rounds, stats = list[Round](), SpecDecodeStats()

@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 from draftwood.runtime.engines.base import ForwardOutput, run
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
-from draftwood.runtime.speculation.config import SpeculativeConfig, depths_of, shallow
+from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.graph.token_tree import unroll
-from draftwood.runtime.speculation.growers.baseline import BestFirst, RankedStaticTree, chain, k_ary, ranked, sequoia
+from draftwood.runtime.speculation.growers.baseline import (
+    BestFirst,
+    RankedStaticTree,
+    chain,
+    depths_of,
+    k_ary,
+    ranked,
+    sequoia,
+    shallow,
+)
 from draftwood.runtime.speculation.growers.gsd import NoMerger
 from draftwood.runtime.speculation.growers.lookup import PromptLookup
 

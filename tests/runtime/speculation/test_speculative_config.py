@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.speculation import config as module
 from draftwood.runtime.speculation.bounds import INTEGERS, MAX_NGRAM, MAX_PROPOSAL, NUMBERS, SHARES, fits
 from draftwood.runtime.speculation.config import CHOICES, LOSSLESS, SpeculativeConfig
+from draftwood.runtime.speculation.growers import kinds as module
 from draftwood.runtime.speculation.growers.baseline import k_ary
 
 

@@ -1,0 +1,25 @@
+"""Stopwatch: how long something took, pauses left out."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+
+class Stopwatch:
+    """Adds up the seconds spent inside its `with` blocks."""
+
+    __slots__ = ("_lapped", "_start", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = self._lapped = 0.0
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.seconds += perf_counter() - self._start
+
+    def lap(self) -> float:
+        """Seconds that were added since the last lap."""
+        before, self._lapped = self._lapped, self.seconds
+        return self._lapped - before
