@@ -60,11 +60,12 @@ test: .venv/dev
 # Everything that takes longer: whole matrices, changes to the core that tests must notice, an hour of everything at once.
 MUTANTS ?= 300
 SOAK_SECONDS ?= 3600
+TODAY := $(shell date +%F)
 
 full: .venv/dev
 	$(PY) -m pytest
-	$(PY) tests/support/mutation.py --mutants $(MUTANTS) --output benchmarks/results/mutation.json
-	$(PY) tests/support/soak.py --seconds $(SOAK_SECONDS) --output benchmarks/results/soak.json
+	$(PY) tests/support/mutation.py --mutants $(MUTANTS) --output benchmarks/results/tests_mutation_$(TODAY).json
+	$(PY) tests/support/soak.py --seconds $(SOAK_SECONDS) --output benchmarks/results/tests_soak_$(TODAY).json
 
 lint: .venv/dev
 	$(PY) -m ruff check .

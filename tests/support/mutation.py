@@ -4,7 +4,7 @@ Mutants are made from the syntax tree (Python) or by pattern (the native engine'
 each by the tests that TESTS names. A mutant that makes them hang is noticed, too. `mutants_equivalent.json` lists
 mutants that no test can notice, each with the reason.
 
-    python tests/support/mutation.py --mutants 300 --output benchmarks/results/mutation.json
+    python tests/support/mutation.py --mutants 300 --output build/mutation.json
 """
 
 from __future__ import annotations

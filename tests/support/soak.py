@@ -5,7 +5,7 @@ read slowly, storm. Every text that is certain (greedy or seeded) is compared wi
 process. Prints and writes a result, and ends with 1 where a text was wrong, an answer was a server's error, or memory,
 descriptors or the process did not last.
 
-    python tests/support/soak.py --seconds 3600 --output benchmarks/results/soak.json
+    python tests/support/soak.py --seconds 3600 --output build/soak.json
 """
 
 from __future__ import annotations
