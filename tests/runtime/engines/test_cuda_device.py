@@ -154,7 +154,7 @@ def test_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_driver_function_exists() -> None:
     """The stand-in and the real driver have what is called."""
     driver = pytest.importorskip("cuda.bindings.driver")
-    source = (ROOT / "runtime" / "engines" / "cuda.py").read_text()
+    source = (ROOT / "runtime" / "engines" / "static" / "cuda.py").read_text()
     called = set(re.findall(r'"(cu[A-Z]\w+)"', source)) | set(re.findall(r"driver\.(cu[A-Z]\w+)", source))
     assert len(called) > 20
     for name in called:

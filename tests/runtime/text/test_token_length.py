@@ -116,7 +116,7 @@ def test_a_prompt_that_can_never_fit_is_refused_unread(tiny_bundle: Path, monkey
         with pytest.raises(RequestError, match=f"the prompt has {limit} tokens .*--max-length"):
             llm.encode("x" * (limit - 1))  # and the token that begins a text
         monkeypatch.setattr(llm.tokenizer, "encode", read)
-        monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages: messages[0]["content"])
+        monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages, **_: messages[0]["content"])
         long = "x" * (longest * (limit - 1) + 1)
         for encode in (llm.encode, lambda text: llm.encode_chat([{"role": "user", "content": text}])):
             with pytest.raises(RequestError, match=f"the prompt has at least {limit} tokens .*--max-length"):
