@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
-from ....models.errors import DraftwoodError
+from ....models.errors import ConfigError, DraftwoodError, RequestError
 from ...decoding.stats import SpecDecodeStats
 from ...engines.shared.memory import OutOfMemoryError
 from ...llm import LLM
@@ -205,4 +205,4 @@ def classify(error: Exception) -> tuple[str, str]:
         return "CANCELLED", "deadline"
     if isinstance(error, (QueueFullError, ShutdownError, OutOfMemoryError, MemoryError)):
         return "UNAVAILABLE", "refused"
-    return ("INVALID_ARG", "refused") if isinstance(error, DraftwoodError) else ("INTERNAL", "error")
+    return ("INVALID_ARG", "refused") if isinstance(error, (RequestError, ConfigError)) else ("INTERNAL", "error")

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftwood.runtime import ConfigError, RequestError, SamplingParams, SpecDecodeStats, SpeculativeConfig, StreamChunk
+from draftwood.runtime import (
+    ConfigError,
+    EngineError,
+    RequestError,
+    SamplingParams,
+    SpecDecodeStats,
+    SpeculativeConfig,
+    StreamChunk,
+)
 from draftwood.runtime.decoding.decoder import TokenLogprob
 from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, ShutdownError
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
@@ -289,6 +297,7 @@ def test_a_response_holds_what_was_asked_for() -> None:
         (ShutdownError("x"), "UNAVAILABLE", "refused"),
         (CancelledError("x"), "CANCELLED", "abort"),
         (DeadlineError("x"), "CANCELLED", "deadline"),
+        (EngineError("x"), "INTERNAL", "error"),  # a pass that failed is nothing the client can change
         (RuntimeError("x"), "INTERNAL", "error"),
     ],
 )
