@@ -16,7 +16,8 @@ from ..models.layers import num_parameters
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
-from .checkpoint import Checkpoint, read_json
+from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.json_file import read_json
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
 from .options import BuildOptions

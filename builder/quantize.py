@@ -25,7 +25,7 @@ from ..models import bindings
 from ..models.errors import ConfigError
 from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ..runtime.engines.backends import BACKENDS
-from .checkpoint import Checkpoint
+from .checkpoints.checkpoint import Checkpoint
 from .engines.graph import GraphWriter
 
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.layers import num_parameters

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu.report import Findings, require
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.bindings import COMPACT, DRAFT, TARGET, output_names
 from draftwood.models.config import LlamaConfig
 from draftwood.models.llama import dense_tree_attention

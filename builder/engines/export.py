@@ -21,7 +21,7 @@ from ...models.config import LlamaConfig
 from ...models.layers import Layer, Matrix, Norm, network_of, num_parameters
 from ...models.rope import rope_tables
 from ...plugins.tree_attention import op
-from ..checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
 from ..quantize import QuantizedCheckpoint, dequantized
 from .graph import IR_VERSION, GraphWriter, save
 

@@ -16,7 +16,7 @@ from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
 from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from ...runtime.engines.torch import TorchEngine
-from ..checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
 from ..parity import largest_difference
 from ..progress import Begin, Step

@@ -24,7 +24,7 @@ from ...runtime.engines.native.weights import (
     Stored,
     expected_tensors,
 )
-from ..checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
 from ..quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
 
 Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...models.bindings import MASKED
 from ...models.llama import Llama, LlamaOutput
-from ..checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
 
 
 class Responses(NamedTuple):

@@ -27,7 +27,7 @@ from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError, ConfigError, RequestError
 from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
-from ..checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
 from ..pipeline import refuse_different_sizes
 from ..progress import Begin, Step
 from ..tokenizer import convert_tokenizer, same_vocabulary

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models import bindings
 from draftwood.models.demo.corpus import default_roots, documents, encode
 from draftwood.models.demo.train import CONTEXT, HELD_OUT, POSITIONS

@@ -19,7 +19,8 @@ from checkpoints import trained_head, write_checkpoint, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.builder.checkpoint import INDEX, WEIGHTS, Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.safetensors import INDEX, WEIGHTS
 from draftwood.builder.tokenizer import convert_tokenizer
 from draftwood.models.acceptance_head import DESCRIPTION, HeadConfig, read_head, write_head
 from draftwood.models.acceptance_head import WEIGHTS as HEAD_WEIGHTS

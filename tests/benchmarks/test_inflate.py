@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.tools import inflate
 from benchmarks.tools.inflate import InflatedShape, Inflation, count_residual_copies
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama

@@ -16,7 +16,7 @@ from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import plan as compile_module
 from draftwood.builder.engines import tensorrt as tensorrt_builder
 from draftwood.builder.engines.export import export

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from checkpoints import SHAPES, edit_weights, write_checkpoint
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
@@ -70,7 +70,7 @@ def test_damaged_weights_stop_the_export(
 EXPORT_AND_MEASURE = """
 import sys
 from pathlib import Path
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 
 def peak():

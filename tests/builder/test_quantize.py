@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from trees import Tree
 
 from benchmarks.precision.quality import compare, make_spec, score_texts
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
 from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions

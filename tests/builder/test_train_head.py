@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head.calibration import calibration, fit_temperature, sigmoid
 from draftwood.builder.head.data import Examples, collect, load_frozen, mix, sample_responses, soft_labels
 from draftwood.builder.head.train import acceptance_loss, fit, judge

@@ -17,7 +17,7 @@ from native_parts import open_native, spec_of
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.builder.engines.native import write_weights
 from draftwood.models import bindings

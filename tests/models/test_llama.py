@@ -10,7 +10,7 @@ import torch
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
 from transformers import LlamaForCausalLM
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models import bindings
 from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama

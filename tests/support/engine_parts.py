@@ -11,7 +11,7 @@ from checkpoints import VOCAB_SIZE
 from numpy.typing import NDArray
 from trees import Tree
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models import bindings
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
 from draftwood.runtime.engines.native.engine import NativeKVCache

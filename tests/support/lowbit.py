@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from trees import Tree
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names

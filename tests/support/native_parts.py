@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.native import Weights, write_weights
 from draftwood.builder.quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
 from draftwood.models.acceptance_head import TrainedHead

@@ -16,7 +16,7 @@ import torch
 from trees import Tree
 
 from draftwood.builder import parity
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head.data import load_frozen
 from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadResult, HeadTraining

@@ -12,7 +12,7 @@ import torch
 from checkpoints import transformers_logits, write_checkpoint
 from engine_parts import CAPACITY, TOLERANCE, engine_spec, random_text
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings

@@ -18,7 +18,7 @@ from native_parts import open_native
 from transformers import LlamaForCausalLM
 from trees import Tree, trees
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError

@@ -20,7 +20,7 @@ from lowbit import assert_a_tree_changes_no_bit, greedy_texts, one_by_one
 from native_parts import PRECISIONS, held, open_native, spec_of
 from trees import Tree, trees
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build, precision_for

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from native_parts import open_native, spec_of
 from remembering import RememberingEngine
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import BACKENDS, UNLISTED

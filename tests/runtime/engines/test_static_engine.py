@@ -18,7 +18,7 @@ from engine_parts import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec
 from host_device import HostDevice, OnnxProgram, static_engine
 from trees import Tree
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError

@@ -21,7 +21,7 @@ from engine_parts import BUSHY, CAPACITY, WIDTHS, random_text
 from fake_tensorrt import HEADER, FakeTensorRT
 from host_device import HostDevice
 
-from draftwood.builder.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError

@@ -13,7 +13,8 @@ import pytest
 import torch
 from checkpoints import SHAPES, edit_weights, write_checkpoint
 
-from draftwood.builder.checkpoint import INDEX, WEIGHTS, Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.safetensors import INDEX, WEIGHTS
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of, num_parameters
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder (config.json, safetensors in one file or sharded) as named arrays, without transformers.
+"""The tensors of a Hugging Face folder: safetensors in one file or sharded, without transformers.
 
 Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
 """
@@ -6,60 +6,45 @@ Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # registers bfloat16 with numpy, which safetensors then returns
-import numpy as np
+import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors then returns
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from ..models.config import LlamaConfig, brief
-from ..models.errors import CheckpointError
-from ..models.layers import network_of
-from ..models.plain_files import check_plain, read_object
+from ...models.config import brief
+from ...models.errors import CheckpointError
+from ...models.plain_files import check_plain
+from .json_file import read_json
+from .source import Stored
 
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-MOST_SHARDS = 1024  # each is held open while a checkpoint is checked
+DTYPES = ("F32", "F16", "BF16")
+MOST_SHARDS = 1024
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Checkpoint:
-    """A checked checkpoint. Opening it reads headers only; `tensor` reads one tensor at a time and keeps none."""
+class Safetensors:
+    """The TensorSource of a folder. Raises CheckpointError where the files are missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
-        self.folder = folder
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
-        self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
+        self._folder, self._stored = folder, dict[str, Stored]()
         self._files = weight_files(folder)
-        handles = {file: open_safetensors(file) for file in set(self._files.values())}
-        for name, shape in network_of(self.config).tensors().items():
-            self._check(name, shape, handles)
+        for file in dict.fromkeys(self._files.values()):
+            handle = open_safetensors(file)
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
+                if self._files.get(name) == file:
+                    header = handle.get_slice(name)
+                    dtype = header.get_dtype()
+                    self._stored[name] = Stored(tuple(header.get_shape()), dtype, dtype in DTYPES)
+
+    def stored(self, name: str) -> Stored | None:
+        return self._stored.get(name)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
         # Opened each time: a mapping that stays open keeps every page it ever read in this process's memory.
         array: NDArray[Any] = open_safetensors(self._files[name]).get_tensor(name)
-        if not np.isfinite(array).all():
-            raise CheckpointError(f"{self.folder}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
         return array
-
-    def _check(self, name: str, shape: tuple[int, ...], handles: Mapping[Path, Any]) -> None:
-        file = self._files.get(name)
-        if file is None or name not in handles[file].keys():  # noqa: SIM118 - a safetensors handle is no dict
-            raise CheckpointError(f"{self.folder}: tensor {name} is missing; the checkpoint is incomplete")
-        stored = handles[file].get_slice(name)
-        if stored.get_dtype() not in DTYPES:
-            raise CheckpointError(
-                f"{self.folder}: tensor {name} is {stored.get_dtype()}; use an fp32, fp16 or bf16 checkpoint"
-            )
-        if tuple(stored.get_shape()) != shape:
-            raise CheckpointError(
-                f"{self.folder}: tensor {name} has shape {tuple(stored.get_shape())}, config.json asks for {shape}"
-            )
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -107,13 +92,3 @@ def open_safetensors(file: Path) -> Any:
         return safe_open(str(file), framework="numpy")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file ({error}); download it again") from error
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError that names the file."""
-    try:
-        return read_object(file)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing: is this a Hugging Face checkpoint folder?") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}; download it again") from error

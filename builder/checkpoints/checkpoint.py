@@ -1,0 +1,50 @@
+"""A checked checkpoint: what the model is, and its tensors as named arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.config import LlamaConfig
+from ...models.errors import CheckpointError
+from ...models.layers import network_of
+from .json_file import read_json
+from .safetensors import Safetensors
+from .source import TensorSource
+
+
+class Checkpoint:
+    """Opening a checkpoint reads headers only; `tensor` reads one tensor at a time and keeps none."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
+        self.folder = folder
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
+        self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
+        self._source: TensorSource = Safetensors(folder)
+        for name, shape in network_of(self.config).tensors().items():
+            self._check(name, shape)
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
+        array = self._source.tensor(name)
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{self.folder}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+        return array
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self._source.stored(name)
+        if stored is None:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing; the checkpoint is incomplete")
+        if not stored.is_read:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is {stored.dtype}; use an fp32, fp16 or bf16 checkpoint"
+            )
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} has shape {stored.shape}, config.json asks for {shape}"
+            )

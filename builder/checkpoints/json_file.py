@@ -1,0 +1,19 @@
+"""The JSON files of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...models.errors import CheckpointError
+from ...models.plain_files import read_object
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError that names the file."""
+    try:
+        return read_object(file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: is this a Hugging Face checkpoint folder?") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}; download it again") from error
