@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..models.errors import BundleError
-from ..runtime.engines.base import Engine, TokenBatch, causal_batch
+from ..runtime.engines.base import Engine, TokenBatch
+from ..runtime.engines.passes import causal_batch
 
 TOLERANCE = 2e-4  # fp32, as a share of the largest logit beyond 1
 HEAD_TOLERANCE = 1e-4  # of a probability
@@ -30,7 +31,7 @@ def largest_difference(engine: Engine, reference: Engine, rounding: str | None =
     worst = 0.0
     cache, reference_cache = engine.new_cache(), reference.new_cache()
     for batch in batches(engine, np.random.default_rng(0)):
-        output, wanted = engine.forward(batch, cache), reference.forward(batch, reference_cache)
+        output, wanted = engine.score(batch, cache), reference.score(batch, reference_cache)
         found, expected = output.logits, wanted.logits
         rows = slice(None) if len(batch.output_rows) == 1 else slice(batch.num_tokens)
         scale = max(1.0, float(np.abs(expected[rows]).max()))

@@ -19,7 +19,8 @@ from ..models.errors import ConfigError
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.backends import describe_backend
-from ..runtime.engines.base import Engine, TokenBatch, prefill
+from ..runtime.engines.base import Engine, TokenBatch
+from ..runtime.engines.passes import prefill
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
@@ -111,7 +112,7 @@ def timed(engine: Engine, cache: Any, width: int) -> float:
     positions = np.arange(cache.length, cache.length + width)
     batch = TokenBatch.padded([0] * width, positions, np.tri(width, dtype=np.bool_), width)
     start = perf_counter()
-    engine.forward(batch, cache)
+    engine.score(batch, cache)
     elapsed = perf_counter() - start
     cache.truncate(cache.length)
     return elapsed

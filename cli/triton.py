@@ -11,7 +11,8 @@ from rich.console import Console
 
 from ..models.errors import EngineError
 from ..runtime.decoding.loop import MAX_RUNNING
-from ..runtime.requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
+from ..runtime.llm import PREFIX_CACHE_SLOTS
+from ..runtime.requests.async_llm import MAX_WAITING
 from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model
 from ..runtime.serving.triton.server import Distribution, Ports, TritonServer

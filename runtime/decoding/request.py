@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler
@@ -16,8 +16,9 @@ from ..speculation.verifier import Acceptance
 
 class Request:
     """One text and what its own rounds teach. root: the last committed token. length: of prompt and output in tokens.
-    room: tokens the text may still get; a proposal has one less, since one token is always the target's own. scoring:
-    the time of the target's passes. observed: whether somebody is shown its rounds."""
+    room: tokens the text may still get; a proposal has one less, since one token is always the target's own. sharing:
+    how many requests' passes run together just now, as far as its plans may know of them. scoring: the time of the
+    target's passes. observed: whether an observer is shown its rounds."""
 
     def __init__(
         self,
@@ -28,10 +29,12 @@ class Request:
         eos: Collection[int],
         config: SpeculativeConfig | None,
         controller: Controller | None,
+        sharing: Callable[[], int],
         observed: bool,
     ) -> None:
         params = sampler.params
-        self.sampler, self.streams, self.controller, self.observed = sampler, streams, controller, observed
+        self.sampler, self.streams, self.observed = sampler, streams, observed
+        self.controller, self.sharing = controller, sharing
         self.root, self.length = prompt[-1], len(prompt)
         self.room = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.greedy = params.greedy

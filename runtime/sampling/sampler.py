@@ -109,6 +109,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the text is drawn and must be the same each time. Another plan of how much to propose draws another
+        text of the same distribution, so the plans of such a text may depend on nothing but itself."""
+        return self.seed is not None and not self.greedy
+
 
 def as_tuple(value: object) -> tuple[Any, ...]:
     """Several values, or one of them, or None."""

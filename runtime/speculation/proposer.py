@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from ..engines.base import Engine, ForwardOutput, Pass, Passes, TokenBatch, prefill_passes
+from ..engines.base import Engine, ForwardOutput, Pass, TokenBatch
+from ..engines.passes import Passes, prefill_passes
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
 from .graph.token_graph import ROOT, TokenGraph
@@ -26,7 +26,7 @@ class DraftProposer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._cache: Any = engine.new_cache()
+        self._cache = engine.new_cache()
         self._pending: list[int] = []
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
         self._visible: list[bytes] = []  # slot -> which of the slots so far are on its path, itself included
@@ -90,6 +90,10 @@ class DraftProposer:
             scored += 1
         self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
         self._pending = [tree.token_ids[row] for row in rows[scored:]] + [next_token]
+
+    def close(self) -> None:
+        """Close the draft's cache."""
+        self._cache.close()
 
     def skip(self, token: int) -> None:
         """A token that was decoded without a proposal."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..decoding.decoder import TokenLogprob
+from ..decoding.chunk import TokenLogprob
 from ..decoding.stats import SpecDecodeStats
 from .writer import StreamChunk
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..decoding.decoder import TokenChunk, TokenLogprob
+from ..decoding.chunk import TokenChunk, TokenLogprob
 from ..decoding.stats import SpecDecodeStats
 from ..sampling.sampler import SamplingParams
 from .detokenizer import IncrementalDetokenizer, StopChecker, StopResult

@@ -12,7 +12,7 @@ from enumeration import decoded, pair, total_variation
 from benchmarks.planning.simulated import MACHINES, simulate_speeds
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Proposal
-from draftwood.runtime.engines.base import Passes
+from draftwood.runtime.engines.passes import Passes
 from draftwood.runtime.sampling.sampler import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll

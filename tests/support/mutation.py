@@ -42,7 +42,7 @@ TESTS = {
         "test_verifier",
         "test_llm",
     ),
-    "runtime/requests/scheduler.py": ("test_scheduler", "test_queueing", "test_async_llm"),
+    "runtime/decoding/scheduler.py": ("test_scheduler", "test_queueing", "test_async_llm"),
     "runtime/decoding/loop.py": ("test_async_pool", "test_async_llm", "test_prompt_chunks", "test_faults_batching"),
     "runtime/decoding/decoder.py": (
         "test_decoder",

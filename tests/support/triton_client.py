@@ -48,7 +48,7 @@ class TritonPythonModel(TritonPythonModel):
 
         def faulty(prompt, params, **options):
             if params.seed == {BREAKS}:
-                self._llm._target.forward = broken
+                self._llm._target.score = broken
             if params.seed in {(SLOW, RAISES, DIES)}:
                 params = replace(params, logits_processors=(misbehaving(params.seed),))
             return generate(prompt, params, **options)

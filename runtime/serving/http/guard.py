@@ -11,7 +11,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...requests.scheduler import within_share
+from ...decoding.scheduler import within_share
 from .bodies import ArrivingBodies
 from .clients import ApiKey, network_of, owner_of
 from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal

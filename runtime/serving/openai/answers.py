@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from fastapi.responses import Response
 
-from ...decoding.decoder import TokenLogprob
+from ...decoding.chunk import TokenLogprob
 from ...decoding.stats import SpecDecodeStats
 from ...text.tokenizer import Tokenizer, token_texts
 from ...text.writer import StreamChunk

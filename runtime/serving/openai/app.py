@@ -19,9 +19,9 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ....models.bindings import TARGET
 from ....models.errors import DraftwoodError, RequestError, shown
+from ...decoding.scheduler import most_of_one
 from ...llm import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
-from ...requests.scheduler import most_of_one
 from ...speculation.config import SpeculativeConfig
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard

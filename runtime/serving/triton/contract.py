@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from ....models.errors import ConfigError
 from ...decoding.loop import MAX_RUNNING
-from ...requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
-from ...requests.scheduler import Scheduler
+from ...decoding.scheduler import Scheduler
+from ...llm import PREFIX_CACHE_SLOTS
+from ...requests.async_llm import MAX_WAITING
 from ...speculation.config import SpeculativeConfig
 
 VARIABLE = (-1,)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 
 from draftwood.runtime import LLM, ConfigError, GenerationResult, RequestError, SamplingParams, SpeculativeConfig
-from draftwood.runtime.decoding.decoder import TokenChunk
+from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.llm import Prompt
 from draftwood.runtime.requests.async_llm import AsyncLLM
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -43,14 +43,14 @@ def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
 
 def test_the_prompts_of_a_list_share_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = 0
-    forward = llm.engines.target.forward
+    score = llm.engines.target.score
 
-    def counted(batch: TokenBatch, cache: Any) -> ForwardOutput:
+    def counted(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         nonlocal passes
         passes += 1
-        return forward(batch, cache)
+        return score(batch, cache)
 
-    monkeypatch.setattr(llm.engines.target, "forward", counted)
+    monkeypatch.setattr(llm.engines.target, "score", counted)
     prompts: list[Prompt] = ["one", "two", "three", "four"]
     together = llm.generate(prompts, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))
     shared, passes = passes, 0

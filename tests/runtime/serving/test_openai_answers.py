@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
-from draftwood.runtime.decoding.decoder import TokenLogprob
+from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
 from draftwood.runtime.serving.openai.answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts

@@ -20,7 +20,7 @@ from draftwood.runtime import (
     SpeculativeConfig,
     StreamChunk,
 )
-from draftwood.runtime.decoding.decoder import TokenLogprob
+from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, ShutdownError
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
 from draftwood.runtime.serving.triton.metrics import REASONS

@@ -11,7 +11,8 @@ from growth import PROMPT, grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.runtime.engines.base import ForwardOutput, run
+from draftwood.runtime.engines.base import ForwardOutput
+from draftwood.runtime.engines.passes import run
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
@@ -125,11 +126,11 @@ def test_a_configuration_keeps_the_limits_it_states(config: SpeculativeConfig, g
     widest, rows = 0, 0
 
     class Watched(FakeEngine):
-        def forward(self, batch, cache):  # type: ignore[no-untyped-def]
+        def score(self, batch, cache):  # type: ignore[no-untyped-def]
             nonlocal widest, rows
             if cache.length >= len(PROMPT):
                 widest, rows = max(widest, batch.num_tokens), rows + batch.num_tokens
-            return super().forward(batch, cache)
+            return super().score(batch, cache)
 
     from draftwood.runtime.speculation.proposer import DraftProposer
 
