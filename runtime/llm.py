@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -146,9 +147,14 @@ class LLM:
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
         sampler = Sampler(params, tokens, self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size)
-        stats, writer = SpecDecodeStats(), TextWriter(self.tokenizer, tokens, params)
+        stats = SpecDecodeStats()
         steps = self._rounds(tokens, sampler, stats, config, observe, engines)
-        return Job(steps=steps, write=lambda chunk: writer.write(chunk, stats), stats=stats)
+
+        @cache
+        def writer() -> TextWriter:  # made by the thread that decodes: it reads the prompt's end
+            return TextWriter(self.tokenizer, tokens, params)
+
+        return Job(steps=steps, write=lambda chunk: writer().write(chunk, stats), stats=stats)
 
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
         """How a request really speculates: "own" by name, limits fitted to the engines. Raises ConfigError."""
