@@ -70,11 +70,11 @@ def test_kinds_of_request_are_forgotten_when_there_are_too_many() -> None:
     learned = AcceptanceEstimate(shapes[0])
     learned.observe(None, 8, [], [Choice(None, 1)])
     for each in shapes:
-        experience.note(each, True, learned)
-        experience.note(shapes[0], True, learned)
+        experience.store(each, True, learned)
+        experience.store(shapes[0], True, learned)
     assert len(experience._latest) == REMEMBERED
-    unknown = AcceptanceEstimate(shapes[0]).accepted()[0, 0]
-    known = [experience.recall(each, True).accepted()[0, 0] < unknown for each in shapes]
+    unknown = AcceptanceEstimate(shapes[0]).expected_accepted()[0, 0]
+    known = [experience.estimate_for(each, True).expected_accepted()[0, 0] < unknown for each in shapes]
     assert known == [True] + [False] * (9 * REMEMBERED) + [True] * (REMEMBERED - 1)
 
 

@@ -104,7 +104,7 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     controller = Controller(table(), TREES, greedy=True)
     for _ in range(300):
         controller.observe(Plan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
-    expected = controller._estimate.accepted()
+    expected = controller._estimate.expected_accepted()
     assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
     assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
     assert expected[2, 2] - expected[1, 2] > 0.7
@@ -116,7 +116,7 @@ def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
     controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
     for _ in range(300):
         controller.observe(Plan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [Choice(0, 1)] * 12)
-    assert controller._estimate.accepted()[0, -1] == pytest.approx(12, abs=1)
+    assert controller._estimate.expected_accepted()[0, -1] == pytest.approx(12, abs=1)
 
 
 def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
@@ -206,7 +206,7 @@ def taught(*seen: Choice) -> float:
     estimate = AcceptanceEstimate(Shapes((2,), 1, 2, False, 0))
     for choice in seen * 60:
         estimate.observe(None, 1, [], [choice])
-    return float(estimate.accepted()[0, 0])
+    return float(estimate.expected_accepted()[0, 0])
 
 
 def test_second_choices_count_where_they_were_offered() -> None:
