@@ -165,13 +165,13 @@ def test_plans_do_not_depend_on_the_unit_of_costs(shapes: Shapes, factor: float)
 
 
 def test_a_shared_pass_is_left_to_others_unless_a_proposal_clearly_pays() -> None:
-    """By a clock on which plain decoding costs 0.01: the promise lies between one and what is asked among others."""
+    """On a clock where plain decoding costs 0.01, the expected speed-up is between 1 and SHARED_SPEED_UP."""
     costs = scaled(table(1.0, 0.555), 0.01)
     alone, busy = (Controller(costs, CHAIN, greedy=True).plan(0, 100, sharing) for sharing in (1, 4))
     assert 1 < busy.speed_up <= SHARED_SPEED_UP and busy.depth == 0 and alone.depth > 0
     assert busy.reason == (
-        f"a proposal promises {busy.speed_up:.2f} times plain speed and 4 requests share the passes, "
-        "where more than 1.05 is asked"
+        f"a proposal promises {busy.speed_up:.2f} times plain speed, "
+        "but more than 1.05 is needed when 4 requests share the passes"
     )
 
 
