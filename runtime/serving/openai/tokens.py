@@ -1,4 +1,4 @@
-"""Text to tokens and back over HTTP, as vLLM has it: /tokenize and /detokenize."""
+"""The endpoints /tokenize and /detokenize, with vLLM's format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .streams import CLIENT_CLOSED, ClientGone, while_connected
 
 
 class TokenizeBody(Body):
-    """POST /tokenize. Either a text, which gets the tokens that /v1/completions would put around it, or a conversation,
-    which gets what /v1/chat/completions makes of it."""
+    """POST /tokenize. Either a text, which is tokenized as by /v1/completions, or a conversation, which is tokenized as
+    by /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None
@@ -41,9 +41,9 @@ class DetokenizeBody(Body):
 
 
 class TokensApi:
-    """Both endpoints. other_model: the refusal of a model's name.
+    """Both endpoints. other_model: returns the refusal of another model's name.
 
-    What could never fit the model is refused, as in completions: to read megabytes of text takes many seconds.
+    Texts that are too long for the model are refused, as in completions: tokenizing megabytes takes many seconds.
     """
 
     def __init__(self, async_llm: AsyncLLM, other_model: Callable[[str | None], Response | None]) -> None:

@@ -25,7 +25,7 @@ from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, Reque
 from ...requests.stream import contained
 from ...sampling.sampler import SamplingParams
 from ...text.writer import StreamChunk
-from ..json_text import parsed as parsed_json
+from ..json_text import parse as parse_json
 from .contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
 from .metrics import TritonMetrics
 from .request import parse_request
@@ -131,7 +131,7 @@ class Call:
 
     async def answer(self, engine: AsyncLLM) -> None:
         """Send responses as rounds end. Raises whatever ends the request early; then nothing final was sent."""
-        parameters = parsed_json(self._request.parameters() or "{}")
+        parameters = parse_json(self._request.parameters() or "{}")
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
         deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
         prompt = await engine.encode(parsed.prompt)

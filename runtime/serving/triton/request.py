@@ -20,7 +20,7 @@ from ....models.errors import RequestError, shown
 from ...sampling.sampler import SamplingParams
 from ...speculation.bounds import MAX_PROPOSAL, check_bounds
 from ...speculation.config import SpeculativeConfig
-from ..json_text import parsed
+from ..json_text import parse
 from .contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
 
 ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
@@ -114,7 +114,7 @@ def plain(name: str, item: Any) -> Any:
 
 def json_object(content: str) -> dict[str, Any]:
     try:
-        settings = parsed(content)
+        settings = parse(content)
     except RequestError as error:
         raise RequestError(f"sampling_parameters is not JSON: {error}") from error
     if not isinstance(settings, dict):
