@@ -33,7 +33,7 @@ MAX_STOP_TOKENS = 1024
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
 # The types that each annotation accepts (numpy's numbers included), and their name. Other settings are tuples.
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+ACCEPTED_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((Integral,), "a whole number"),
     "int | None": ((Integral, NoneType), "None or a whole number"),
     "float": ((Real,), "a number"),
@@ -73,10 +73,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind in ((field.name, str(field.type)) for field in fields(self)):
             value = getattr(self, name)
-            if kind not in KINDS:
+            if kind not in ACCEPTED_TYPES:
                 object.__setattr__(self, name, as_tuple(value))  # only here are frozen fields normalised
                 continue
-            types, expected = KINDS[kind]
+            types, expected = ACCEPTED_TYPES[kind]
             require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)

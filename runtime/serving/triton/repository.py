@@ -59,7 +59,7 @@ request parameter `client` over gRPC. The sequence id counts where that is missi
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`instances` of a model on each of these GPUs, or on the CPU when there are none. Each has its own engines."""
+    """`instances` of a model on each of `gpus`, or on the CPU if it is empty. Each instance has its own engines."""
 
     instances: int = 1
     gpus: tuple[int, ...] = ()
@@ -74,10 +74,11 @@ class Placement:
 def write_model(
     bundle: Path, repository: Path, name: str, settings: ModelSettings, placement: Placement, copy_bundle: bool
 ) -> Path:
-    """Write the model `name` into a repository and return its folder; an older one is replaced all at once.
+    """Write the model `name` into a repository and return its folder; an older model is replaced atomically.
 
-    settings: but for the bundle, which is found through its absolute path, or copied into the model's folder. Raises
-    BundleError for a damaged bundle, ConfigError for speculation it is too small for and a name that cannot be used.
+    settings: their `bundle` is ignored; the model refers to `bundle` by its absolute path, or to a copy in the model's
+    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name and for speculation that is too
+    large for the bundle.
     """
     opened = EngineBundle.open(bundle)
     if settings.speculative is not None:
@@ -112,7 +113,7 @@ def written_here(folder: Path) -> bool:
 
 
 def config_pbtxt(name: str, settings: ModelSettings, placement: Placement) -> str:
-    """The model's configuration, complete, in protobuf's text format."""
+    """The complete configuration of the model, in protobuf's text format."""
     parameters = settings.to_parameters() | {"FORCE_CPU_ONLY_INPUT_TENSORS": "yes"}
     count = f"count: {placement.instances}"
     groups = [f"{{ kind: KIND_GPU {count} gpus: [ {gpu} ] }}" for gpu in placement.gpus]
@@ -120,7 +121,7 @@ def config_pbtxt(name: str, settings: ModelSettings, placement: Placement) -> st
         HEADER,
         f"name: {quoted(name)}",
         'backend: "python"',
-        "max_batch_size: 1",  # TensorRT-LLM's clients send a batch axis; one prompt per request
+        "max_batch_size: 1",  # TensorRT-LLM's clients send a batch axis; a request has one prompt
         "model_transaction_policy { decoupled: true }",
         *block("input", [tensor(PROMPT), *(tensor(spec, " optional: true") for spec in OPTIONAL_INPUTS)]),
         *block("output", [tensor(spec) for spec in OUTPUTS]),
@@ -148,7 +149,7 @@ def quoted(text: str) -> str:
 
 
 def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Placement) -> str:
-    """How to start this model, line by line."""
+    """The README of the model's folder: how to start the model."""
     copied = settings.bundle == "bundle"
     devices = ",".join(map(str, placement.gpus))
     return README.format(
