@@ -23,7 +23,7 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
     """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
     try:
         for name in (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED):
-            checked(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
+            check_plain_file(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)
         elif (source / SENTENCEPIECE).is_file():
@@ -40,7 +40,7 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
         raise CheckpointError(f"the tokenizer of {source} cannot be used: {error}") from error
 
 
-def checked(file: Path, most: int) -> None:
+def check_plain_file(file: Path, most: int) -> None:
     """Raises CheckpointError for a file that is there and no plain one of at most `most` bytes."""
     try:
         check_plain(file, most)
@@ -50,7 +50,7 @@ def checked(file: Path, most: int) -> None:
         raise CheckpointError(f"{file} is not read: {error}; copy the model's own file there") from error
 
 
-def same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises CheckpointError unless every token has the same id on both sides."""
     ours, theirs = target.vocabulary(), draft.vocabulary()
     different = {token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)}
