@@ -23,7 +23,7 @@ from .engines.plan import check_compiler
 from .options import BuildOptions
 from .progress import Begin, Step
 from .quantize import FORMATS, QuantizedCheckpoint
-from .tokenizer import convert_tokenizer, check_same_vocabulary
+from .tokenizer import check_same_vocabulary, convert_tokenizer
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 

@@ -32,7 +32,7 @@ from ..runtime.speculation.planning.cost import CostModel, assumed
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, write
 from .live import costs_note
-from .options import add_engines, add_sampling, read_options, integers, positive
+from .options import add_engines, add_sampling, integers, positive, read_options
 
 PLAIN = "plain"
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least

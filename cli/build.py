@@ -12,7 +12,7 @@ from ..builder.profile import CONTEXTS
 from ..models.errors import DraftwoodError, EngineError
 from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
-from .options import DRAFT_THREADS, PROVIDER, THREADS, read_options, integers
+from .options import DRAFT_THREADS, PROVIDER, THREADS, integers, read_options
 from .profile import profile
 from .progress import progress
 

@@ -109,7 +109,7 @@ def add_parser(commands: Any) -> None:
     load.add_argument(
         "--kv-cache-bytes",
         type=int,
-        help="lower --max-running to the caches that fit into this memory (default: requests wait until their caches fit "
+        help="lower --max-running to the caches that fit into this memory (default: requests wait until caches fit "
         f"into {CACHE_SHARE:.0%} of the available memory)".replace("%", "%%"),
     )
     load.add_argument(

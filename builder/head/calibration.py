@@ -1,4 +1,4 @@
-"""How far a predicted probability can be believed: binary KL, reliability, expected calibration error, temperature."""
+"""Calibration of predicted probabilities: binary KL, reliability, expected calibration error, temperature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 
 class Bin(NamedTuple):
-    """Predictions of one tenth of [0, 1]: how many, their mean, and the mean of what they predicted."""
+    """Predictions in one tenth of [0, 1]: their number, their mean, and the mean of the labels."""
 
     tokens: int
     predicted: float
@@ -33,7 +33,7 @@ class Calibration(NamedTuple):
 
 
 def calibration(logits: Floats, labels: Floats) -> Calibration:
-    """Judge log-odds [N] by soft labels [N]."""
+    """Compare log-odds [N] with soft labels [N]."""
     nll = negative_log_likelihood(logits, labels)
     bins = reliability(sigmoid(logits), labels)
     ece = sum(each.tokens * abs(each.predicted - each.observed) for each in bins) / len(labels)

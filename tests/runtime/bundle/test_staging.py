@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftwood.models.errors import CheckpointError
-from draftwood.runtime.bundle.staging import try_lock, staging_folder
+from draftwood.runtime.bundle.staging import staging_folder, try_lock
 
 
 def names(folder: Path) -> list[str]:

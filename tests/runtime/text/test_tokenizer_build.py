@@ -13,7 +13,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.builder.tokenizer import SENTENCEPIECE, convert_tokenizer, check_same_vocabulary
+from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
 from draftwood.models.errors import CheckpointError
 from draftwood.runtime.text.tokenizer import SETTINGS, TOKENIZER, Tokenizer
 
