@@ -26,7 +26,7 @@ from benchmarks.tools.record import add_output, write_results
 from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.speculation.planning.controller import Controller, Experience, Plan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.speculation.planning.estimate import Choice, Shapes
+from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
 
 ACCEPTANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)
 LENGTHS = (1, 2, 3, 4, 6, 8, 10)
@@ -77,16 +77,16 @@ def grow_tree(acceptance: float, depth: int, size: int, chain: bool) -> Tree:
     return rows
 
 
-def follow_text(tree: Tree, ranks: NDArray[np.int64]) -> tuple[list[int], list[Choice]]:
+def follow_text(tree: Tree, ranks: NDArray[np.int64]) -> tuple[list[int], list[VerifierChoice]]:
     """The accepted rows of a tree, and what verification chose at each of their parents."""
     rows: list[int] = []
-    choices: list[Choice] = []
+    choices: list[VerifierChoice] = []
     path: tuple[int, ...] = ()
     for rank in (*ranks.tolist(), -1):
         offered = sum((*path, child) in tree for child in range(SHAPES.frontier))
         found = (*path, rank) in tree
         if offered:
-            choices.append(Choice(rank if found else None, offered))
+            choices.append(VerifierChoice(rank if found else None, offered))
         if not found:
             break
         path = (*path, rank)

@@ -22,7 +22,7 @@ class Bin(NamedTuple):
     observed: float
 
 
-class Calibration(NamedTuple):
+class CalibrationFigures(NamedTuple):
     """Figures of one set of predictions. nll: cross-entropy with the soft labels, in nats per token. binary_kl: its
     part above the labels' own entropy. ece: mean distance of predicted and observed over the bins, by tokens."""
 
@@ -32,12 +32,12 @@ class Calibration(NamedTuple):
     bins: tuple[Bin, ...]
 
 
-def calibration(logits: Floats, labels: Floats) -> Calibration:
+def calibration(logits: Floats, labels: Floats) -> CalibrationFigures:
     """Compare log-odds [N] with soft labels [N]."""
     nll = negative_log_likelihood(logits, labels)
     bins = reliability(sigmoid(logits), labels)
     ece = sum(each.tokens * abs(each.predicted - each.observed) for each in bins) / len(labels)
-    return Calibration(nll, max(0.0, nll - entropy(labels)), ece, tuple(bins))
+    return CalibrationFigures(nll, max(0.0, nll - entropy(labels)), ece, tuple(bins))
 
 
 def reliability(predicted: Floats, labels: Floats) -> Sequence[Bin]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...models.acceptance_head import HeadConfig
 from ...models.errors import ConfigError
-from .calibration import Calibration
+from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")
 
@@ -94,16 +94,16 @@ class HeadResult:
     training: tuple[Point, ...]
     validation: tuple[Point, ...]
     loss: float
-    constant: Calibration
-    raw: Calibration
-    debiased: Calibration
-    calibrated: Calibration
+    constant: CalibrationFigures
+    raw: CalibrationFigures
+    debiased: CalibrationFigures
+    calibrated: CalibrationFigures
     examples: int
     held_out: int
     mean_acceptance: float
     seconds: float
 
-    def stages(self) -> dict[str, Calibration]:
+    def stages(self) -> dict[str, CalibrationFigures]:
         """Held-out figures in the order of the corrections."""
         return {"as trained": self.raw, "de-biased": self.debiased, "calibrated": self.calibrated}
 
@@ -112,7 +112,7 @@ class HeadResult:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields["config"] = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
         for name in ("constant", "raw", "debiased", "calibrated"):
-            figures: Calibration = getattr(self, name)
+            figures: CalibrationFigures = getattr(self, name)
             fields[name] = {**figures._asdict(), "bins": [each._asdict() for each in figures.bins]}
         for name in ("training", "validation"):
             fields[name] = [point._asdict() for point in getattr(self, name)]

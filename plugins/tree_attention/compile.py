@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from . import kernel
 from .library import PTX, KernelImage, KernelLibrary
 from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
-from .plan import Plan, Shape, Variant
+from .plan import LaunchPlan, Shape, Variant
 
 PTX_VERSION = 80  # of CUDA 12.0: every driver that has the devices' TensorRT takes it
 LEAST_SHARED = 86  # the capability of the least shared memory among those that take the PTX
@@ -56,7 +56,7 @@ def example(name: str, variant: Variant) -> tuple[Argument, ...]:
     """Arguments of the types that every launch passes."""
     shape = Shape(1, variant.group, 1, 1, 1, 1, variant.head_dim, variant.dtype)
     operands = Operands(0, 0, 0, 0, 0, 0, 0, (0, 0), (0, 0))
-    attention, combine = arguments(Plan(shape, variant, 1), operands, 1.0)
+    attention, combine = arguments(LaunchPlan(shape, variant, 1), operands, 1.0)
     return {ATTENTION: attention, COMBINE: combine}[name]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .library import KernelImage, KernelLibrary
 from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
-from .plan import Plan, Variant
+from .plan import LaunchPlan, Variant
 
 C_TYPES = {Pointer: ctypes.c_void_p, int: ctypes.c_int32, float: ctypes.c_float}
 HIDDEN = (Pointer(0, "u8"), Pointer(0, "u8"))  # Triton ends every parameter list with two scratch pointers, here unused
@@ -35,7 +35,7 @@ class DriverLauncher:
     def multiprocessors(self) -> int:
         return device_attribute("MULTIPROCESSOR_COUNT")
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
         """See Launcher.launch. Raises ValueError when the library lacks the plan's variant."""
         attention, combine = arguments(plan, operands, scale)
         self._launch(ATTENTION, plan.variant, plan.grid, attention, stream)

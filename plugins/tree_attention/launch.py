@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import kernel
 from .operands import Argument, Operands, Pointer, Strides, arguments
-from .plan import Plan, Shape, plan, power_of_two
+from .plan import LaunchPlan, Shape, plan_launch, power_of_two
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -33,7 +33,7 @@ def tree_attention(
     shape = Shape.of([tensor.shape for tensor in tensors], DTYPES[query.dtype])
     device = query.device
     launcher = torch_launcher(device)
-    layout = plan(shape, launcher.multiprocessors)
+    layout = plan_launch(shape, launcher.multiprocessors)
     stream = torch.cuda.current_stream(device).cuda_stream
     memory = workspace(power_of_two(max(1, layout.workspace_bytes)), device, stream)
     rows = (1, shape.rows, shape.heads, shape.head_dim)
@@ -90,7 +90,7 @@ class TorchLauncher:
         self._capability = capability
         self.multiprocessors = multiprocessors
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
         """See Launcher.launch; Triton launches on torch's current stream, which `stream` must be."""
         attention, combine = arguments(plan, operands, scale)
         variant = plan.variant
@@ -110,7 +110,7 @@ class InterpreterLauncher:
     def __init__(self, multiprocessors: int = 1) -> None:
         self.multiprocessors = multiprocessors
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
         """See Launcher.launch; runs at once, and a stream means nothing to it. Raises ValueError for bf16."""
         if plan.variant.dtype == "bf16":
             raise ValueError("Triton's interpreter cannot multiply bf16: take fp16 or fp32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-from .plan import Plan
+from .plan import LaunchPlan
 
 ATTENTION, COMBINE = "tree_attention", "combine_splits"  # the functions of kernel.py
 Strides = tuple[int, int]  # of the axes head and row, in elements; the head dimension is contiguous
@@ -14,7 +14,7 @@ Strides = tuple[int, int]  # of the axes head and row, in elements; the head dim
 class Operands(NamedTuple):
     """Addresses of the tensors of one call; key, value, sequences and tree_mask are contiguous.
 
-    All but sequences and tree_mask are 16-byte aligned. workspace: at least `Plan.workspace_bytes`, 0 for none.
+    All but sequences and tree_mask are 16-byte aligned. workspace: at least `LaunchPlan.workspace_bytes`, 0 for none.
     """
 
     query: int
@@ -31,9 +31,9 @@ class Operands(NamedTuple):
 class Launcher(Protocol):
     @property
     def multiprocessors(self) -> int:
-        """Of the device it launches on, for `plan`."""
+        """Of the device it launches on, for `plan_launch`."""
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
         """Enqueue one call; returns before it has run. stream: a CUstream. Raises RuntimeError when CUDA refuses."""
 
 
@@ -58,7 +58,7 @@ class Arguments(NamedTuple):
     combine: tuple[Argument, ...]
 
 
-def arguments(plan: Plan, operands: Operands, scale: float) -> Arguments:
+def arguments(plan: LaunchPlan, operands: Operands, scale: float) -> Arguments:
     """The kernels' arguments; the workspace is cut into `partial` and `logsum` here and nowhere else."""
     shape, dtype = plan.shape, plan.variant.dtype
     partial = Pointer(operands.workspace, "fp32")

@@ -145,7 +145,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """One call: the variant, the grid of the kernel and, with more than one split, of the reduction after it.
 
     workspace_bytes: for the partial results, 0 with one split; 16-byte aligned, uninitialised.
@@ -178,7 +178,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(shape: Shape, multiprocessors: int) -> Plan:
+def plan_launch(shape: Shape, multiprocessors: int) -> LaunchPlan:
     """Lay `shape` out on a device of so many multiprocessors: as many splits as keep all of them busy, and no more.
 
     Counted for all rows in one sequence, since how many sequences a pass has is known on the device alone: more of them
@@ -188,7 +188,7 @@ def plan(shape: Shape, multiprocessors: int) -> Plan:
     variant = Variant(shape.head_dim, shape.group, shape.dtype, block_rows)
     blocks = -(-shape.rows * shape.group // block_rows) * shape.kv_heads
     room = BLOCKS_PER_MULTIPROCESSOR * min(multiprocessors, MAX_MULTIPROCESSORS) // blocks
-    return Plan(shape, variant, max(1, min(room, -(-shape.capacity // SPLIT_SLOTS))))
+    return LaunchPlan(shape, variant, max(1, min(room, -(-shape.capacity // SPLIT_SLOTS))))
 
 
 def row_block(packed_rows: int, head_dim: int, dtype: str) -> int:

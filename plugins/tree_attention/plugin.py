@@ -20,7 +20,7 @@ from .driver import DriverLauncher
 from .library import KernelLibrary
 from .op import NAME
 from .operands import Launcher, Operands
-from .plan import Plan, Shape, Variant, plan, row_block, workspace_bound
+from .plan import LaunchPlan, Shape, Variant, plan_launch, row_block, workspace_bound
 
 VERSION, NAMESPACE = "1", ""  # ENABLE_PLUGIN_OVERRIDE finds creators without a namespace
 ALIGNMENT = 16  # bytes, of what the kernel reads and writes in vectors
@@ -75,7 +75,7 @@ def plugin_classes(trt: ModuleType, launcher_of: Callable[[bytes], Launcher]) ->
             self.scale = scale
             self.library = library
             self.variant = variant
-            self.plan: Plan | None = None
+            self.plan: LaunchPlan | None = None
             self.kept: list[Any] = []
 
         def get_capability_interface(self, kind: Any) -> Any:
@@ -134,7 +134,7 @@ def plugin_classes(trt: ModuleType, launcher_of: Callable[[bytes], Launcher]) ->
 
         def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             shape = Shape.of([each.dims for each in inputs], dtypes[inputs[0].type])
-            self.plan = plan(shape, launcher_of(self.library).multiprocessors)
+            self.plan = plan_launch(shape, launcher_of(self.library).multiprocessors)
 
         def enqueue(
             self,
@@ -190,7 +190,7 @@ def check_library(library: bytes, variant: Variant) -> None:
         )
 
 
-def operands_of(plan: Plan, inputs: Sequence[int], output: int, workspace: int) -> Operands:
+def operands_of(plan: LaunchPlan, inputs: Sequence[int], output: int, workspace: int) -> Operands:
     """Contiguous tensors by their addresses. Raises ValueError where one is not aligned."""
     query, key, value, sequences, tree_mask = inputs
     aligned = {"query": query, "key": key, "value": value, "output": output}

@@ -44,7 +44,7 @@ class Place(NamedTuple):
     y: float
 
 
-class Layout(NamedTuple):
+class GraphLayout(NamedTuple):
     """The places of every node of a round and of the target's own token, and the size of the picture."""
 
     nodes: dict[int, Place]
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     height: float
 
 
-def lay_out(round: ExplainedRound) -> Layout:
+def lay_out(round: ExplainedRound) -> GraphLayout:
     """Place nodes from left to right by depth. A node is level with its first child, and each further child gets a new
     line. The target's own token is the last child of the last accepted node."""
     children: dict[int, list[int]] = {node.node: [] for node in round.nodes}
@@ -71,7 +71,7 @@ def lay_out(round: ExplainedRound) -> Layout:
         places[node] = Place(MARGIN + COLUMN * depth[node], MARGIN + ROW * line)
         stack += reversed([(child, index > 0) for index, child in enumerate(children[node])])
     width = max(place.x for place in places.values()) + WIDTH + MARGIN
-    return Layout(
+    return GraphLayout(
         {node: place for node, place in places.items() if node != own}, places[own], width, MARGIN + ROW * (line + 1)
     )
 

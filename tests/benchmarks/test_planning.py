@@ -18,7 +18,7 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.planning.controller import REMEMBERED, Controller, Experience
 from draftwood.runtime.speculation.planning.cost import HostCosts
-from draftwood.runtime.speculation.planning.estimate import AcceptanceEstimate, Choice, Shapes
+from draftwood.runtime.speculation.planning.estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something
@@ -68,7 +68,7 @@ def test_kinds_of_request_are_forgotten_when_there_are_too_many() -> None:
     experience = Experience()
     shapes = [Shapes((), 8, 1, True, given) for given in range(10 * REMEMBERED)]
     learned = AcceptanceEstimate(shapes[0])
-    learned.observe(None, 8, [], [Choice(None, 1)])
+    learned.observe(None, 8, [], [VerifierChoice(None, 1)])
     for each in shapes:
         experience.store(each, True, learned)
         experience.store(shapes[0], True, learned)

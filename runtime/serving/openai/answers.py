@@ -44,7 +44,7 @@ class TokenTexts:
         return None if "\ufffd" in alone else tuple(self.text(token).encode())
 
 
-class Shape(Protocol):
+class AnswerFormat(Protocol):
     """The format of a choice in one of the two APIs. Log-probabilities are iterators, see `json_text.pieces`: a token
     with its alternatives takes a kilobyte as text and several as objects, and an answer may have 100,000 tokens."""
 
@@ -60,7 +60,7 @@ class Shape(Protocol):
     def whole(self, index: int, part: Part) -> dict[str, Any]: ...
 
 
-class CompletionShape:
+class CompletionFormat:
     """/v1/completions. logprobs: whether the request asked for log-probabilities."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
@@ -95,7 +95,7 @@ class CompletionShape:
         return shown
 
 
-class ChatShape:
+class ChatFormat:
     """/v1/chat/completions. logprobs: whether the request asked for log-probabilities."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -146,7 +146,7 @@ class Answer:
 
     def __init__(
         self,
-        shape: Shape,
+        format: AnswerFormat,
         texts: TokenTexts,
         model: str,
         prompts: Sequence[Sequence[int]],
@@ -157,16 +157,16 @@ class Answer:
         a prompt are adjacent, and every prompt has equally many. proposal: most tokens of a proposal; 0 without
         speculation."""
         self.choices = [Choice(texts=[echo]) for echo in echoes]
-        self._shape, self._texts = shape, texts
-        self._head = {"id": shape.prefix + uuid4().hex, "created": int(time.time()), "model": model}
+        self._format, self._texts = format, texts
+        self._head = {"id": format.prefix + uuid4().hex, "created": int(time.time()), "model": model}
         self._prompts = prompts
         self._proposal = proposal
 
     def openings(self) -> list[dict[str, Any]]:
         """The chunks before the first token: roles, and echoed prompts."""
-        opening = [self._shape.opening(index) for index in range(len(self.choices))]
+        opening = [self._format.opening(index) for index in range(len(self.choices))]
         echoes = [
-            self._shape.chunk(index, Part(choice.texts[0], [], None))
+            self._format.chunk(index, Part(choice.texts[0], [], None))
             for index, choice in enumerate(self.choices)
             if choice.texts[0]
         ]
@@ -189,22 +189,22 @@ class Answer:
         choice.offset += sum(len(self._texts.text(item.token_id)) for item in chunk.logprobs)
         if not (part.text or part.logprobs or part.finish_reason):
             return None
-        return self._chunk([self._shape.chunk(index, part)])
+        return self._chunk([self._format.chunk(index, part)])
 
     def whole(self) -> Response:
         """The finished answer."""
         choices = [
-            self._shape.whole(index, Part("".join(choice.texts), choice.logprobs, choice.finish_reason))
+            self._format.whole(index, Part("".join(choice.texts), choice.logprobs, choice.finish_reason))
             for index, choice in enumerate(self.choices)
         ]
-        return as_json({**self._head, "object": self._shape.whole_object, "choices": choices, **self._account()})
+        return as_json({**self._head, "object": self._format.whole_object, "choices": choices, **self._account()})
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage and metrics."""
         return self._chunk([]) | self._account()
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self._shape.chunk_object, "choices": choices}
+        return {**self._head, "object": self._format.chunk_object, "choices": choices}
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far. Draft tokens count as predicted tokens; only accepted ones are part of the output."""

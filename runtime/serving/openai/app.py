@@ -26,7 +26,7 @@ from ...speculation.config import SpeculativeConfig
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
 from ..json_text import pieces
-from .answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts, as_json
+from .answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, TokenTexts, as_json
 from .protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from .route import JsonRoute
 from .streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connected
@@ -146,8 +146,8 @@ class OpenAIApi:
             echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        shape = CompletionShape(self._texts, body.logprobs is not None)
-        return await self._answer(request, body, config, shape, prompts, echoes, COMPLETION_TOKENS)
+        format = CompletionFormat(self._texts, body.logprobs is not None)
+        return await self._answer(request, body, config, format, prompts, echoes, COMPLETION_TOKENS)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         if refused := self.other_model(body.model):
@@ -157,9 +157,9 @@ class OpenAIApi:
             prompt = await while_connected(request, self._async_llm.encode_chat(body.conversation))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        shape = ChatShape(self._texts, body.logprobs)
+        format = ChatFormat(self._texts, body.logprobs)
         default_max_tokens = min(self._max_length, self._async_llm.max_tokens_behind(prompt))
-        return await self._answer(request, body, config, shape, [prompt], [""], default_max_tokens)
+        return await self._answer(request, body, config, format, [prompt], [""], default_max_tokens)
 
     def other_model(self, name: str | None) -> Response | None:
         """The refusal if `name` is another model than this one; else None."""
@@ -192,7 +192,7 @@ class OpenAIApi:
         request: Request,
         body: GenerationBody,
         config: SpeculativeConfig | None,
-        shape: Shape,
+        format: AnswerFormat,
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
         default_max_tokens: int,
@@ -201,7 +201,7 @@ class OpenAIApi:
         streams = await self._submit(body, request.state.client, prompts, config, default_max_tokens)
         proposal = 0 if config is None else config.max_tokens
         echoed = [echo for echo in echoes for _ in range(body.n)]
-        answer = Answer(shape, self._texts, str(self._card["id"]), prompts, echoed, proposal)
+        answer = Answer(format, self._texts, str(self._card["id"]), prompts, echoed, proposal)
         chunks = merged(streams)
         try:
             if not body.stream:

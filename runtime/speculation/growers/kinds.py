@@ -12,7 +12,7 @@ from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, de
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from .gsd import NO_MERGER, GraphMerger, Merger, UnexpandedMerger
 
-Shape = tuple[int, ...]
+Topology = tuple[int, ...]
 DRAWN_CHAIN, DRAWN_TREE = "drawn chain", "drawn tree"
 DRAWN_GRAPH = "drawn graph"  # merged branches share their draws
 CHOSEN_GRAPH = "chosen graph"  # tokens are chosen by probability, or merges by the drawn tokens
@@ -26,7 +26,7 @@ class Growth(NamedTuple):
     size: int
     depth: int
     width: int
-    shape: Shape
+    shape: Topology
     tau: int | None
     draft_threshold: float
     sibling_share: float
@@ -53,7 +53,7 @@ class GrowerKind:
     choose: Callable[[Growth], Grower] = best_first
     proposal: str = DRAWN_TREE
     merged: str = CHOSEN_GRAPH
-    shape: Callable[[Shape, Shape], Shape] | None = None
+    shape: Callable[[Topology, Topology], Topology] | None = None
     layered: bool = True
     by_value: bool = False
 
@@ -76,7 +76,7 @@ class GrowerKind:
         return [1 if self.is_chain else limits.width] * passes
 
 
-def fixed_shape(shape: Callable[[Shape, Shape], Shape]) -> GrowerKind:
+def fixed_shape(shape: Callable[[Topology, Topology], Topology]) -> GrowerKind:
     """The kind of growers whose settings fix the shape of the tree."""
     return GrowerKind(
         lambda g: StaticTree(shallow(g.shape, g.depth), g.merger()),

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel, PassCosts
-from .estimate import AcceptanceEstimate, Choice, Shapes
+from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
@@ -110,7 +110,7 @@ class Controller:
         self._price(context, sharing)
         return remaining > 0 and self._pays(self._best(remaining), remaining, self._reading_time(context), sharing)
 
-    def observe(self, plan: Plan, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
+    def observe(self, plan: Plan, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
         """Learn from a verified round the acceptance of its proposal and of every smaller one. accepted: accepted rows
         of the tree. choices: the verifier's choices along these rows."""
         self._found.clear()

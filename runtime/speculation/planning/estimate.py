@@ -49,7 +49,7 @@ class Shapes(NamedTuple):
         return self.chain + len(self.sizes), self.depth
 
 
-class Choice(NamedTuple):
+class VerifierChoice(NamedTuple):
     """The verifier's choice below one row. rank: of the accepted child, None if none was. offered: number of
     children."""
 
@@ -57,14 +57,14 @@ class Choice(NamedTuple):
     offered: int
 
 
-def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[Choice]:
+def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[VerifierChoice]:
     """The verifier's choices along an accepted path, among drawn or chosen tokens. A row at which a given token was
     accepted is left out, because the verifier may not have tested the other children."""
     choices = []
     for row, taken in zip((0, *accepted), (*accepted, None), strict=True):
         drawn = [child for child in tree.children[row] if child not in tree.certain]
         if drawn and taken not in tree.certain:
-            choices.append(Choice(None if taken is None else drawn.index(taken), len(drawn)))
+            choices.append(VerifierChoice(None if taken is None else drawn.index(taken), len(drawn)))
     return choices
 
 
@@ -84,7 +84,7 @@ class AcceptanceEstimate:
         carried._chances = self._chances * CARRIED
         return carried
 
-    def observe(self, size: int | None, depth: int, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
+    def observe(self, size: int | None, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
         """Learn from one verified round. size: tokens of its tree, None for a chain. depth: its greatest depth."""
         for counts in (self._offered, self._accepted, self._chances):
             counts *= MEMORY
@@ -112,7 +112,9 @@ class AcceptanceEstimate:
         expected: NDArray[np.float64] = np.where(prior > 0, step, 0.0).cumprod(1).cumsum(1)
         return expected
 
-    def _observe_chain(self, is_chain: bool, depth: int, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
+    def _observe_chain(
+        self, is_chain: bool, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]
+    ) -> None:
         if is_chain:
             self._enter(0, depth, depth + self._shapes.given, accepted)
             return

@@ -19,16 +19,16 @@ from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, Plan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Choice, Shapes
+from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
 
 CHAIN = Shapes((), 12, 1, True, 0)
 TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
 DEAR_DRAFT = 3.0  # passes of the target
 
 
-def choices(plan: Plan, accepted: int) -> list[Choice]:
+def choices(plan: Plan, accepted: int) -> list[VerifierChoice]:
     """Along a chain of which so many tokens were accepted."""
-    return [*[Choice(0, 1)] * accepted, *[Choice(None, 1)] * (accepted < plan.depth)]
+    return [*[VerifierChoice(0, 1)] * accepted, *[VerifierChoice(None, 1)] * (accepted < plan.depth)]
 
 
 def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[Plan]:
@@ -115,7 +115,9 @@ def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
     looked_up = CHAIN._replace(given=4)
     controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
     for _ in range(300):
-        controller.observe(Plan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [Choice(0, 1)] * 12)
+        controller.observe(
+            Plan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
+        )
     assert controller._estimate.expected_accepted()[0, -1] == pytest.approx(12, abs=1)
 
 
@@ -201,7 +203,7 @@ def test_a_draft_that_is_too_dear_is_the_whole_reason() -> None:
     assert plan.reason == f"a proposal promises {plan.speed_up:.2f} times plain speed"
 
 
-def taught(*seen: Choice) -> float:
+def taught(*seen: VerifierChoice) -> float:
     """What a tree of two choices for one token is expected to get, when only these choices were made."""
     estimate = AcceptanceEstimate(Shapes((2,), 1, 2, False, 0))
     for choice in seen * 60:
@@ -211,12 +213,19 @@ def taught(*seen: Choice) -> float:
 
 def test_second_choices_count_where_they_were_offered() -> None:
     """A tree of two gets α + (1 - α) ρ of a token."""
-    nothing, first, second, third = Choice(None, 2), Choice(0, 2), Choice(1, 2), Choice(2, 3)
+    nothing, first, second, third = (
+        VerifierChoice(None, 2),
+        VerifierChoice(0, 2),
+        VerifierChoice(1, 2),
+        VerifierChoice(2, 3),
+    )
     assert taught(second) > 0.8 and taught(first) > 0.8
     assert taught(nothing) < 0.15 and taught(third) < 0.15
     assert taught(nothing) < taught(nothing, nothing, nothing, second) < taught(nothing, second) < taught(second)
     # Where one choice was offered, nothing is known about the second one: ρ stays at its guess.
-    assert taught(Choice(None, 1)) == pytest.approx(SAVED_GUESS, abs=0.12) and taught(nothing) < taught(Choice(None, 1))
+    assert taught(VerifierChoice(None, 1)) == pytest.approx(SAVED_GUESS, abs=0.12) and taught(nothing) < taught(
+        VerifierChoice(None, 1)
+    )
 
 
 def test_no_plan_is_deeper_than_there_is_room() -> None:
@@ -242,7 +251,7 @@ def test_proposals_shrink_as_more_requests_share_a_pass() -> None:
             plan = controller.plan(0, 100, sharing)
             if plan.depth:
                 accepted = [row for row in (1, 4) if row <= plan.size][: plan.depth]
-                controller.observe(plan, accepted[: 1 + (plan.size > 3)], [Choice(0, 2)] * len(accepted))
+                controller.observe(plan, accepted[: 1 + (plan.size > 3)], [VerifierChoice(0, 2)] * len(accepted))
         return controller.plan(0, 100, sharing).size
 
     sizes = [settled_size(sharing) for sharing in (1, 4, 16)]
