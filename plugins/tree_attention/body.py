@@ -99,9 +99,7 @@ class FunctionBuilder:
         scores = self.node("MatMul", [query, key], "scores")
         scores = self.node("Reshape", [scores, split], "split_scores")  # [B, H_kv, G, T, C]
         mask = self.node("Unsqueeze", [visible, self.integers([1, 2])], "mask_by_group")
-        least = self.constant(
-            "least_score", np.finfo(np.float32).min
-        )  # finite, so that a row without visible slots has no NaN
+        least = self.constant("least_score", np.finfo(np.float32).min)  # finite: no NaN without visible slots
         weights = self.node("Softmax", [self.node("Where", [mask, scores, least], "masked_scores")], "weights")
         merged = self.node("Concat", [zero, heads, minus_one, self.integers([self.capacity])], "merged_shape", axis)
         weights = self.node("Reshape", [weights, merged], "merged_weights")

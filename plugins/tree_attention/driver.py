@@ -89,7 +89,7 @@ def device_attribute(name: str) -> int:
     from cuda.bindings import driver
 
     attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    return int(check_status(driver.cuDeviceGetAttribute(attribute, checked(driver.cuCtxGetDevice()))))
+    return int(check_status(driver.cuDeviceGetAttribute(attribute, check_status(driver.cuCtxGetDevice()))))
 
 
 def check_status(answer: tuple[Any, ...]) -> Any:

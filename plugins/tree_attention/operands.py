@@ -1,4 +1,4 @@
-"""What one launch gets: addresses, turned into the arguments of both kernels in one place for every launcher."""
+"""The operands of one launch, and their conversion to the arguments of both kernels for every launcher."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Operands(NamedTuple):
 class Launcher(Protocol):
     @property
     def multiprocessors(self) -> int:
-        """Of the device it launches on, for `plan_launch`."""
+        """The number of multiprocessors of its device, for `plan_launch`."""
 
     def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
-        """Enqueue one call; returns before it has run. stream: a CUstream. Raises RuntimeError when CUDA refuses."""
+        """Enqueue one call and return before it has run. stream: a CUstream. Raises RuntimeError for CUDA errors."""
 
 
 class Pointer:
-    """An address with a dtype by Triton's name, which is all that Triton asks of a tensor."""
+    """An address with a dtype by Triton's name: the only properties of a tensor that Triton uses."""
 
     def __init__(self, address: int, dtype: str) -> None:
         self.address = address
@@ -59,7 +59,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(plan: LaunchPlan, operands: Operands, scale: float) -> Arguments:
-    """The kernels' arguments; the workspace is cut into `partial` and `logsum` here and nowhere else."""
+    """The kernels' arguments; the workspace is divided into `partial` and `logsum` only here."""
     shape, dtype = plan.shape, plan.variant.dtype
     partial = Pointer(operands.workspace, "fp32")
     logsum = Pointer(operands.workspace + plan.partial_bytes, "fp32") if operands.workspace else partial

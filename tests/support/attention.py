@@ -1,4 +1,5 @@
-"""Tree attention cases: tensors of random shapes with NaN wherever nobody may look, and what runs them on the CPU."""
+"""Tree attention cases: tensors of random shapes with NaN in all invisible slots, and functions that run them on the
+CPU."""
 
 from __future__ import annotations
 
