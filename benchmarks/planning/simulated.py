@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
 from draftwood.runtime.bundle.costs import read_costs
-from draftwood.runtime.speculation.planning.controller import Controller, Experience, Plan
+from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
 
@@ -101,7 +101,7 @@ def draw_texts(acceptance: float, tokens: int, count: int) -> Iterator[NDArray[n
         yield np.where(rng.random(tokens) < acceptance, 0, rng.geometric(NEXT_RANK_SHARE, tokens))
 
 
-def price_round(costs: CostModel, greedy: bool, plan: Plan, sharing: int, context: int, everybody: bool) -> float:
+def price_round(costs: CostModel, greedy: bool, plan: RoundPlan, sharing: int, context: int, everybody: bool) -> float:
     """Seconds of a round. everybody: all requests that share its passes have the same plan."""
     host = costs.greedy if greedy else costs.sampled
     if not plan.depth:
@@ -116,7 +116,7 @@ def price_round(costs: CostModel, greedy: bool, plan: Plan, sharing: int, contex
 
 
 def simulate_fixed(
-    costs: CostModel, greedy: bool, acceptance: float, ranks: NDArray[np.int64], plan: Plan, sharing: int
+    costs: CostModel, greedy: bool, acceptance: float, ranks: NDArray[np.int64], plan: RoundPlan, sharing: int
 ) -> float:
     """Seconds of a text with the same proposal in every round."""
     position, seconds = 0, 0.0
@@ -154,11 +154,11 @@ def simulate_controller(
     return seconds
 
 
-def list_fixed_plans() -> dict[str, Plan]:
+def list_fixed_plans() -> dict[str, RoundPlan]:
     """Plain decoding, chains of all LENGTHS, and trees of all TREE_SIZES."""
-    plain = {"plain": Plan(0, 0, 1.0, 0.0, 1.0, probe=False)}
-    chains = {f"K = {length}": Plan(length, length, 0.0, 0.0, 0.0, False, chain=True) for length in LENGTHS}
-    trees = {f"tree {size}": Plan(4, size, 0.0, 0.0, 0.0, False) for size in TREE_SIZES[1:]}
+    plain = {"plain": RoundPlan(0, 0, 1.0, 0.0, 1.0, probe=False)}
+    chains = {f"K = {length}": RoundPlan(length, length, 0.0, 0.0, 0.0, False, chain=True) for length in LENGTHS}
+    trees = {f"tree {size}": RoundPlan(4, size, 0.0, 0.0, 0.0, False) for size in TREE_SIZES[1:]}
     return plain | chains | trees
 
 

@@ -14,7 +14,7 @@ from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, K
 from .growers.lookup import PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .planning.calibration import Calibration, Estimate, uncorrected
-from .planning.controller import Controller, Experience, Plan
+from .planning.controller import Controller, Experience, RoundPlan
 from .planning.cost import CostModel
 from .planning.estimate import Shapes
 from .verifier import Verifier, block_verification, recursive_rejection, sample_and_match, traversal_verification
@@ -212,7 +212,7 @@ class SpeculativeConfig:
         either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
         return Shapes(tuple(sorted(sizes)), self.max_draft_len, self.frontier_width, either, self.max_given)
 
-    def within(self, plan: Plan) -> SpeculativeConfig:
+    def within(self, plan: RoundPlan) -> SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
         if self.shaped:
             return self

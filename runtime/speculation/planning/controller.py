@@ -30,7 +30,7 @@ CONTEXT_STEP = 64  # tokens of context after which costs are looked up again
 PLAIN_DEPTH = 0
 
 
-class Plan(NamedTuple):
+class RoundPlan(NamedTuple):
     """One round's limits; depth 0 means plain decoding. tokens, seconds: expected tokens and duration of the round.
     speed_up: expected speed-up of the best proposal over plain decoding. probe: whether the round tests speculation
     although plain decoding is expected to be faster. chain: whether to propose a chain of `depth` tokens instead of the
@@ -82,14 +82,14 @@ class Controller:
         self._seconds = np.zeros(shapes.grid)
         self._plain_seconds = 0.0
         self._draft_alone: list[float] = []  # seconds of a draft pass of 1, 2, ... rows of a single request
-        self._found: dict[int, Plan] = {}  # the best plan by greatest depth, until the next observation
+        self._found: dict[int, RoundPlan] = {}  # the best plan by greatest depth, until the next observation
 
-    def plan(self, context: int, remaining: int, sharing: int = 1, unread: int = 1) -> Plan:
+    def plan(self, context: int, remaining: int, sharing: int = 1, unread: int = 1) -> RoundPlan:
         """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
         self._price(context, sharing)
-        plain = Plan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
+        plain = RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
         if remaining < 1:
             return plain
         best = self._best(remaining)
@@ -110,20 +110,20 @@ class Controller:
         self._price(context, sharing)
         return remaining > 0 and self._pays(self._best(remaining), remaining, self._reading_time(context), sharing)
 
-    def observe(self, plan: Plan, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
+    def observe(self, plan: RoundPlan, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
         """Learn from a verified round the acceptance of its proposal and of every smaller one. accepted: accepted rows
         of the tree. choices: the verifier's choices along these rows."""
         self._found.clear()
         self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
         self._experience.store(self._shapes, self._greedy, self._estimate)
 
-    def _pays(self, plan: Plan, remaining: int, reading_time: float, sharing: int) -> bool:
+    def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, sharing: int) -> bool:
         """Whether `plan` is expected to be faster than plain decoding. When requests share passes, the difference must
         be clear, because the cost table was measured with a single request's rows, none of them rejected."""
         clearly = sharing == 1 or plan.speed_up > SHARED_SPEED_UP
         return clearly and self._saves(plan, remaining) > reading_time
 
-    def _reason_for_plain(self, plan: Plan, remaining: int, unread: int, sharing: int) -> str:
+    def _reason_for_plain(self, plan: RoundPlan, remaining: int, unread: int, sharing: int) -> str:
         """The reason why `_pays` is false. Times are counted in plain tokens, because the costs may be assumed ones."""
         promise = f"a proposal promises {plan.speed_up:.2f} times plain speed"
         if sharing > 1 and plan.speed_up <= SHARED_SPEED_UP:
@@ -134,11 +134,11 @@ class Controller:
         saving = f"{promise}, which saves the time of {max(0.0, saved):.1f} tokens over the {remaining} that may follow"
         return f"{saving}, but the draft would first read {unread} tokens, in the time of {reading:.1f}"
 
-    def _saves(self, plan: Plan, remaining: float) -> float:
+    def _saves(self, plan: RoundPlan, remaining: float) -> float:
         """Seconds that rounds like `plan` save over a text of `remaining` tokens."""
         return (self._plain_seconds - plan.seconds / plan.tokens) * remaining
 
-    def _delay(self, plan: Plan, context: int, sharing: int) -> float:
+    def _delay(self, plan: RoundPlan, context: int, sharing: int) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
         tokens = plan.size + self._shapes.given
         passes, host = self._costs.target, self._host
@@ -153,7 +153,7 @@ class Controller:
         missed = self._draft_alone[min(unread, widest) - 1] * max(1.0, unread / widest)
         return missed if unread > self._shapes.depth else 0.0
 
-    def _best(self, remaining: int) -> Plan:
+    def _best(self, remaining: int) -> RoundPlan:
         """The proposal with the most expected tokens per second, at most `remaining` deep."""
         most = min(remaining, self._shapes.depth)
         if most not in self._found:
@@ -163,7 +163,7 @@ class Controller:
             chain = self._shapes.chain and row == 0
             size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
             speed_up = tokens * self._plain_seconds / seconds
-            self._found[most] = Plan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
+            self._found[most] = RoundPlan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
         return self._found[most]
 
     def _price(self, context: int, sharing: int) -> None:

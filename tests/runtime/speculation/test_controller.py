@@ -17,7 +17,7 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, Plan
+from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
 
@@ -26,12 +26,12 @@ TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
 DEAR_DRAFT = 3.0  # passes of the target
 
 
-def choices(plan: Plan, accepted: int) -> list[VerifierChoice]:
+def choices(plan: RoundPlan, accepted: int) -> list[VerifierChoice]:
     """Along a chain of which so many tokens were accepted."""
     return [*[VerifierChoice(0, 1)] * accepted, *[VerifierChoice(None, 1)] * (accepted < plan.depth)]
 
 
-def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[Plan]:
+def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[RoundPlan]:
     """Plans of a request whose draft's chain is accepted with probability alpha per token, at random."""
     controller, rng = Controller(costs, shapes, greedy=True), np.random.default_rng(0)
     plans = []
@@ -103,7 +103,7 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     """Row 4 at depth 2 is beyond a budget of 3, which would have got one token."""
     controller = Controller(table(), TREES, greedy=True)
     for _ in range(300):
-        controller.observe(Plan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
+        controller.observe(RoundPlan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
     expected = controller._estimate.expected_accepted()
     assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
     assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
@@ -116,7 +116,7 @@ def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
     controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
     for _ in range(300):
         controller.observe(
-            Plan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
+            RoundPlan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
         )
     assert controller._estimate.expected_accepted()[0, -1] == pytest.approx(12, abs=1)
 
