@@ -56,7 +56,9 @@ def register(trt: ModuleType, library: KernelLibrary | None = None) -> None:
             return
         registry.deregister_creator(present)
     if not registry.register_creator(creator_class(content), NAMESPACE):
-        raise RuntimeError(f"TensorRT knows a plugin {NAME} of somebody else in this process, and takes no second one")
+        raise RuntimeError(
+            f"another plugin {NAME} is already registered with TensorRT in this process, and TensorRT accepts no second one"
+        )
 
 
 @functools.cache

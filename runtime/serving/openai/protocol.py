@@ -123,35 +123,35 @@ class StreamOptions(Strict):
 class GenerationBody(Body, ABC):
     """The fields that both APIs share."""
 
-    model: str | None = Field(None, description="this server's one, where it is left out")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices per prompt; choice i is drawn with seed + i")
+    model: str | None = Field(None, description="default: this server's model")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices per prompt; choice i uses seed + i")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(None, ge=1, le=LARGEST_COUNT)
     temperature: float | None = Field(
-        None, ge=0, le=TEMPERATURES[1], description=f"0 is greedy, {TEMPERATURES[0]:g} the least besides"
+        None, ge=0, le=TEMPERATURES[1], description=f"0 is greedy, else at least {TEMPERATURES[0]:g}"
     )
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=-1, le=LARGEST_SEED, description="-1 is none")
+    seed: int | None = Field(None, ge=-1, le=LARGEST_SEED, description="-1 means no seed")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit, -100 to 100")
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> bias added to its logit, -100 to 100")
     # Fields that OpenAI's API does not have, with vLLM's names.
-    top_k: int | None = Field(None, ge=-1, le=LARGEST_COUNT, description="0 or -1 keeps all")
+    top_k: int | None = Field(None, ge=-1, le=LARGEST_COUNT, description="0 or -1 keeps all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     min_tokens: int | None = Field(None, ge=0, le=LARGEST_COUNT)
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    user: User | None = Field(None, description="whose request it is: users that wait get places in turn")
+    user: User | None = Field(None, description="the user of the request; waiting users are taken in turn")
     safety_identifier: User | None = Field(None, description="OpenAI's newer name for user")
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT)] | None = Field(
-        None, description="what was read is shared only among requests of an equal one"
+        None, description="cache rows are shared only among requests with an equal salt"
     )
     # Fields of this server only.
     speculative: Literal[False] | dict[str, Any] | None = Field(
-        None, description="SpeculativeConfig's fields for this request; false or null decodes plainly"
+        None, description="SpeculativeConfig's fields for this request; false or null for plain decoding"
     )
 
     @field_validator("speculative", mode="before")
@@ -211,7 +211,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
     )
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = Field(False, description="the text begins with the prompt's; not together with logprobs")
+    echo: bool = Field(False, description="the text begins with the prompt; not together with logprobs")
 
     @property
     def num_logprobs(self) -> int | None:

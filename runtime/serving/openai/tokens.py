@@ -28,9 +28,9 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, fail_fast=True)
-    add_special_tokens: bool = Field(True, description="of a text: whether it begins with the begin-of-text token")
-    add_generation_prompt: bool = Field(True, description="of a conversation: whether an answer begins at its end")
-    return_token_strs: bool = Field(False, description="every token's own text, too")
+    add_special_tokens: bool = Field(True, description="for a text: add the begin-of-text token")
+    add_generation_prompt: bool = Field(True, description="for a conversation: add the beginning of an answer")
+    return_token_strs: bool = Field(False, description="also return the text of each token")
 
 
 class DetokenizeBody(Body):

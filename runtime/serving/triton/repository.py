@@ -31,8 +31,9 @@ README = """# {name}
 A draftwood bundle behind Triton Inference Server: a decoupled python-backend model with the tensor names of
 TensorRT-LLM. The bundle is {bundle}.
 
-Start it by adding `--run` to the command that wrote it, where draftwood[triton] is installed, with any tritonserver
-whose Python has draftwood installed (in explicit mode: loading the model again is the way back should its process die)
+If draftwood[triton] is installed, start the model by adding `--run` to the command that wrote it. Otherwise use any
+tritonserver whose Python has draftwood installed (in explicit mode, so that the model can be loaded again if its process
+dies)
 
     tritonserver --model-repository={repository} {options}
 
@@ -45,15 +46,15 @@ or in NVIDIA's container, with draftwood's wheel in ./dist
                exec tritonserver --model-repository=/models \\
                {options}'
 
-Ask it:
+Send a request:
 
     curl -d '{{"text_input": "def main():", "max_tokens": 32, "exclude_input_in_output": true}}' \\
       localhost:8000/v2/models/{name}/generate
     curl -N -d '{{"text_input": "def main():", "max_tokens": 32, "stream": true}}' \\
       localhost:8000/v2/models/{name}/generate_stream
 
-Where several clients share it, let each say who it is, and they get places in turn: "client": "me" in the body, or the
-request parameter `client` over gRPC. The sequence id counts where that is missing.
+If several clients share the model, each should name itself, so that the scheduler takes them in turn: "client": "me" in
+the body, or the request parameter `client` over gRPC. Without a name the sequence id identifies the client.
 """
 
 
