@@ -57,7 +57,7 @@ def register(trt: ModuleType, library: KernelLibrary | None = None) -> None:
         registry.deregister_creator(present)
     if not registry.register_creator(creator_class(content), NAMESPACE):
         raise RuntimeError(
-            f"another plugin {NAME} is already registered with TensorRT in this process, and TensorRT accepts no second one"
+            f"another plugin {NAME} is registered in this process already, and TensorRT takes no second one"
         )
 
 

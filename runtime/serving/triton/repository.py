@@ -32,8 +32,8 @@ A draftwood bundle behind Triton Inference Server: a decoupled python-backend mo
 TensorRT-LLM. The bundle is {bundle}.
 
 If draftwood[triton] is installed, start the model by adding `--run` to the command that wrote it. Otherwise use any
-tritonserver whose Python has draftwood installed (in explicit mode, so that the model can be loaded again if its process
-dies)
+tritonserver whose Python has draftwood installed (in explicit mode, so that the model can be loaded again if its
+process dies)
 
     tritonserver --model-repository={repository} {options}
 
@@ -53,8 +53,8 @@ Send a request:
     curl -N -d '{{"text_input": "def main():", "max_tokens": 32, "stream": true}}' \\
       localhost:8000/v2/models/{name}/generate_stream
 
-If several clients share the model, each should name itself, so that the scheduler takes them in turn: "client": "me" in
-the body, or the request parameter `client` over gRPC. Without a name the sequence id identifies the client.
+If several clients share the model, each should name itself, so that the scheduler takes them in turn: "client": "me"
+in the body, or the request parameter `client` over gRPC. Without a name the sequence id identifies the client.
 """
 
 
