@@ -23,7 +23,7 @@ from .engines.plan import check_compiler
 from .options import BuildOptions
 from .progress import Begin, Step
 from .quantize import FORMATS, QuantizedCheckpoint
-from .tokenizer import convert_tokenizer, same_vocabulary
+from .tokenizer import check_same_vocabulary, convert_tokenizer
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 
@@ -53,7 +53,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         advance = begin(Step("Converting the tokenizer", 1))
         tokenizer = convert_tokenizer(options.target, staging)
         with tempfile.TemporaryDirectory() as other:
-            same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(other)))
+            check_same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(other)))
         advance()
         engines = {}
         parity = {}

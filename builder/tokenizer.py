@@ -1,4 +1,5 @@
-"""A checkpoint's tokenizer -> `tokenizer.json` in the bundle: copied, or converted from SentencePiece's own format."""
+"""Writes a checkpoint's tokenizer as `tokenizer.json` into the bundle: copied, or converted from SentencePiece's
+format."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain
 from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
-SPACE = "▁"  # SentencePiece writes a space as this letter
+SPACE = "▁"  # SentencePiece's letter for a space
 UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
 CONTROL, BYTE = 3, 6  # SentencePiece.Type
 
@@ -23,7 +24,7 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
     """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
     try:
         for name in (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED):
-            checked(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
+            check_plain_file(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)
         elif (source / SENTENCEPIECE).is_file():
@@ -36,12 +37,12 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
             if (source / name).is_file():
                 shutil.copyfile(source / name, destination / name)
         return Tokenizer.load(destination)
-    except BundleError as error:  # the tokenizer's own reader; here the fault is the checkpoint's
+    except BundleError as error:  # Tokenizer raises errors of bundles, but here the checkpoint is wrong
         raise CheckpointError(f"the tokenizer of {source} cannot be used: {error}") from error
 
 
-def checked(file: Path, most: int) -> None:
-    """Raises CheckpointError for a file that is there and no plain one of at most `most` bytes."""
+def check_plain_file(file: Path, most: int) -> None:
+    """Raises CheckpointError if `file` exists and is no plain file of at most `most` bytes."""
     try:
         check_plain(file, most)
     except FileNotFoundError:
@@ -50,7 +51,7 @@ def checked(file: Path, most: int) -> None:
         raise CheckpointError(f"{file} is not read: {error}; copy the model's own file there") from error
 
 
-def same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises CheckpointError unless every token has the same id on both sides."""
     ours, theirs = target.vocabulary(), draft.vocabulary()
     different = {token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)}
@@ -63,13 +64,13 @@ def same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def from_sentencepiece(folder: Path) -> TokenizerJson:
-    """LLaMA-1/2's tokenizer: BPE or unigram over raw text with byte fallback, a space in front, BOS before the rest."""
+    """LLaMA-1/2's tokenizer: BPE or unigram over raw text, with byte fallback, a leading space and a leading BOS."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto: Any = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString((folder / SENTENCEPIECE).read_bytes())
-    except Exception as error:  # protobuf's DecodeError moves between its releases
+    except Exception as error:  # the module of protobuf's DecodeError depends on the release
         raise CheckpointError(f"{folder / SENTENCEPIECE} is no SentencePiece model: copy it again") from error
     if not proto.pieces:
         raise CheckpointError(f"{folder / SENTENCEPIECE} holds no tokens: copy it again")
@@ -109,7 +110,7 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
 
 
 def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken]:
-    """Tokens that were added after the SentencePiece model was trained, by id, as either of two files lists them."""
+    """Tokens that were added after the training of the SentencePiece model, by id; one of two files lists them."""
     try:
         found = {
             int(index): AddedToken(text, normalized=False, special=False)
@@ -126,7 +127,7 @@ def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken
 
 
 def model_of(proto: Any, folder: Path) -> models.Model:
-    """The pieces and their scores as a model of the tokenizers library."""
+    """A model of the tokenizers library with the pieces and their scores."""
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     unknown, fallback = proto.trainer_spec.unk_id, any(piece.type == BYTE for piece in proto.pieces)
     if proto.trainer_spec.model_type == UNIGRAM:
@@ -134,7 +135,7 @@ def model_of(proto: Any, folder: Path) -> models.Model:
     if proto.trainer_spec.model_type != BPE:
         raise CheckpointError(f"{folder / SENTENCEPIECE} is neither a BPE nor a unigram model; no LLaMA uses another")
     vocabulary = {piece: index for index, (piece, _) in enumerate(pieces)}
-    # A piece is the merge of any two pieces it consists of; better scores merge first.
+    # A piece is the merge of every pair of pieces that it consists of. Merges with better scores come first.
     merges = []
     for piece, score in pieces:
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]

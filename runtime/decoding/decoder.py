@@ -17,7 +17,7 @@ from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
 from ..speculation.planning.calibration import uncorrected
-from ..speculation.planning.controller import Experience, Plan
+from ..speculation.planning.controller import Experience, RoundPlan
 from ..speculation.planning.cost import CostModel
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
@@ -168,14 +168,14 @@ class SpeculativeDecoder:
             yield from self._proposer.start(prompt, read)
         return request
 
-    def _plan(self, request: Request) -> Plan | None:
+    def _plan(self, request: Request) -> RoundPlan | None:
         """The round's limits, where rounds are planned and there is room for a proposal."""
         max_depth = request.room - 1
         if request.controller is None or self._proposer is None or max_depth < 1:
             return None
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
-    def _propose(self, request: Request, plan: Plan | None) -> Passes[Proposal]:
+    def _propose(self, request: Request, plan: RoundPlan | None) -> Passes[Proposal]:
         """This round's proposal, or the bare root when none is wanted or none fits."""
         graph, max_depth = TokenGraph(request.root), request.room - 1
         if self._proposer is None or self._config is None or max_depth < 1:
@@ -200,7 +200,7 @@ class SpeculativeDecoder:
         reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if observed else ""
         return Proposal(graph, tree, reason)
 
-    def _limited(self, config: SpeculativeConfig, plan: Plan) -> SpeculativeConfig:
+    def _limited(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
         limits = plan.depth, plan.size, plan.chain
         if limits not in self._within:
             self._within[limits] = config.within(plan)

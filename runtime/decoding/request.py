@@ -8,7 +8,7 @@ from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_tree import TokenTree
-from ..speculation.planning.controller import Controller, Plan
+from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
@@ -45,7 +45,7 @@ class Request:
         if self.lookup is not None:
             self.lookup.extend(prompt)
 
-    def learn(self, plan: Plan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
+    def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
         """What a verified round, which yields `token_ids`, says about the next ones."""
         if self.lookup is not None:
             self.lookup.extend(token_ids)

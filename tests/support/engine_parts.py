@@ -1,4 +1,4 @@
-"""What tests of engines share: sizes, a tree, a spec, and shorthands for passes."""
+"""Shared parts of the tests of engines: sizes, a tree, a spec, and shorthands for passes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A language model that is a function of its context, behind the Engine protocol: no weights, no ONNX.
+"""A language model that is a function of its context, with the Engine protocol: no weights, no ONNX.
 
-It keeps the *context* each cache slot stands for, so a wrong mask, position or commit changes what it predicts.
+Each cache slot stores the *context* of its row, so a wrong mask, position or commit changes the prediction.
 """
 
 from __future__ import annotations

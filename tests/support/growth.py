@@ -1,4 +1,4 @@
-"""One proposal by the real DraftProposer over a fake draft, for tests that look at the graph itself."""
+"""One proposal by the real DraftProposer over a fake draft, for tests that examine the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of every weight format, and the bits they give: a path scored row by row, and the same path in one pass."""
+"""Engines of every weight format, and comparisons of their bits: a path scored row by row, and in one pass."""
 
 from __future__ import annotations
 

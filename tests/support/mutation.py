@@ -1,8 +1,8 @@
-"""How much of the core its tests hold: small changes to it, one at a time, each of which a test has to notice.
+"""Mutation tests of the core: one small change at a time, each of which a test must detect.
 
-Mutants are made from the syntax tree (Python) or by pattern (the native engine's C) and tried in a copy of the tree,
-each by the tests that TESTS names. A mutant that makes them hang is noticed, too. `mutants_equivalent.json` lists
-mutants that no test can notice, each with the reason.
+Mutants are made from the syntax tree (Python) or by pattern (the native engine's C). Each is tested in a copy of the
+source by the tests in TESTS. A mutant that makes tests hang counts as detected. `mutants_equivalent.json` lists mutants
+that no test can detect, each with the reason.
 
     python tests/support/mutation.py --mutants 300 --output build/mutation.json
 """

@@ -1,4 +1,4 @@
-"""A fake engine for pools: each row of its cache remembers the text it was computed of, as keys and values do."""
+"""A fake engine for pools: each row of its cache stores the text from which it was computed, like keys and values."""
 
 from __future__ import annotations
 

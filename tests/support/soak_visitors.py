@@ -1,4 +1,4 @@
-"""Visitors of a server for a soak: each does one thing after the other, and what it found goes into a record."""
+"""Visitors (clients) of a server for a soak test: each does one action after the other and records the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of many tasks over one LLM whose engines are functions, for tests of what they do to each other."""
+"""Requests of many tasks over one LLM whose engines are functions, for tests of their effects on each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton tests share: a repository with a plain and a misbehaving model, and a client for both."""
+"""Shared parts of the Triton tests: a repository with a correct and a failing model, and a client for both."""
 
 from __future__ import annotations
 
