@@ -101,6 +101,8 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
     """What somebody who asks for this build should hear; none of it keeps it from being done."""
     if replaceable(options.output, MANIFEST) and (options.output / MANIFEST).is_file():
         yield f"Replacing the bundle in {options.output} at the end"
+    for role, checkpoint in checkpoints.items():
+        yield from (f"The {role}: {note}" for note in checkpoint.notes)
     target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
     if options.target.resolve() == options.draft.resolve():
         yield "Warning: draft and target are the same folder, so speculation can only cost time: choose a smaller draft"

@@ -12,6 +12,8 @@ from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError
 from ...models.layers import network_of
 from .json_file import read_json
+from .packed import Dequantised
+from .quantised import layout_of
 from .safetensors import Safetensors
 from .source import TensorSource
 
@@ -24,8 +26,13 @@ class Checkpoint:
         self.folder = folder
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
-        self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
+        content = read_json(folder / "config.json")
+        self.config = LlamaConfig.from_hf(content)
         self._source: TensorSource = Safetensors(folder)
+        self.notes: tuple[str, ...] = ()  # what somebody who builds from it should hear
+        if layout := layout_of(content):
+            self._source = Dequantised(self._source, layout)
+            self.notes = (f"its weights are {layout.name}, and are dequantised", *layout.notes)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
 

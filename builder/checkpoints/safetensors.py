@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors then returns
+import ml_dtypes  # registers bfloat16 with numpy, too, which safetensors then returns
+import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
@@ -20,6 +21,7 @@ from .json_file import read_json
 from .source import Stored
 
 DTYPES = ("F32", "F16", "BF16")
+FLOAT8 = "F8_E4M3"
 MOST_SHARDS = 1024
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -42,7 +44,13 @@ class Safetensors:
         return self._stored.get(name)
 
     def tensor(self, name: str) -> NDArray[Any]:
+        """Of any dtype: a source that stands on this one may dequantise it. float8 is ml_dtypes' own."""
         # Opened each time: a mapping that stays open keeps every page it ever read in this process's memory.
+        if self._stored[name].dtype == FLOAT8:  # numpy has no such dtype, and safetensors asks it
+            import torch
+
+            tensor = open_safetensors(self._files[name], "pt").get_tensor(name)
+            return np.asarray(tensor.view(torch.uint8).numpy()).view(ml_dtypes.float8_e4m3fn)
         array: NDArray[Any] = open_safetensors(self._files[name]).get_tensor(name)
         return array
 
@@ -85,10 +93,10 @@ def inside(folder: Path, relative: str) -> Path:
     return path
 
 
-def open_safetensors(file: Path) -> Any:
+def open_safetensors(file: Path, framework: str = "numpy") -> Any:
     """A handle that has read and checked the header: offsets that neither overlap nor leave the file."""
     try:
         check_plain(file)
-        return safe_open(str(file), framework="numpy")
+        return safe_open(str(file), framework=framework)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file ({error}); download it again") from error
