@@ -25,6 +25,7 @@ class BuildOptions:
     they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
     draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8, where its
     matrices divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time.
+    lora, draft_lora: folders of LoRA adapters (PEFT) that are merged into the models.
     graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT
     backends, too: see CompileOptions.
     """
@@ -40,6 +41,8 @@ class BuildOptions:
     widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
     max_batch: int = 1
     acceptance_head: Path | None = None
+    lora: Path | None = None
+    draft_lora: Path | None = None
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
     workspace: int | None = None
@@ -95,6 +98,10 @@ class BuildOptions:
         if role == TARGET:
             return chosen
         return self.draft_precision or backend.draft_precision or ("int8" if chosen == "int4" else chosen)
+
+    def lora_of(self, role: str) -> Path | None:
+        """The adapter that is merged into a role's model."""
+        return self.lora if role == TARGET else self.draft_lora
 
     def widths_of(self, role: str) -> tuple[int, ...]:
         """Rows a pass of a role's engine may have."""

@@ -38,7 +38,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     folders = {TARGET: options.target, DRAFT: options.draft}
     checkpoints = {}
     for role, folder in folders.items():
-        checkpoints[role] = Checkpoint(folder)
+        checkpoints[role] = Checkpoint(folder, options.lora_of(role))
         advance()
     refuse_different_sizes(checkpoints)
     for remark in remarks(options, checkpoints):
@@ -70,7 +70,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             advance()
         eos = end_of_text(options.target, checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
-        write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files))
+        adapters = {role: name_of(lora) for role in ROLES if (lora := options.lora_of(role)) is not None}
+        write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files, adapters))
     return EngineBundle.open(options.output)
 
 
@@ -135,3 +136,9 @@ def end_of_text(folder: Path, checkpoint: Checkpoint, begin: Begin) -> tuple[int
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
         begin(Step(f"Leaving out eos_token_id {unknown}: the model has {vocab_size} tokens", 1))()
     return tuple(token for token in ids if token not in unknown)
+
+
+def name_of(folder: Path) -> str:
+    """A folder's own name, printable."""
+    name = folder.name or folder.resolve().name
+    return name if name.isprintable() else ascii(name)

@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the draft")
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument(
+        "--lora", type=Path, default=hidden, metavar="DIR", help="LoRA folder (PEFT) to merge into the target"
+    )
+    parser.add_argument(
+        "--draft-lora", type=Path, default=hidden, metavar="DIR", help="LoRA folder to merge into the draft"
+    )
+    parser.add_argument(
         "--backend",
         default=AUTO,
         help=f"what runs the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this "

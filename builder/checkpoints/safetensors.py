@@ -6,6 +6,7 @@ Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 class Safetensors:
     """The TensorSource of a folder. Raises CheckpointError where the files are missing or damaged."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._stored = folder, dict[str, Stored]()
-        self._files = weight_files(folder)
+    def __init__(self, folder: Path, files: Mapping[str, Path] | None = None) -> None:
+        """files: the file of each tensor; None looks for a model's."""
+        self._stored = dict[str, Stored]()
+        self._files = weight_files(folder) if files is None else files
         for file in dict.fromkeys(self._files.values()):
             handle = open_safetensors(file)
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
@@ -39,6 +41,10 @@ class Safetensors:
                     header = handle.get_slice(name)
                     dtype = header.get_dtype()
                     self._stored[name] = Stored(tuple(header.get_shape()), dtype, dtype in DTYPES)
+
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return tuple(self._stored)
 
     def stored(self, name: str) -> Stored | None:
         return self._stored.get(name)

@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Manifest:
     max_length: tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
     parity: largest difference, in logits, between each engine and the torch reference when the bundle was built; of a
     plan that was not executed then, the difference of the graph it was compiled from.
-    files: every file but the manifest, by name.
+    files: every file but the manifest, by name. adapters: names of the LoRA folders that were merged, by role.
     """
 
     builder: str
@@ -65,6 +65,7 @@ class Manifest:
     engines: Mapping[str, EngineSpec]
     parity: Mapping[str, float]
     files: Mapping[str, FileRecord]
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def engine_bytes(self, role: str) -> int:
         """Size of an engine with its external data."""
@@ -88,6 +89,8 @@ class Manifest:
             "parity": dict(self.parity),
             "files": {name: record._asdict() for name, record in self.files.items()},
         }
+        if self.adapters:  # older releases know no such field, and read bundles without one
+            content["adapters"] = dict(self.adapters)
         # Through JSON and back, so that what is hashed is what a reader will see (tuples are lists there).
         content = dict(json.loads(json.dumps(content)))
         return content | {"checksum": checksum(content)}
