@@ -25,7 +25,8 @@ class BuildOptions:
     they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
     draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8, where its
     matrices divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time.
-    lora, draft_lora: folders of LoRA adapters (PEFT) that are merged into the models.
+    lora, draft_lora: folders of LoRA adapters (PEFT) that are merged into the models. Each of these
+    four may be an id of the Hugging Face Hub instead (checkpoints/hub.py).
     graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT
     backends, too: see CompileOptions.
     """

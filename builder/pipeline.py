@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_recor
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
 from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .checkpoints.json_file import read_json
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
@@ -34,6 +36,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     Everything happens in a temporary folder beside the output, which is renamed when all of it succeeded. Raises
     CheckpointError, ConfigError or BundleError.
     """
+    asked, options = options, downloaded(options, begin)
     advance = begin(Step("Reading checkpoints", 2))
     folders = {TARGET: options.target, DRAFT: options.draft}
     checkpoints = {}
@@ -70,9 +73,18 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             advance()
         eos = end_of_text(options.target, checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
-        adapters = {role: name_of(lora) for role in ROLES if (lora := options.lora_of(role)) is not None}
+        adapters = {role: name_of(lora) for role in ROLES if (lora := asked.lora_of(role)) is not None}
         write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files, adapters))
     return EngineBundle.open(options.output)
+
+
+def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
+    """With a folder in place of each id of the Hugging Face Hub. Raises CheckpointError."""
+    lora, draft_lora = (
+        None if given is None else local_folder(given, ADAPTER, begin) for given in (options.lora, options.draft_lora)
+    )
+    target, draft = (local_folder(given, MODEL, begin) for given in (options.target, options.draft))
+    return replace(options, target=target, draft=draft, lora=lora, draft_lora=draft_lora)
 
 
 def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> str:

@@ -61,19 +61,24 @@ class Safetensors:
         return array
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index of a sharded checkpoint."""
+    found = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder / INDEX}: no weight_map; download the file again")
+    if not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{folder / INDEX}: weight_map must name a file for each tensor; download it again")
+    if (files := len(set(found.values()))) > MOST_SHARDS:
+        raise CheckpointError(f"{folder / INDEX}: {files} files, more than {MOST_SHARDS}; merge some of them")
+    return found
+
+
 def weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file, from the single file or from the sharded index."""
     if os.path.lexists(folder / INDEX):
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{folder / INDEX}: no weight_map; download the file again")
-        names = set(weight_map.values()) if all(isinstance(file, str) for file in weight_map.values()) else set()
-        if weight_map and not names:
-            raise CheckpointError(f"{folder / INDEX}: weight_map must name a file for each tensor; download it again")
-        if len(names) > MOST_SHARDS:
-            raise CheckpointError(f"{folder / INDEX}: {len(names)} files, more than {MOST_SHARDS}; merge some of them")
-        files = {name: inside(folder, name) for name in names}
-        return {name: files[file] for name, file in weight_map.items()}
+        names = weight_map(folder)
+        files = {file: inside(folder, file) for file in set(names.values())}
+        return {name: files[file] for name, file in names.items()}
     if (folder / WEIGHTS).is_file():
         handle = open_safetensors(folder / WEIGHTS)
         return dict.fromkeys(handle.keys(), folder / WEIGHTS)
