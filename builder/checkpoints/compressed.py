@@ -130,7 +130,7 @@ class Compressed:
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise CheckpointError(f"config.json: {METHOD} with sparsity_config is not supported; 'dense' is")
         one_of(config, "quantization_status", METHOD, STATUSES)
-        form = one_of({"format": "none"} | config, "format", METHOD, FORMATS)
+        form = one_of({"format": config.get("format") or "none"}, "format", METHOD, FORMATS)
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not 0 < len(groups) <= MOST_GROUPS:
             raise CheckpointError(

@@ -145,7 +145,7 @@ def fetch(hub: HfApi, wanted: HubId, commit: str, sizes: Mapping[str, int], what
     units = 1 + sum(sizes.values()) // MEGABYTE
     meter, before = Meter(begin(Step(f"Downloading {wanted}: {what}, MB", units))), 0
     for name, size in sizes.items():
-        bar = bar_of(lambda received, before=before, size=size: meter.reach(before + min(received, size)))
+        bar = bar_of(meter.of_file(before, size))
         hub.hf_hub_download(wanted.repository, name, revision=commit, tqdm_class=bar)
         before += size
         meter.reach(before)
@@ -157,6 +157,10 @@ class Meter:
 
     def __init__(self, advance: Callable[[], None]) -> None:
         self._advance, self._shown = advance, 0
+
+    def of_file(self, before: int, size: int) -> Callable[[int], None]:
+        """What a file's own bytes are told to. before: bytes of the files ahead of it."""
+        return lambda received: self.reach(before + min(received, size))
 
     def reach(self, received: int) -> None:
         while self._shown < received // MEGABYTE:

@@ -40,10 +40,13 @@ def columns(matrix: NDArray[Any], bits: int) -> torch.Tensor:
     return words(matrix.T.tolist(), bits).T.contiguous()
 
 
-def meaning(values: NDArray[Any], zeros: NDArray[Any], scales: NDArray[Any], index: NDArray[Any]) -> NDArray[Any]:
+def meaning(
+    values: NDArray[Any], zeros: NDArray[Any], scales: NDArray[Any], index: NDArray[Any]
+) -> NDArray[np.float32]:
     """fp32 [out, in] of [in, out] values and [groups, out] zeros and scales, computed in fp64 one input at a time."""
     rows = [(row - zeros[group]) * scales[group].astype(np.float64) for row, group in zip(values, index, strict=True)]
-    return np.stack(rows, axis=1).astype(np.float32)
+    weight: NDArray[np.float32] = np.stack(rows, axis=1).astype(np.float32)
+    return weight
 
 
 def drawn(
@@ -146,10 +149,10 @@ def compressed_float8(outputs: int, inputs: int, strategy: str = "tensor", block
     return PackedMatrix({"weight": values, "weight_scale": scale}, weight)
 
 
-def save_module(folder: Path, matrix: PackedMatrix, module: str = "m", **others: torch.Tensor) -> Path:
-    """A folder with nothing but one module."""
+def save_module(folder: Path, matrix: PackedMatrix, **others: torch.Tensor) -> Path:
+    """A folder with nothing but one module, m, and what is said by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{module}.{name}": tensor for name, tensor in matrix.tensors.items()} | others
+    tensors = {f"m.{name}": tensor for name, tensor in matrix.tensors.items()} | others
     save_file(tensors, folder / "model.safetensors")
     return folder
 

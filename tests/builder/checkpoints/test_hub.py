@@ -74,7 +74,7 @@ class Heard:
         self.steps: list[list[Any]] = []
 
     def begin(self, step: Step) -> Callable[[], None]:
-        told = [step.title, step.units, 0]
+        told: list[Any] = [step.title, step.units, 0]
         self.steps.append(told)
 
         def advance() -> None:

@@ -46,7 +46,8 @@ def merged(plain: Path, tensors: dict[str, torch.Tensor], module: str, scale: fl
 def last_logits(engine: Engine, text: list[int]) -> NDArray[np.float32]:
     output = prefill(engine, engine.new_cache(), text)
     assert output is not None
-    return output.logits[0].copy()
+    logits: NDArray[np.float32] = output.logits[0].copy()
+    return logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

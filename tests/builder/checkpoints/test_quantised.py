@@ -27,10 +27,17 @@ from draftwood.models.errors import CheckpointError
 from draftwood.runtime.engines.base import prefill
 
 OUT, IN = 24, 40  # words and groups do not all divide these; 40 inputs are two groups of 16 and one of 8
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
-SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, "dynamic": False}
-COMPRESSED = {
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
+SCHEME: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "channel",
+    "group_size": None,
+    "dynamic": False,
+}
+COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "quantization_status": "compressed",
@@ -149,7 +156,7 @@ def test_modules_of_two_schemes(tmp_path: Path) -> None:
     }
     first, second = packers.compressed_packed(OUT, IN), packers.compressed_int8(OUT, IN)
     others = {f"n.{name}": tensor for name, tensor in second.tensors.items()}
-    folder = save_module(tmp_path, first, "m", **others)
+    folder = save_module(tmp_path, first, **others)
     source = opened(folder, COMPRESSED | {"format": "mixed-precision", "config_groups": groups})
     np.testing.assert_array_equal(source.tensor("m.weight"), first.weight)
     np.testing.assert_array_equal(source.tensor("n.weight"), second.weight)
@@ -209,7 +216,7 @@ HOSTILE: tuple[Any, ...] = (
     *(True, -1, 0, 1, 3, 10**9, 10**300, 0.5, float("nan"), "", "8", "x" * 100_000, "\x1b[2J"),
     *([], {}, [1], [[]], {"a": 1}, [None] * 100_000, {str(key): {} for key in range(100)}),
 )
-COMPLETE = {
+COMPLETE: dict[str, dict[str, Any]] = {
     "gptq": GPTQ | {"checkpoint_format": "gptq", "format": "gptq", "pack_dtype": "int32", "dynamic": None},
     "awq": AWQ | {"modules_to_not_convert": ["lm_head"], "checkpoint_format": "gemm"},
     "compressed-tensors": COMPRESSED | {"transform_config": {}, "sparsity_config": {}, "quantization_status": "frozen"},
@@ -347,7 +354,12 @@ def test_a_size_that_the_words_do_not_have_is_refused(size: tuple[int, int], tmp
 def test_modules_that_are_listed_are_plain(tmp_path: Path) -> None:
     """They are read as they are stored; packed tensors of a listed module contradict the list."""
     folder, plain = write_checkpoint(tmp_path / "a"), write_checkpoint(tmp_path / "b")
-    pack_checkpoint(folder, plain, AWQ | {"modules_to_not_convert": ["lm_head"]}, lambda *size: packers.awq(*size, 8))
+    pack_checkpoint(
+        folder,
+        plain,
+        AWQ | {"modules_to_not_convert": ["lm_head"]},
+        lambda outputs, inputs: packers.awq(outputs, inputs, 8),
+    )
     checkpoint = Checkpoint(folder)
     np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), Checkpoint(plain).tensor("lm_head.weight"))
     name = "model.layers.1.mlp.up_proj"
