@@ -25,7 +25,6 @@ from .packed import (
     refuse_set,
     require,
     size_of_group,
-    unpacked,
 )
 from .source import TensorSource
 
@@ -68,11 +67,14 @@ class Awq:
 
     def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
         values, zeros = (in_places(source.tensor(f"{module}.{name}")) for name in ("qweight", "qzeros"))
-        index = in_order(len(values), self.group_size)
-        return dequantised(values, source.tensor(f"{module}.scales"), zeros, index)
+        index = in_order(values.shape[1], self.group_size)
+        return dequantised(values, source.tensor(f"{module}.scales").T, zeros, index)
 
 
 def in_places(words: NDArray[Any]) -> NDArray[np.uint8]:
-    """int32 [rows, words] -> [rows, outputs]."""
-    rows = len(words)
-    return unpacked(words, BITS).reshape(rows, -1, PER_WORD)[..., PLACE].reshape(rows, -1)
+    """int32 [rows, words] -> [outputs, rows]."""
+    turned = np.ascontiguousarray(words.T).view(np.uint32)
+    values = np.empty((PER_WORD * len(turned), len(words)), np.uint8)
+    for output, place in enumerate(PLACE):
+        values[output::PER_WORD] = (turned >> np.uint32(BITS * place)) & np.uint32((1 << BITS) - 1)
+    return values

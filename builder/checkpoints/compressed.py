@@ -172,10 +172,10 @@ class Compressed:
         if source.stored(f"{module}.weight_zero_point") is not None:
             zeros = source.tensor(f"{module}.weight_zero_point")
             if zeros.dtype == np.int32:
-                zeros = signed(np.ascontiguousarray(zeros.T), scheme.bits).T[:outputs]
+                zeros = signed(zeros.T, scheme.bits).T[:outputs]
             zeros = by_group(zeros, scheme, outputs)
         index = self._index(source, module, scheme, inputs)
-        return dequantised(values.T, by_group(scales, scheme, outputs), zeros, index)
+        return dequantised(values, by_group(scales, scheme, outputs), zeros, index)
 
     def _packed_shape(self, source: TensorSource, module: str) -> tuple[int, int]:
         """What weight_shape says; 16 bytes that have to be read."""
@@ -208,12 +208,12 @@ class Compressed:
 
 
 def by_group(numbers: NDArray[Any], scheme: Scheme, outputs: int) -> NDArray[Any]:
-    """Scales or zero points as they are stored -> [groups, out]."""
+    """Scales or zero points as they are stored -> [out, groups]."""
     if scheme.strategy == TENSOR:
-        return np.broadcast_to(numbers.reshape(1, 1), (1, outputs))
+        return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1))
     if scheme.strategy == BLOCK:
-        return numbers.repeat(min(scheme.block[0], outputs), axis=0)[:outputs].T
-    return numbers.reshape(outputs, -1).T
+        return numbers.repeat(min(scheme.block[0], outputs), axis=0)[:outputs]
+    return numbers.reshape(outputs, -1)
 
 
 def signed(words: NDArray[Any], bits: int) -> NDArray[np.int16]:

@@ -83,11 +83,9 @@ class Gptq:
         if self.less_one:
             # Over whole words, with carry: so GPTQModel takes the ones away, and a zero point of 0 borrows.
             words = words + np.uint32(sum(1 << shift for shift in range(0, WORD, self.bits)))
-        scales = source.tensor(f"{module}.scales")
-        # Packed along the inputs: the transposed words are packed along their rows.
-        values = unpacked(np.ascontiguousarray(source.tensor(f"{module}.qweight").T), self.bits).T
-        index = self._index(source, module, len(values), len(scales))
-        return dequantised(values, scales, unpacked(words, self.bits), index)
+        scales, zeros = source.tensor(f"{module}.scales").T, unpacked(words, self.bits).T
+        values = unpacked(source.tensor(f"{module}.qweight").T, self.bits)
+        return dequantised(values, scales, zeros, self._index(source, module, values.shape[1], scales.shape[1]))
 
     def _index(self, source: TensorSource, module: str, inputs: int, groups: int) -> NDArray[Any]:
         name, expected = f"{module}.g_idx", in_order(inputs, self.group_size)

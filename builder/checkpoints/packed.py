@@ -17,6 +17,7 @@ WORD = 32  # bits of the integers that values are packed into
 WEIGHT = ".weight"
 SCALES = ("F16", "BF16", "F32")  # dtypes of scales
 MOST_GROUP = 1 << 20  # inputs that may share a scale
+AT_A_TIME = 1 << 20  # numbers that are dequantised at once: they stay in a processor's cache
 MOST_LISTED = 1 << 16  # modules that a config may list
 
 
@@ -75,25 +76,32 @@ def dequantised(
 ) -> NDArray[np.float32]:
     """(values - zeros) * scales as fp32 [out, in].
 
-    values: [in, out], integers or float8. scales: [groups, out]. zeros: [groups, out], or one for all. index: [in], the
+    values: [out, in], integers or float8. scales: [out, groups]. zeros: [out, groups], or one for all. index: [in], the
     group of each input. The difference is exact; so is the product of an fp16 or bf16 scale.
     """
-    groups, inputs, outputs = len(scales), *values.shape
-    scales = scales.astype(np.float32)
-    zeros = np.broadcast_to(np.asarray(zeros, np.float32), scales.shape)
-    weight = np.empty((outputs, inputs), np.float32)
-    ends = np.cumsum(np.bincount(index, minlength=groups))[:-1]
+    scales = scales.astype(np.float32, order="C")
+    zeros = np.broadcast_to(np.asarray(zeros, np.float32, order="C"), scales.shape)
+    weight = np.empty(values.shape, np.float32)
+    columns = index if scales.shape[1] > 1 else slice(1)
+    rows = max(1, AT_A_TIME // values.shape[1])
     with np.errstate(over="ignore", invalid="ignore"):  # who reads the tensor refuses infinity
-        for group, members in enumerate(np.split(np.argsort(index, kind="stable"), ends)):
-            weight[:, members] = ((values[members].astype(np.float32) - zeros[group]) * scales[group]).T
+        for start in range(0, len(values), rows):
+            part = slice(start, start + rows)
+            weight[part] = values[part]
+            weight[part] -= zeros[part][:, columns]
+            weight[part] *= scales[part][:, columns]
     return weight
 
 
 def unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """int32 [rows, words] -> [rows, words * 32 / bits]: the lowest bits of a word are its first value."""
-    shifts = np.arange(0, WORD, bits, dtype=np.uint32)
-    values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
-    return values.astype(np.uint8).reshape(len(words), -1)
+    """int32 [rows, words] -> [rows, words * 32 / bits]: the lowest bits of a word are its first value. bits: 4 or 8."""
+    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        return octets
+    values = np.empty((len(octets), 2 * octets.shape[1]), np.uint8)
+    values[:, 0::2] = octets & 15
+    values[:, 1::2] = octets >> 4
+    return values
 
 
 def group_count(inputs: int, group_size: int) -> int:
