@@ -13,6 +13,7 @@ import packers
 import pytest
 import torch
 from adapters import PREFIX, save_adapter, write_adapter
+from bundling import resigned
 from checkpoints import edit_weights, transformers_logits, write_checkpoint, write_tokenizer
 from engine_parts import TOLERANCE, random_text
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from draftwood.builder.checkpoints.lora import PICKLED, SETTINGS, WEIGHTS
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.cli.main import main
-from draftwood.models.errors import CheckpointError
+from draftwood.models.errors import BundleError, CheckpointError
 from draftwood.models.layers import network_of
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, prefill
@@ -149,6 +150,10 @@ def test_engines_of_merged_models_compute_what_transformers_does(
     assert main(["inspect", str(bundle)]) == 0
     shown = capsys.readouterr().out
     assert "merged adapter" in shown and "target-lora" in shown and "draft-lora" in shown
+    for forged in ({"other": "a"}, {"target": "\x1b[2J"}, {"target": 1}, ["target"]):
+        resigned(bundle, lambda content, forged=forged: content.update(adapters=forged))  # type: ignore[misc]
+        with pytest.raises(BundleError, match="adapter"):
+            EngineBundle.open(bundle)
 
 
 def test_a_bundle_without_an_adapter_is_what_it_was(tiny_pair: Path, tmp_path: Path) -> None:

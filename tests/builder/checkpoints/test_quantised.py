@@ -370,6 +370,14 @@ def test_modules_that_are_listed_are_plain(tmp_path: Path) -> None:
         Checkpoint(folder)
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq", "packed"])
+def test_a_matrix_that_is_stored_twice_is_refused(kind: str, tmp_path: Path) -> None:
+    config, matrix = MATRICES[kind]
+    source = opened(save_module(tmp_path, matrix, **{"m.weight": torch.zeros(OUT, IN)}), config)
+    with pytest.raises(CheckpointError, match="m is stored twice, packed and as F32"):
+        source.stored("m.weight")
+
+
 def test_packed_tensors_of_an_ordinary_checkpoint_are_none(tmp_path: Path) -> None:
     """Without quantization_config, a file with packed matrices lacks its weights."""
     folder, plain = write_checkpoint(tmp_path / "a"), write_checkpoint(tmp_path / "b")
