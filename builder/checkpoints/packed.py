@@ -59,9 +59,7 @@ class Dequantised:
             return self._source.stored(name)
         plain = self._source.stored(name)
         if plain is not None and plain.is_read:
-            raise CheckpointError(
-                f"{module} is stored twice, packed and as {plain.dtype}: download it again"
-            )
+            raise CheckpointError(f"{module} is stored twice, packed and as {plain.dtype}: download it again")
         if module in self._layout.listed:
             raise CheckpointError(
                 f"{module} is packed, and quantization_config in config.json lists it among the modules that are not: "
