@@ -26,6 +26,8 @@ class BuildOptions:
     the draft's graph.
     draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8 if its matrices
     divide into blocks, and so is the draft of an int4 target: 8 bits cost no acceptance; 4 bits do and save no time.
+    lora, draft_lora: folders of LoRA adapters (PEFT), which are merged into the models. Each of these four may be an id
+    of the Hugging Face Hub instead (checkpoints/hub.py).
     graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
     TensorRT backends, too: see CompileOptions.
     """
@@ -41,6 +43,8 @@ class BuildOptions:
     widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
     max_batch: int = 1
     acceptance_head: Path | None = None
+    lora: Path | None = None
+    draft_lora: Path | None = None
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
     workspace: int | None = None
@@ -96,6 +100,10 @@ class BuildOptions:
         if role == TARGET:
             return chosen
         return self.draft_precision or backend.draft_precision or ("int8" if chosen == "int4" else chosen)
+
+    def lora_of(self, role: str) -> Path | None:
+        """The adapter that is merged into a role's model."""
+        return self.lora if role == TARGET else self.draft_lora
 
     def widths_of(self, role: str) -> tuple[int, ...]:
         """The allowed numbers of rows of a pass of a role's engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_recor
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
 from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .checkpoints.json_file import read_json
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
@@ -34,11 +36,12 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     Everything happens in a temporary folder beside the output, which is renamed when all of it succeeded. Raises
     CheckpointError, ConfigError or BundleError.
     """
+    asked, options = options, downloaded(options, begin)
     advance = begin(Step("Reading checkpoints", 2))
     folders = {TARGET: options.target, DRAFT: options.draft}
     checkpoints = {}
     for role, folder in folders.items():
-        checkpoints[role] = Checkpoint(folder)
+        checkpoints[role] = Checkpoint(folder, options.lora_of(role))
         advance()
     refuse_different_sizes(checkpoints)
     for remark in remarks(options, checkpoints):
@@ -70,8 +73,18 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             advance()
         eos = end_of_text(options.target, checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
-        write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files))
+        adapters = {role: name_of(lora) for role in ROLES if (lora := asked.lora_of(role)) is not None}
+        write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files, adapters))
     return EngineBundle.open(options.output)
+
+
+def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
+    """With a folder in place of each id of the Hugging Face Hub. Raises CheckpointError."""
+    lora, draft_lora = (
+        None if given is None else local_folder(given, ADAPTER, begin) for given in (options.lora, options.draft_lora)
+    )
+    target, draft = (local_folder(given, MODEL, begin) for given in (options.target, options.draft))
+    return replace(options, target=target, draft=draft, lora=lora, draft_lora=draft_lora)
 
 
 def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> str:
@@ -101,6 +114,8 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
     """What somebody who asks for this build should hear; none of it keeps it from being done."""
     if replaceable(options.output, MANIFEST) and (options.output / MANIFEST).is_file():
         yield f"Replacing the bundle in {options.output} at the end"
+    for role, checkpoint in checkpoints.items():
+        yield from (f"The {role}: {note}" for note in checkpoint.notes)
     target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
     if options.target.resolve() == options.draft.resolve():
         yield "Warning: draft and target are the same folder, so speculation can only cost time: choose a smaller draft"
@@ -133,3 +148,9 @@ def end_of_text(folder: Path, checkpoint: Checkpoint, begin: Begin) -> tuple[int
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
         begin(Step(f"Leaving out eos_token_id {unknown}: the model has {vocab_size} tokens", 1))()
     return tuple(token for token in ids if token not in unknown)
+
+
+def name_of(folder: Path) -> str:
+    """A folder's own name, printable."""
+    name = folder.name or folder.resolve().name
+    return name if name.isprintable() else ascii(name)

@@ -15,6 +15,7 @@ from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain
 from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
+TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED)  # that are read of a checkpoint
 SPACE = "▁"  # SentencePiece's letter for a space
 UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
 CONTROL, BYTE = 3, 6  # SentencePiece.Type
@@ -23,7 +24,7 @@ CONTROL, BYTE = 3, 6  # SentencePiece.Type
 def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
     """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
     try:
-        for name in (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED):
+        for name in TOKENIZER_FILES:
             check_plain_file(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ..builder.profile import CONTEXTS
+from ..models.bindings import ROLES
 from ..models.errors import DraftwoodError, EngineError
 from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
@@ -25,9 +26,17 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a build, for both of its commands."""
     hidden = argparse.SUPPRESS  # the defaults are those of BuildOptions
-    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the target")
-    parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the draft")
+    folder = "Hugging Face folder of the {}, or its id on the Hub, org/name or org/name@revision"
+    for role in ROLES:
+        text = folder.format(role)
+        parser.add_argument(f"--{role}", type=folder_or_id, required=True, metavar="DIR", help=text)
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    parser.add_argument(
+        "--lora", type=folder_or_id, default=hidden, metavar="DIR", help="LoRA folder (PEFT) to merge into the target"
+    )
+    parser.add_argument(
+        "--draft-lora", type=folder_or_id, default=hidden, metavar="DIR", help="LoRA folder to merge into the draft"
+    )
     parser.add_argument(
         "--backend",
         default=AUTO,
@@ -95,6 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not measure the costs of passes at the end (draftwood profile measures them later)",
     )
     parser.set_defaults(run=run)
+
+
+def folder_or_id(text: str) -> Path:
+    """A path. One that begins with a dot stays a path: without the dot it could be an id."""
+    return Path.cwd() / text if text.startswith(".") else Path(text)
 
 
 class AsTuple(argparse.Action):

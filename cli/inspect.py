@@ -126,6 +126,8 @@ def describe(bundle: EngineBundle) -> Table:
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],
         "largest error": [f"{manifest.parity[role]:.0e} of the largest logit" for role in manifest.engines],
     }
+    if manifest.adapters:
+        rows["merged adapter"] = [printable(manifest.adapters.get(role, "")) for role in manifest.engines]
     plans = [spec.plan for spec in engines if spec.plan is not None]
     if plans:
         rows |= {

@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError
-from ...models.layers import network_of
+from ...models.layers import HEAD_WEIGHT, network_of
 from .json_file import read_json
+from .lora import Merged
+from .packed import Dequantised
+from .quantised import layout_of
 from .safetensors import Safetensors
 from .source import TensorSource
 
@@ -19,13 +22,23 @@ from .source import TensorSource
 class Checkpoint:
     """Opening a checkpoint reads headers only; `tensor` reads one tensor at a time and keeps none."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
+    def __init__(self, folder: Path, lora: Path | None = None) -> None:
+        """lora: an adapter that is merged into the model's tensors.
+
+        Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
         self.folder = folder
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
-        self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
+        content = read_json(folder / "config.json")
+        self.config = LlamaConfig.from_hf(content)
         self._source: TensorSource = Safetensors(folder)
+        self.notes: tuple[str, ...] = ()  # what somebody who builds from it should hear
+        if layout := layout_of(content):
+            self._source = Dequantised(self._source, layout)
+            self.notes = (f"its weights are {layout.name}, and are dequantised", *layout.notes)
+        if lora is not None:
+            merged = Merged(self._source, lora, frozenset((HEAD_WEIGHT,) if self.config.tie_embeddings else ()))
+            self._source, self.notes = merged, (*self.notes, *merged.notes)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
 

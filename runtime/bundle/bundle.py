@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class Manifest:
     max_length: most tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
     parity: for each engine, the largest difference of logits from the torch reference at build time; for a TensorRT
     plan that was not executed at build time, the difference of its graph. files: every file except the manifest, by
-    name.
+    name. adapters: names of the LoRA folders that were merged, by role.
     """
 
     builder: str
@@ -66,6 +66,7 @@ class Manifest:
     engines: Mapping[str, EngineSpec]
     parity: Mapping[str, float]
     files: Mapping[str, FileRecord]
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def engine_bytes(self, role: str) -> int:
         """Size of an engine with its external data."""
@@ -89,6 +90,8 @@ class Manifest:
             "parity": dict(self.parity),
             "files": {name: record._asdict() for name, record in self.files.items()},
         }
+        if self.adapters:  # older releases know no such field, and read bundles without one
+            content["adapters"] = dict(self.adapters)
         # Through JSON and back, so that the checksum is of the content that a reader gets (tuples become lists).
         content = dict(json.loads(json.dumps(content)))
         return content | {"checksum": checksum(content)}
