@@ -25,7 +25,7 @@ PRECISIONS = ("fp32", "int8", "int4")
 
 
 class Row(NamedTuple):
-    """What one token of a text got: its logits [V], and its keys and values in every layer."""
+    """The results of one token of a text: its logits [V], and its keys and values in every layer."""
 
     logits: NDArray[np.float32]
     cached: NDArray[np.float32]

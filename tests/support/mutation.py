@@ -180,7 +180,7 @@ def calculating(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
 
 
 def changes(node: ast.expr | ast.stmt) -> Iterator[str]:
-    """What may stand in a node's place; nothing for most."""
+    """The possible replacements of a node; none for most nodes."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
         yield ast.unparse(ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators))
     elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:

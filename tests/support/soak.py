@@ -33,11 +33,11 @@ from draftwood.builder.pipeline import build
 
 CLIENTS = 8
 GROWTH_BYTES = 48 << 20  # from the first third on; what is kept per request would be more within the hour
-WORKERS = min(32, (os.cpu_count() or 1) + 4)  # asyncio's, which appear as they are needed
+WORKERS = min(32, (os.cpu_count() or 1) + 4)  # asyncio's worker threads, which start when they are needed
 
 
 class Size(NamedTuple):
-    """Of a process: resident bytes, open files, threads."""
+    """The size of a process: resident bytes, open files, threads."""
 
     resident: int
     files: int
@@ -56,7 +56,7 @@ def native_demo(bundle: Path) -> Path:
 
 
 def soak(bundle: Path, seconds: float, clients: int = CLIENTS, every: float = 60) -> dict[str, Any]:
-    """What `clients` visitors found in so many seconds, the server's size taken `every` so many."""
+    """Run `clients` visitors for `seconds`, and measure the server's size `every` so many seconds. Returns the result."""
     texts, record, sizes, logged = Texts.of(bundle), Record(), list[tuple[float, Size]](), Counter[str]()
     with served(bundle, "--max-running", "4", "--served-model-name", "bundle") as server:
 

@@ -53,7 +53,7 @@ HOSTILE: list[bytes] = [
 
 @dataclass
 class Record:
-    """What happened. done: visits by kind. answers: by status. wrong: what should not be, in words."""
+    """The record of all visits. done: visits by kind. answers: by status. wrong: errors, in words."""
 
     done: Counter[str] = field(default_factory=Counter)
     answers: Counter[int] = field(default_factory=Counter)

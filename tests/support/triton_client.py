@@ -179,7 +179,7 @@ class Call:
 
 
 def value(array: NDArray[Any]) -> Any:
-    """What a tensor [1, 1] or [1, 1, n] holds."""
+    """The values of a tensor [1, 1] or [1, 1, n]."""
     items = [item.decode() if isinstance(item, bytes) else item for item in array.reshape(-1).tolist()]
     return items[0] if array.ndim == 2 else items
 
