@@ -56,7 +56,8 @@ def native_demo(bundle: Path) -> Path:
 
 
 def soak(bundle: Path, seconds: float, clients: int = CLIENTS, every: float = 60) -> dict[str, Any]:
-    """Run `clients` visitors for `seconds`, and measure the server's size `every` so many seconds. Returns the result."""
+    """Run `clients` visitors for `seconds`, and measure the server's size `every` so many seconds. Returns the
+    result."""
     texts, record, sizes, logged = Texts.of(bundle), Record(), list[tuple[float, Size]](), Counter[str]()
     with served(bundle, "--max-running", "4", "--served-model-name", "bundle") as server:
 
