@@ -46,6 +46,7 @@ class Variant:
     qkv_bias: bool = False  # on queries, keys and values only, as Qwen2.5 has it
     qk_norm: bool = False  # an RMSNorm of each head's queries and keys, as Qwen3 has it
     layers_without_rope: tuple[int, ...] = ()  # indices, as SmolLM3 has them
+    rotary_size: int | None = None  # numbers of a head that RoPE turns, as Phi-3 has them; None: all
     embedding_multiplier: float = 1.0  # this one and the others as Granite has them
     attention_multiplier: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
     residual_multiplier: float = 1.0
@@ -83,6 +84,11 @@ class LlamaConfig:
     def query_size(self) -> int:
         """Width of all query heads together; differs from `hidden_size` when head_dim is explicit."""
         return self.num_heads * self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Numbers of each head that RoPE turns."""
+        return self.head_dim if self.variant.rotary_size is None else self.variant.rotary_size
 
     @property
     def kv_size(self) -> int:

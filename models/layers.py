@@ -68,7 +68,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Without `query_norm` and `key_norm`, or with `rope` False, those steps are left out.
+    """One decoder layer. Without `query_norm` and `key_norm`, or with a `rotary_size` of 0, those steps are left out.
 
     q, k, v = qkv(input_norm(x))                                               split into heads
     x += residual_multiplier * output(attention(rope(query_norm(q)), rope(key_norm(k)), v, attention_scale))
@@ -79,7 +79,7 @@ class Layer:
     qkv: Matrix
     query_norm: Norm | None  # of each head
     key_norm: Norm | None
-    rope: bool
+    rotary_size: int  # numbers of each head that RoPE turns, from its first one on
     attention_scale: float  # of the products of queries and keys
     output: Matrix
     post_norm: Norm
@@ -135,7 +135,7 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
         qkv=Matrix(f"{name}qkv", qkv, hidden, (query, kv, kv), qkv_bias),
         query_norm=Norm(f"{name}query_norm", f"{attention}q_norm", config.head_dim) if variant.qk_norm else None,
         key_norm=Norm(f"{name}key_norm", f"{attention}k_norm", config.head_dim) if variant.qk_norm else None,
-        rope=index not in variant.layers_without_rope,
+        rotary_size=0 if index in variant.layers_without_rope else config.rotary_size,
         attention_scale=1 / math.sqrt(config.head_dim) if scale is None else scale,
         output=Matrix(f"{name}output", (f"{attention}o_proj",), query, (hidden,), config.attention_bias),
         post_norm=Norm(f"{name}post_norm", f"{source}post_attention_layernorm", hidden),

@@ -29,16 +29,18 @@ class LlamaOutput(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Cosine and sine of each row's position, [B, 1, T, head_dim / 2], broadcast over heads."""
+    """Cosine and sine of each row's position, [B, 1, T, rotary_size / 2], broadcast over heads."""
 
     cosine: Tensor
     sine: Tensor
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate [B, H, T, D] by position; a pair is (i, i + D/2), as in Hugging Face checkpoints."""
-        first, second = heads.chunk(2, dim=-1)
+        """Rotate the first R = rotary_size numbers of heads [B, H, T, D] by position; a pair is (i, i + R/2), as in
+        Hugging Face checkpoints."""
         cosine, sine = self.cosine.to(heads.dtype), self.sine.to(heads.dtype)
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+        half = cosine.shape[-1]
+        first, second, rest = heads.tensor_split((half, 2 * half), dim=-1)
+        return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
 
 
 # query [1, H, T, D], key and value caches [1, H_kv, C, D], sequences int32 [N, 4], tree_mask bool [1, T, S], scale ->
@@ -153,7 +155,7 @@ class Attention(nn.Module):
     def __init__(self, layer: Layer, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim, self.num_heads = config.head_dim, config.num_heads
-        self.rope, self.scale = layer.rope, layer.attention_scale
+        self.rotates, self.scale = layer.rotary_size > 0, layer.attention_scale
         self.q_proj, self.k_proj, self.v_proj = linears(layer.qkv)
         self.q_norm, self.k_norm = norm_of(layer.query_norm, config), norm_of(layer.key_norm, config)
         (self.o_proj,) = linears(layer.output)
@@ -161,7 +163,7 @@ class Attention(nn.Module):
     def forward(self, rows: Tensor, rotary: Rotary, attention: LayerAttention, layer: int) -> Tensor:
         heads = self.q_norm(self.heads(self.q_proj(rows))), self.k_norm(self.heads(self.k_proj(rows)))
         turned = torch.cat(heads, 1)
-        if self.rope:
+        if self.rotates:
             turned = rotary.rotate(turned)
         query, keys = turned[:, : self.num_heads], turned[:, self.num_heads :]
         attended = attention(layer, query, keys, self.heads(self.v_proj(rows)), self.scale)

@@ -138,9 +138,9 @@ class GraphBuilder(GraphWriter):
             query = self.norm(f"{scope}/query_norm", layer.query_norm, query)
         if layer.key_norm is not None:
             key = self.norm(f"{scope}/key_norm", layer.key_norm, key)
-        if layer.rope:
-            query = self.node("RotaryEmbedding", f"{scope}/query_rotary", [query, *rotary])
-            key = self.node("RotaryEmbedding", f"{scope}/key_rotary", [key, *rotary])
+        if layer.rotary_size:
+            query = self.rotated(f"{scope}/query_rotary", layer, query, rotary)
+            key = self.rotated(f"{scope}/key_rotary", layer, key, rotary)
         present = []
         for kind, cache, rows in zip(bindings.KINDS, past, (key, value), strict=True):
             written = self.node("TensorScatter", f"{scope}/{kind}_cache", [cache, rows, feeds["write_indices"]], axis=2)
@@ -153,6 +153,11 @@ class GraphBuilder(GraphWriter):
         attended = self.node("Reshape", f"{scope}/flatten", [attended, flat])
         output = self.linear(f"{scope}/o_proj", attended, layer.output)
         return self.scaled(f"{scope}/scaled", output, layer.residual_multiplier), present
+
+    def rotated(self, name: str, layer: Layer, heads: ir.Value, rotary: Sequence[ir.Value]) -> ir.Value:
+        """RoPE on the first numbers of each head, or on all of them."""
+        part = {} if layer.rotary_size == self.config.head_dim else {"rotary_embedding_dim": layer.rotary_size}
+        return self.node("RotaryEmbedding", name, [heads, *rotary], **part)
 
     def attend(
         self, name: str, scale: float, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]

@@ -65,8 +65,14 @@ class Packer:
         contents |= self.matrix(network.head)
         if self.head is not None:
             contents |= self.acceptance(self.head)
-        contents[network.embedding.name] = lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT)
+        contents[network.embedding.name] = self.embedding(network.embedding_multiplier)
         return contents
+
+    def embedding(self, multiplier: float) -> Read:
+        """Multiplied here: the kernels look rows up and nothing more."""
+        if multiplier == 1:
+            return lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT)
+        return lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT).astype(np.float32) * np.float32(multiplier)
 
     def acceptance(self, head: TrainedHead) -> dict[str, Read]:
         """The SpecDec++ head: each block's panels and bias, then the row that gives the log-odds."""
@@ -115,8 +121,7 @@ def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 def write_weights(checkpoint: Weights, positions: int, path: Path, head: TrainedHead | None = None) -> None:
     """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one tensor in memory at a
-    time. Raises CheckpointError when a weight holds NaN or infinity, and EngineError for a model whose layers the
-    kernels do not compute."""
+    time. Raises CheckpointError when a weight holds NaN or infinity."""
     packer = Packer(checkpoint, positions, head)
     expected, contents = packer.expected(), packer.contents()
     header: dict[str, Any] = {METADATA: {LAYOUT_KEY: LAYOUT}}

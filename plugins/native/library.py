@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 3  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 4  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -20,7 +20,6 @@ REFUSALS = {  # of draftwood_forward
     4: "a row is scored that the pass does not have",
 }
 FEW = 512  # likely tokens
-COMPUTED = ("qkv_bias",)  # of the variants of a LLaMA (models/config.py)
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -41,8 +40,9 @@ class Layer(Structure):
     """`struct layer`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("input_norm", "post_norm")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        ("pairs", c_int32),
     ]
 
 
@@ -54,7 +54,10 @@ class Model(Structure):
             (name, c_int32)
             for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "positions", "blocks")
         ),
-        *((name, c_float) for name in ("epsilon", "shift")),
+        *(
+            (name, c_float)
+            for name in ("epsilon", "shift", "attention_scale", "residual_multiplier", "logits_multiplier")
+        ),
         *((name, c_void_p) for name in ("embedding", "norm", "cosine", "sine", "odds")),
         ("layer", POINTER(Layer)),
         ("block", POINTER(Matrix)),

@@ -19,10 +19,9 @@ from safetensors.numpy import load_file
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.engines.native import write_weights
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig, Variant
-from draftwood.models.errors import CheckpointError, EngineError
+from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import Matrix, layer_of, network_of, num_parameters
 from draftwood.models.llama import Llama, TreeAttention, dense_tree_attention
 from draftwood.models.typed import typed
@@ -144,23 +143,13 @@ def test_cached_passes_compute_it_too(described: Described, attend: TreeAttentio
     np.testing.assert_allclose(output.logits[0], described.expected()[-1], atol=2e-4, rtol=0)
 
 
-def test_the_kernels_take_a_bias_anywhere_and_refuse_the_rest_by_name(described: Described, tmp_path: Path) -> None:
-    """When the weights are packed, and when a manifest says it of weights that are a LLaMA's."""
-    missing = [name for name in described.config.variant.differences if name not in library.COMPUTED]
+def test_the_kernels_compute_it_too(described: Described, tmp_path: Path) -> None:
     spec = spec_of(described, bindings.TARGET, "fp32", (TOKENS,), 64)
-    if not missing:
-        engine = open_native(described, spec, tmp_path)
-        output = prefill(engine, engine.new_cache(), token_ids().tolist())
-        engine.close()
-        assert output is not None
-        np.testing.assert_allclose(output.logits[0], described.expected()[-1], atol=2e-4, rtol=0)
-        return
-    message = f"the native kernels do not compute {', '.join(missing)} of this model: build it with --backend onnx"
-    with pytest.raises(EngineError, match=message):
-        write_weights(described, 64, tmp_path / "target.weights")
-    assert not (tmp_path / "target.weights").exists()
-    with pytest.raises(EngineError, match=message):
-        open_native(Checkpoint(write_checkpoint(tmp_path / "llama")), spec, tmp_path)
+    engine = open_native(described, spec, tmp_path)
+    output = prefill(engine, engine.new_cache(), token_ids().tolist())
+    engine.close()
+    assert output is not None
+    np.testing.assert_allclose(output.logits[0], described.expected()[-1], atol=2e-4, rtol=0)
 
 
 def test_families_are_refused_by_name_until_every_engine_computes_them(described: Described) -> None:
@@ -195,9 +184,9 @@ def test_every_tensor_belongs_to_one_part(shape: str, tmp_path: Path) -> None:
 
 
 def test_the_structures_of_the_kernels_have_the_order_of_the_description() -> None:
-    layer = layer_of(LLAMA, 0)
+    layer = layer_of(replace(LLAMA, variant=Variant(qk_norm=True)), 0)
     names = [norm.name for norm in layer.norms] + [matrix.name for matrix in layer.matrices]
-    assert names == [f"layers.0.{name}" for name, *_ in library.Layer._fields_]
+    assert names == [f"layers.0.{name}" for name, *_ in library.Layer._fields_ if name != "pairs"]
 
 
 def test_a_merged_matrix() -> None:

@@ -116,25 +116,29 @@ static void check_acceptance(int size) {
 struct shape {
     int vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
     enum format format;
+    int pairs, normed; /* pairs: that rotate, in every other layer; normed: whether heads are */
 };
 
 static struct model model_of(struct shape shape) {
     struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
                           shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, 1e-5f, 0.5f,
-                          0, 0, 0, 0, 0, 0, 0, {0}};
+                          0.25f, 0.5f, 2, 0, 0, 0, 0, 0, 0, 0, {0}};
     const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
-    const int whole = panels_of(shape.hidden) * LANES, half = shape.head_dim / 2;
+    const int whole = panels_of(shape.hidden) * LANES, head = panels_of(shape.head_dim) * LANES;
     model.embedding = numbers((size_t)shape.vocab * shape.hidden);
     model.norm = numbers(whole);
-    model.cosine = numbers((size_t)shape.positions * half), model.sine = numbers((size_t)shape.positions * half);
+    model.cosine = numbers((size_t)shape.positions * shape.pairs);
+    model.sine = numbers((size_t)shape.positions * shape.pairs);
     model.odds = shape.blocks ? numbers(whole) : NULL;
     struct layer *layers = malloc(shape.layers * sizeof *layers);
     for (int index = 0; index < shape.layers; index++)
         layers[index] = (struct layer){numbers(whole), numbers(whole),
+                                       shape.normed ? numbers(head) : NULL, shape.normed ? numbers(head) : NULL,
                                        matrix_of(query + 2 * key, shape.hidden, shape.format, index % 2),
                                        matrix_of(shape.hidden, query, shape.format, 0),
                                        matrix_of(2 * model.inner, shape.hidden, shape.format, 0),
-                                       matrix_of(shape.hidden, shape.inner, shape.format, 1)};
+                                       matrix_of(shape.hidden, shape.inner, shape.format, 1),
+                                       index % 2 ? 0 : shape.pairs};
     struct matrix *blocks = malloc(shape.blocks * sizeof *blocks);
     for (int index = 0; index < shape.blocks; index++) blocks[index] = matrix_of(shape.hidden, shape.hidden, FP32, 1);
     model.layer = layers, model.block = blocks;
@@ -146,6 +150,7 @@ static void free_model(struct model model) {
     for (int index = 0; index < model.layers; index++) {
         const struct layer *layer = &model.layer[index];
         free((void *)layer->input_norm), free((void *)layer->post_norm);
+        free((void *)layer->query_norm), free((void *)layer->key_norm);
         free_matrix(layer->qkv), free_matrix(layer->output), free_matrix(layer->gate_up), free_matrix(layer->down);
     }
     for (int index = 0; index < model.blocks; index++) free_matrix(model.block[index]);
@@ -220,9 +225,9 @@ int main(void) {
             for (int rows = 1; rows <= 9; rows++)
                 check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : 32 * (size + 1), rows, format);
     const struct shape shapes[] = {
-        {1, 2, 1, 1, 1, 1, 2, 1, 0, FP32},        {17, 10, 7, 2, 5, 5, 2, 40, 1, FP32},
-        {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16},  {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16},
-        {15, 64, 64, 2, 4, 2, 16, 300, 3, INT8},  {31, 64, 32, 1, 32, 1, 2, 300, 0, INT4},
+        {1, 2, 1, 1, 1, 1, 2, 1, 0, FP32, 1, 0},        {17, 10, 7, 2, 5, 5, 2, 40, 1, FP32, 1, 1},
+        {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1},  {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0},
+        {15, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1},  {31, 64, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0},
     };
     for (int at = 0; at < COUNT(shapes); at++)
         for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);

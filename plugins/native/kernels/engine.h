@@ -3,7 +3,7 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 3 /* of these structures; see library.py */
+#define INTERFACE 4 /* of these structures; see library.py */
 #define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 10 /* at most */
@@ -11,15 +11,16 @@
 #define SHARES 2 /* of a matrix, for each thread */
 
 struct layer {
-    const float *input_norm, *post_norm;
+    const float *input_norm, *post_norm, *query_norm, *key_norm; /* the last two: of each head, or null */
     struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
+    int32_t pairs; /* of numbers of a head that are rotated: 0, or as many as the tables have */
 };
 
 /* blocks, shift, odds, block: of SpecDec++'s head. */
 struct model {
     int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
-    float epsilon, shift;
-    const float *embedding, *norm, *cosine, *sine, *odds; /* cosine, sine: [positions][head_dim / 2] */
+    float epsilon, shift, attention_scale, residual_multiplier, logits_multiplier;
+    const float *embedding, *norm, *cosine, *sine, *odds; /* cosine, sine: [positions][pairs] */
     const struct layer *layer;
     const struct matrix *block;
     struct matrix head;

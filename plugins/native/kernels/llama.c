@@ -9,6 +9,13 @@ struct job {
     const struct pass *pass;
 };
 
+/* 1 / rms, of `size` numbers whose squares were added by lanes. */
+INLINE float share_of(f32 squares, int size, float epsilon) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+    return 1.0f / sqrtf(sum / (float)size + epsilon);
+}
+
 /* normed = hidden / rms(hidden) * weight, rounded if `next` is of integers. */
 static void normalize(const struct model *model, const struct rows *from, int row, const float *weight,
                       const struct rows *to, int into, const struct matrix *next) {
@@ -16,19 +23,17 @@ static void normalize(const struct model *model, const struct rows *from, int ro
     float *result = to->values + (size_t)into * to->stride;
     f32 squares = {0};
     for (int k = 0; k < model->hidden; k += LANES) { f32 value = load(values + k); squares += value * value; }
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
-    const float share = 1.0f / sqrtf(sum / (float)model->hidden + model->epsilon);
+    const float share = share_of(squares, model->hidden, model->epsilon);
     for (int k = 0; k < model->hidden; k += LANES) store(result + k, load(values + k) * share * load(weight + k));
     if (next->format >= INT8) round_row(to, into, next->inputs, next->block);
 }
 
-/* What becomes of a tile's sums: they are stored, added to what is there, or are gate and up in turn; or their SiLU is
- * added to the row that was multiplied. */
+/* What becomes of a tile's sums: they are stored, or added to what is there, times a factor; or are gate and up in turn;
+ * or their SiLU is added to the row that was multiplied. */
 enum ending { STORE, ADD, GATE, RESIDUAL };
 
-INLINE void finish(const struct matrix *matrix, const enum ending ending, int panel, int panels, const f32 *sums,
-                   const float *row, float *result) {
+INLINE void finish(const struct matrix *matrix, const enum ending ending, float factor, int panel, int panels,
+                   const f32 *sums, const float *row, float *result) {
     f32 sum[MOST_PANELS];
     for (int p = 0; p < panels; p++) {
         sum[p] = sums[p];
@@ -36,8 +41,8 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, int pa
     }
     for (int p = 0; p < panels; p++) {
         const int column = (panel + p) * LANES;
-        if (ending == STORE) store_some(result + column, sum[p], matrix->outputs - column);
-        if (ending == ADD) store(result + column, load(result + column) + sum[p]);
+        if (ending == STORE) store_some(result + column, sum[p] * factor, matrix->outputs - column);
+        if (ending == ADD) store(result + column, load(result + column) + sum[p] * factor);
         if (ending == RESIDUAL) store(result + column, load(row + column) + silu(sum[p]));
         if (ending == GATE && p % 2) store(result + column / 2 / LANES * LANES, silu(sum[p - 1]) * sum[p]);
     }
@@ -45,7 +50,7 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, int pa
 
 /* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. */
 static void linear(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows, float *to,
-                   int stride, const enum ending ending) {
+                   int stride, const enum ending ending, float factor) {
     const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
     const int shares = cursor->team->threads * SHARES, chunk = ((panels + shares - 1) / shares + 1) / 2 * 2;
     f32 sums[MOST_ROWS][MOST_PANELS];
@@ -57,36 +62,51 @@ static void linear(struct cursor *cursor, const struct matrix *matrix, const str
                 const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
                 multiply(matrix, from, row, count, panel, step, tile, tiles, sums);
                 for (int r = 0; r < count; r++)
-                    finish(matrix, ending, panel, step, sums[r], from->values + (size_t)(row + r) * from->stride,
-                           to + (size_t)(row + r) * stride);
+                    finish(matrix, ending, factor, panel, step, sums[r],
+                           from->values + (size_t)(row + r) * from->stride, to + (size_t)(row + r) * stride);
             }
         }
     }
 }
 
-/* head := head rotated by its position, times `factor`: halves as Hugging Face stores them. */
-static void rotate(float *head, const float *cosine, const float *sine, int half, float factor) {
-    for (int d = 0; d < half; d++) {
-        float low = head[d], high = head[d + half];
-        head[d] = (low * cosine[d] - high * sine[d]) * factor;
-        head[d + half] = (high * cosine[d] + low * sine[d]) * factor;
-    }
+/* head := head / rms(head) * weight. Heads lie side by side: what follows one is another. */
+static void normalize_head(float *head, const float *weight, int dim, float epsilon) {
+    f32 squares = {0};
+    for (int d = 0; d < dim; d += LANES) { f32 value = load_some(head + d, dim - d, 0); squares += value * value; }
+    const float share = share_of(squares, dim, epsilon);
+    for (int d = 0; d < dim; d += LANES)
+        store_some(head + d, load_some(head + d, dim - d, 0) * share * load(weight + d), dim - d);
 }
 
-/* Rotate the queries and keys of one kv head and write keys and values into its cache of a layer. By head, since rows
- * share the cache's lines. */
-static void remember(const struct model *model, const struct pass *pass, struct rows *merged, int head, float *keys,
-                     float *values) {
-    const int dim = model->head_dim, half = dim / 2, group = model->heads / model->kv_heads;
+/* head := head times `factor`, its first 2 * `pairs` numbers rotated by its position: halves as Hugging Face stores
+ * them. */
+static void rotate(float *head, const float *cosine, const float *sine, int pairs, int dim, float factor) {
+    for (int d = 0; d < pairs; d++) {
+        float low = head[d], high = head[d + pairs];
+        head[d] = (low * cosine[d] - high * sine[d]) * factor;
+        head[d + pairs] = (high * cosine[d] + low * sine[d]) * factor;
+    }
+    for (int d = 2 * pairs; d < dim; d++) head[d] *= factor;
+}
+
+/* Normalize, where the layer does, and rotate the queries and keys of one kv head, and write keys and values into its
+ * cache of a layer. By head, since rows share the cache's lines. */
+static void remember(const struct model *model, const struct layer *layer, const struct pass *pass,
+                     struct rows *merged, int head, float *keys, float *values) {
+    const int dim = model->head_dim, pairs = layer->pairs, group = model->heads / model->kv_heads;
     keys += head * keys_of(model, pass->capacity), values += head * values_of(model, pass->capacity);
     for (int row = 0; row < pass->rows; row++) {
         const int slot = pass->start + row;
-        const float *cosine = model->cosine + pass->positions[row] * half;
-        const float *sine = model->sine + pass->positions[row] * half;
+        const float *cosine = model->cosine + pass->positions[row] * pairs;
+        const float *sine = model->sine + pass->positions[row] * pairs;
         float *from = merged->values + (size_t)row * merged->stride, *query = from + head * group * dim;
         float *key = from + (model->heads + head) * dim, *value = key + model->kv_heads * dim;
-        for (int q = 0; q < group; q++) rotate(query + q * dim, cosine, sine, half, LOG2_E / sqrtf((float)dim));
-        rotate(key, cosine, sine, half, 1.0f);
+        for (int q = 0; q < group; q++) {
+            if (layer->query_norm) normalize_head(query + q * dim, layer->query_norm, dim, model->epsilon);
+            rotate(query + q * dim, cosine, sine, pairs, dim, LOG2_E * model->attention_scale);
+        }
+        if (layer->key_norm) normalize_head(key, layer->key_norm, dim, model->epsilon);
+        rotate(key, cosine, sine, pairs, dim, 1.0f);
         float *to = keys + (size_t)(slot / LANES) * dim * LANES + slot % LANES;
         for (int d = 0; d < dim; d++) to[d * LANES] = key[d];
         to = values + (size_t)slot * LANES;
@@ -155,17 +175,19 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
     for (int once; (once = claim(cursor, 1)) >= 0;) cut(engine, pass->rows);
     for (int index = 0; index < model->layers; index++) {
         const struct layer *layer = &model->layer[index];
-        linear(cursor, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE);
+        linear(cursor, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE, 1);
         for (int head; (head = claim(cursor, model->kv_heads)) >= 0;)
-            remember(model, pass, merged, head, keys, values);
+            remember(model, layer, pass, merged, head, keys, values);
         attention(cursor, engine, pass, keys, values, scores);
         round_rows(cursor, &layer->output, &engine->attended, pass->rows);
-        linear(cursor, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD);
+        linear(cursor, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD,
+               model->residual_multiplier);
         for (int row; (row = claim(cursor, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer->post_norm, normed, row, &layer->gate_up);
-        linear(cursor, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE);
+        linear(cursor, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE, 1);
         round_rows(cursor, &layer->down, &engine->gated, pass->rows);
-        linear(cursor, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD);
+        linear(cursor, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD,
+               model->residual_multiplier);
         for (int row; index + 1 < model->layers && (row = claim(cursor, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
         keys += model->kv_heads * keys_of(model, pass->capacity);
@@ -178,7 +200,7 @@ static void judge(struct cursor *cursor, struct engine *engine, const struct pas
     const struct model *model = &engine->model;
     struct rows *from = &engine->normed, *to = &engine->hidden;
     for (int index = 0; index < model->blocks; index++) {
-        linear(cursor, &model->block[index], from, pass->outputs, to->values, to->stride, RESIDUAL);
+        linear(cursor, &model->block[index], from, pass->outputs, to->values, to->stride, RESIDUAL, 1);
         struct rows *result = to;
         to = from, from = result;
     }
@@ -193,7 +215,7 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
     struct rows *normed = &engine->normed;
     for (int output; (output = claim(cursor, pass->outputs)) >= 0;)
         normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
-    linear(cursor, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE);
+    linear(cursor, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE, model->logits_multiplier);
     for (int output; pass->ids && (output = claim(cursor, pass->outputs)) >= 0;)
         rank(pass->logits + (size_t)output * model->vocab, model->vocab, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
@@ -299,7 +321,7 @@ int draftwood_linear(const struct matrix *matrix, const float *values, int rows,
             step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
             multiply(matrix, &x, row, count, panel, step, 0, 1, sums);
             for (int r = 0; r < count; r++)
-                finish(matrix, STORE, panel, step, sums[r], NULL, result + (size_t)(row + r) * matrix->outputs);
+                finish(matrix, STORE, 1, panel, step, sums[r], NULL, result + (size_t)(row + r) * matrix->outputs);
         }
     }
     free_rows(&x);

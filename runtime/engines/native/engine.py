@@ -211,8 +211,12 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
     def described(part: layers.Matrix) -> Matrix:
         return matrix(part.name, packed_rows(part) if part.gated else sum(part.outputs))
 
+    def norm(part: layers.Norm | None) -> int | None:
+        return None if part is None else address(weights[part.name])
+
     def layer(parts: layers.Layer) -> Layer:
-        return Layer(*(address(weights[norm.name]) for norm in parts.norms), *map(described, parts.matrices))
+        norms = (parts.input_norm, parts.post_norm, parts.query_norm, parts.key_norm)
+        return Layer(*map(norm, norms), *map(described, parts.matrices), parts.rotary_size // 2)
 
     decoder = (Layer * model.num_layers)(*map(layer, network.layers))
     headed = bindings.ACCEPTANCE.name in spec.outputs
@@ -231,6 +235,9 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         len(blocks),
         model.norm_eps,
         float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
+        network.layers[0].attention_scale,
+        network.layers[0].residual_multiplier,
+        network.logits_multiplier,
         *(address(weights[name]) for name in (network.embedding.name, network.norm.name, "cosine", "sine")),
         address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
         decoder,

@@ -21,7 +21,6 @@ from ....models.bindings import BITS, LOW_BIT
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
 from ....models.layers import EMBEDDING, Matrix, Network, network_of
-from ....plugins.native.library import COMPUTED
 from ....plugins.native.packing import LAYOUT, PANEL, whole_panels
 from ..base import EngineSpec
 
@@ -52,12 +51,7 @@ class Stored(NamedTuple):
 
 
 def packed_network(config: LlamaConfig, precision: str) -> Network:
-    """The description of a model whose matrices divide into blocks. Raises EngineError that names what the kernels do
-    not compute."""
-    if missing := [name for name in config.variant.differences if name not in COMPUTED]:
-        raise EngineError(
-            f"the native kernels do not compute {', '.join(missing)} of this model: build it with --backend onnxruntime"
-        )
+    """The description of a model whose matrices divide into blocks."""
     block = BLOCKS.get(precision, (1,))[0]
     return network_of(replace(config, intermediate_size=-(-config.intermediate_size // block) * block))
 
@@ -74,7 +68,7 @@ def expected_tensors(
     """Name and form of every tensor, in the order a pass reads them; the embedding is last.
 
     positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. Raises EngineError where a
-    matrix divides into no blocks, and as packed_network does.
+    matrix divides into no blocks.
     """
 
     def vector(size: int) -> Stored:
@@ -93,7 +87,7 @@ def expected_tensors(
 
     hidden, network = config.hidden_size, packed_network(config, precision)
     for table in ("cosine", "sine"):
-        yield table, Stored("F32", (positions, config.head_dim // 2))
+        yield table, Stored("F32", (positions, config.rotary_size // 2))
     for layer in network.layers:
         for norm in layer.norms:
             yield norm.name, vector(norm.size)
