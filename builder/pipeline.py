@@ -11,12 +11,13 @@ from pathlib import Path
 
 from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET
-from ..models.config import token_ids
 from ..models.errors import BundleError, CheckpointError, ConfigError
+from ..models.fields import token_ids
 from ..models.layers import num_parameters
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
+from ..runtime.text.tokenizer import Tokenizer
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .checkpoints.json_file import read_json
@@ -39,11 +40,10 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     asked, options = options, downloaded(options, begin)
     advance = begin(Step("Reading checkpoints", 2))
     folders = {TARGET: options.target, DRAFT: options.draft}
-    checkpoints = {}
+    checkpoints: dict[str, Checkpoint] = {}
     for role, folder in folders.items():
         checkpoints[role] = Checkpoint(folder, options.lora_of(role))
         advance()
-    refuse_different_sizes(checkpoints)
     for remark in remarks(options, checkpoints):
         begin(Step(remark, 1))()
     max_length = context_length(options, checkpoints)
@@ -58,6 +58,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         with tempfile.TemporaryDirectory() as other:
             check_same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(other)))
         advance()
+        checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
         engines = {}
         parity = {}
         for role in ROLES:
@@ -100,14 +101,24 @@ def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> s
     return precision
 
 
-def refuse_different_sizes(checkpoints: Mapping[str, Checkpoint]) -> None:
-    """Both models must score the same token ids."""
-    target, draft = (checkpoints[role].config.vocab_size for role in (TARGET, DRAFT))
-    if target != draft:
+def one_vocabulary(
+    checkpoints: Mapping[str, Checkpoint], tokenizer: Tokenizer, begin: Begin
+) -> dict[str, Checkpoint]:
+    """Both models with as many tokens: what one has beyond the other is cut off, and `begin` hears of it. Models of one
+    tokenizer are often filled up to different sizes with rows that no token has. Raises CheckpointError where tokens
+    would be cut."""
+    sizes = {role: checkpoint.config.vocab_size for role, checkpoint in checkpoints.items()}
+    smaller, larger = sorted(sizes, key=lambda role: sizes[role])
+    if sizes[smaller] == sizes[larger]:
+        return dict(checkpoints)
+    needed = 1 + max(tokenizer.vocabulary().values(), default=0)
+    if needed > sizes[smaller]:
         raise CheckpointError(
-            f"the target's vocabulary has {target} tokens and the draft's {draft}: "
-            "choose a draft that shares the target's tokenizer"
+            f"the tokenizer has {needed} tokens, of which the {smaller} knows {sizes[smaller]} and the {larger} "
+            f"{sizes[larger]}: choose a draft that knows all of the target's tokens, or the other way round"
         )
+    begin(Step(f"Cutting the {larger}'s vocabulary of {sizes[larger]} to the {smaller}'s {sizes[smaller]} tokens", 1))()
+    return {role: checkpoint.cut(sizes[smaller]) for role, checkpoint in checkpoints.items()}
 
 
 def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
@@ -125,16 +136,17 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
 
 
 def context_length(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> int:
-    """Tokens of prompt and output together. Raises ConfigError when a model was not trained for that many."""
-    trained = min(checkpoint.config.max_position for checkpoint in checkpoints.values())
+    """Tokens of prompt and output together. Raises ConfigError when a model does not compute that many as here."""
+    longest = min(checkpoint.config.longest for checkpoint in checkpoints.values())
     if options.max_length is None:
-        return min(trained, LONGEST)
+        return min(longest, LONGEST)
     for role, checkpoint in checkpoints.items():
-        if options.max_length > checkpoint.config.max_position:
-            raise ConfigError(
-                f"max_length {options.max_length} exceeds the {role}'s context of {checkpoint.config.max_position} "
-                f"tokens: ask for at most {trained}"
-            )
+        for limit, tokens in checkpoint.config.limits.items():
+            if options.max_length > tokens:
+                raise ConfigError(
+                    f"max_length {options.max_length} exceeds the {role}'s {limit} of {tokens} tokens: "
+                    f"ask for --max-length {longest} or less"
+                )
     return options.max_length
 
 

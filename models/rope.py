@@ -8,30 +8,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import LlamaConfig
+from .rope_scaling import LINEAR, LONGROPE, YARN, RopeScaling
 
 
 def inverse_frequencies(config: LlamaConfig) -> NDArray[np.float64]:
-    """Angle per position of each rotary pair, [rotary_size / 2], scaling applied.
-
-    `llama3` follows transformers' `_compute_llama3_parameters`: wavelengths beyond the original context are
-    stretched by `factor`, short ones kept, those in between interpolated.
-    """
+    """Angle per position of each rotary pair, [rotary_size / 2], scaling applied as transformers'
+    `modeling_rope_utils` does."""
     exponents = np.arange(0, config.rotary_size, 2, dtype=np.float64) / config.rotary_size
     frequencies: NDArray[np.float64] = config.rope_theta**-exponents
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    if scaling.kind == "linear":
+    if scaling.kind == LINEAR:
         return frequencies / scaling.factor
+    if scaling.kind == LONGROPE:
+        return frequencies / np.array(scaling.factors)
+    kept = kept_by_yarn(config, scaling) if scaling.kind == YARN else kept_by_llama3(frequencies, scaling)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def kept_by_llama3(frequencies: NDArray[np.float64], scaling: RopeScaling) -> NDArray[np.float64]:
+    """How far each pair keeps its frequency, 0 to 1: wavelengths beyond the original context are stretched by
+    `factor`, short ones kept, those in between interpolated."""
     wavelengths = 2 * math.pi / frequencies
-    smooth = (scaling.original_max_position / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    turns = scaling.original_max_position / wavelengths
+    return np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+
+
+def kept_by_yarn(config: LlamaConfig, scaling: RopeScaling) -> NDArray[np.float64]:
+    """The same for YaRN (2309.00071): pairs that turn more than `beta_fast` times within the original context keep
+    their frequency, those that turn less than `beta_slow` times do not; a straight line over the pairs in between."""
+    size = config.rotary_size
+
+    def pair_that_turns(times: float) -> float:
+        ratio = math.log(scaling.original_max_position / (times * 2 * math.pi))
+        return size * ratio / (2 * math.log(config.rope_theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    last += 0.001 if first == last else 0  # as transformers avoids a division by 0
+    return 1 - np.clip((np.arange(size // 2) - first) / (last - first), 0.0, 1.0)
 
 
 def rope_tables(config: LlamaConfig, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosine and sine tables, each [positions, rotary_size / 2] float32. Angles are computed in float64."""
+    """Cosine and sine tables, each [positions, rotary_size / 2] float32, times the scaling's attention factor. Angles
+    are computed in float64."""
     angles = np.outer(np.arange(positions, dtype=np.float64), inverse_frequencies(config))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+    return (factor * np.cos(angles)).astype(np.float32), (factor * np.sin(angles)).astype(np.float32)

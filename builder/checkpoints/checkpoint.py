@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ from numpy.typing import NDArray
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError
 from ...models.layers import HEAD_WEIGHT, network_of
+from .fused import Split
 from .json_file import read_json
 from .lora import Merged
 from .packed import Dequantised
 from .quantised import layout_of
 from .safetensors import Safetensors
 from .source import TensorSource
+from .vocabulary import CutVocabulary
 
 
 class Checkpoint:
@@ -39,6 +43,7 @@ class Checkpoint:
         if lora is not None:
             merged = Merged(self._source, lora, frozenset((HEAD_WEIGHT,) if self.config.tie_embeddings else ()))
             self._source, self.notes = merged, (*self.notes, *merged.notes)
+        self._source = Split(self._source, self.config)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
 
@@ -48,6 +53,13 @@ class Checkpoint:
         if not np.isfinite(array).all():
             raise CheckpointError(f"{self.folder}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
         return array
+
+    def cut(self, tokens: int) -> Checkpoint:
+        """The same checkpoint for the first `tokens` tokens only, of those it has."""
+        result = copy(self)
+        result.config = replace(self.config, vocab_size=tokens)
+        result._source = CutVocabulary(self._source, tokens)
+        return result
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self._source.stored(name)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.config import brief, switch
 from ...models.errors import CheckpointError
+from ...models.fields import brief, switch
 from .packed import (
     SCALES,
     WORD,

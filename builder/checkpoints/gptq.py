@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.config import switch
 from ...models.errors import CheckpointError
+from ...models.fields import switch
 from .packed import (
     SCALES,
     WORD,

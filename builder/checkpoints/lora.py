@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.config import brief
 from ...models.errors import CheckpointError
+from ...models.fields import brief
 from ..tokenizer import TOKENIZER_FILES
 from .json_file import read_json
 from .safetensors import Safetensors, open_safetensors

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.config import brief
 from ...models.errors import CheckpointError
+from ...models.fields import brief
 from .source import Stored, TensorSource
 
 WORD = 32  # bits of the integers that values are packed into

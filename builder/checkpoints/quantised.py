@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...models.config import brief
 from ...models.errors import CheckpointError
+from ...models.fields import brief
 from . import awq, compressed, gptq
 from .awq import Awq
 from .compressed import Compressed

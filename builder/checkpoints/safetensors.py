@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from ...models.config import brief
 from ...models.errors import CheckpointError
+from ...models.fields import brief
 from ...models.plain_files import check_plain
 from .json_file import read_json
 from .source import Stored

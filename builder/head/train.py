@@ -27,8 +27,9 @@ from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError, ConfigError, RequestError
 from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
+from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
-from ..pipeline import refuse_different_sizes
+from ..pipeline import one_vocabulary
 from ..progress import Begin, Step
 from ..tokenizer import check_same_vocabulary, convert_tokenizer
 from .calibration import Floats, calibration, fit_temperature
@@ -52,12 +53,13 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     """
     start = perf_counter()
     advance = begin(Step("Reading checkpoints", 2))
-    checkpoints = {}
+    checkpoints: dict[str, Checkpoint] = {}
     for role, folder in ((TARGET, options.target), (DRAFT, options.draft)):
         checkpoints[role] = Checkpoint(folder)
         advance()
-    refuse_different_sizes(checkpoints)
-    encoded = encode(options, checkpoints, prompts)
+    tokenizer = shared_tokenizer(options)
+    checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
+    encoded = encode(options, checkpoints, tokenizer, prompts)
     threads = torch_threads(options.threads, checkpoints[TARGET].config)
     with threads, staging_folder(options.output, DESCRIPTION, CheckpointError) as staging:
         generator = torch.Generator().manual_seed(options.seed)
@@ -73,19 +75,24 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     return result
 
 
+def shared_tokenizer(options: HeadTraining) -> Tokenizer:
+    """The target's, which is the draft's, too. Raises CheckpointError otherwise."""
+    with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
+        tokenizer = convert_tokenizer(options.target, Path(target))
+        check_same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(draft)))
+    return tokenizer
+
+
 def encode(
-    options: HeadTraining, checkpoints: Mapping[str, Checkpoint], prompts: Sequence[str]
+    options: HeadTraining, checkpoints: Mapping[str, Checkpoint], tokenizer: Tokenizer, prompts: Sequence[str]
 ) -> Sequence[Sequence[int]]:
     """Token ids of every prompt, truncated on the left so that prompt and answer fit both models."""
-    room = min(checkpoint.config.max_position for checkpoint in checkpoints.values()) - options.max_new_tokens
+    room = min(checkpoint.config.longest for checkpoint in checkpoints.values()) - options.max_new_tokens
     if room < 1:
         raise ConfigError(
             f"max_new_tokens {options.max_new_tokens} leaves no room for a prompt in the models' context: "
             f"ask for fewer than {room + options.max_new_tokens}"
         )
-    with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
-        tokenizer = convert_tokenizer(options.target, Path(target))
-        check_same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(draft)))
     encoded = [tokenizer.encode(prompt)[-min(room, options.max_prompt_tokens) :] for prompt in prompts]
     if len(encoded) < 2:
         raise RequestError("a head needs at least 2 prompts: one to train on and one to hold out")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ...models.bindings import DTYPES, LOW_BIT, ROLES, output_names
 from ...models.config import LlamaConfig
 from ...models.errors import BundleError
+from ...models.rope_scaling import LONGROPE, STATIC, YARN
 from ..engines.backends import BACKENDS, COMPILED, REMOVED
 from ..engines.base import EngineSpec
 from ..engines.compatibility import Plan
@@ -92,7 +93,8 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     require(widths[-1] <= MOST_ROWS, f"the {role}'s passes have {widths[-1]} rows")
     least = manifest.max_length + 2 * spec.max_width
     require(least <= spec.capacity <= MOST_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
-    require(manifest.max_length <= model.max_position, f"the {role} was trained for {model.max_position} tokens")
+    for limit, tokens in model.limits.items():
+        require(manifest.max_length <= tokens, f"the {role}'s {limit} is {tokens} tokens")
     known = {output_names(role, head, backend.form) for head in (False, True)}
     require(spec.outputs in known, f"the {role}'s outputs are {', '.join(spec.outputs) or 'none'}")
     most_batch = MOST_BATCH if backend.is_compiled else 1
@@ -120,12 +122,25 @@ def check_model(role: str, model: LlamaConfig) -> None:
     require(model.query_size + 2 * model.kv_size <= LARGEST_ROW, f"the {role}'s heads are too many")
     require(0 < model.norm_eps < 1, f"the {role}'s norm_eps is {model.norm_eps}")
     require(model.rope_theta > 0, f"the {role}'s rope_theta is {model.rope_theta}")
-    indices = model.variant.layers_without_rope
+    variant, rotary_size = model.variant, model.rotary_size
+    indices = variant.layers_without_rope
     require(ascending(indices) and set(indices) <= set(range(model.num_layers)), f"the {role} has no layers {indices}")
+    require(2 <= rotary_size <= model.head_dim and rotary_size % 2 == 0, f"the {role}'s rotary_size is {rotary_size}")
+    multipliers = (variant.embedding_multiplier, variant.residual_multiplier, variant.logits_multiplier)
+    require(min(*multipliers, variant.attention_multiplier or 1.0) > 0, f"the {role}'s multipliers are none")
+    require(scales_positions(model), f"the {role}'s rope_scaling is none")
+
+
+def scales_positions(model: LlamaConfig) -> bool:
+    """Whether rotary tables can be computed from a model's scaling, if it has one."""
     scaling = model.rope_scaling
-    if scaling is not None:
-        numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
-        require(scaling.kind in ("linear", "llama3") and min(numbers) > 0, f"the {role}'s rope_scaling is none")
+    if scaling is None:
+        return True
+    numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
+    more = (scaling.attention_factor, scaling.beta_fast, scaling.beta_slow, *scaling.factors)
+    listed = model.rotary_size // 2 if scaling.kind == LONGROPE else 0
+    sound = scaling.kind in STATIC and min(*numbers, *more) > 0 and len(scaling.factors) == listed
+    return sound and (scaling.kind != YARN or model.rope_theta > 1)
 
 
 def check_plan(role: str, plan: Plan) -> None:

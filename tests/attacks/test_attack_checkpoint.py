@@ -24,8 +24,9 @@ from draftwood.builder.checkpoints.safetensors import INDEX, WEIGHTS
 from draftwood.builder.tokenizer import convert_tokenizer
 from draftwood.models.acceptance_head import DESCRIPTION, HeadConfig, read_head, write_head
 from draftwood.models.acceptance_head import WEIGHTS as HEAD_WEIGHTS
-from draftwood.models.config import MOST, LlamaConfig
+from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
+from draftwood.models.fields import MOST
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DEEP_OBJECT = '{"a":' * 50_000 + "1" + "}" * 50_000

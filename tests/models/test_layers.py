@@ -20,8 +20,9 @@ from safetensors.numpy import load_file
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
-from draftwood.models.config import LlamaConfig, Variant
+from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
+from draftwood.models.families import Variant
 from draftwood.models.layers import Matrix, layer_of, network_of, num_parameters
 from draftwood.models.llama import Llama, TreeAttention, dense_tree_attention
 from draftwood.models.typed import typed

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from draftwood.models.config import LlamaConfig, RopeScaling
+from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
+from draftwood.models.rope_scaling import RopeScaling
 from draftwood.models.typed import typed
 
 BASE: dict[str, Any] = {

@@ -1,0 +1,64 @@
+"""Tensors that hold several matrices over one input, as Phi-3 has them, seen as the matrices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from ...models.config import LlamaConfig
+from ...models.errors import CheckpointError
+from ...models.layers import Matrix, network_of
+from .source import Stored, TensorSource
+
+QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # modules, beside those that they stand for
+
+
+class Part(NamedTuple):
+    """Rows `first` to `first + rows` of a tensor that has `total` rows."""
+
+    tensor: str
+    first: int
+    rows: int
+    total: int
+
+
+class Split:
+    """A TensorSource over another one: a matrix that is not there is looked for in a fused one."""
+
+    def __init__(self, source: TensorSource, config: LlamaConfig) -> None:
+        self._source, self._parts = source, dict[str, Part]()
+        for layer in network_of(config).layers:
+            for matrix, module in ((layer.qkv, QKV), (layer.gate_up, GATE_UP)):
+                self._parts |= parts_of(matrix, module)
+
+    def stored(self, name: str) -> Stored | None:
+        found, part = self._source.stored(name), self._parts.get(name)
+        if found is not None or part is None:
+            return found
+        whole = self._source.stored(part.tensor)
+        if whole is None:
+            return None
+        if whole.shape[:1] != (part.total,):
+            raise CheckpointError(
+                f"tensor {part.tensor} has shape {whole.shape}, config.json asks for {part.total} rows; "
+                "the checkpoint's files belong to different models"
+            )
+        return whole._replace(shape=(part.rows, *whole.shape[1:]))
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        part = self._parts.get(name)
+        if part is None or self._source.stored(name) is not None:
+            return self._source.tensor(name)
+        return self._source.tensor(part.tensor)[part.first : part.first + part.rows]
+
+
+def parts_of(matrix: Matrix, module: str) -> dict[str, Part]:
+    """Where each source of a merged matrix lies in the tensors of a module that has them one after the other."""
+    found, first, total = dict[str, Part](), 0, sum(matrix.outputs)
+    for source, rows in zip(matrix.sources, matrix.outputs, strict=True):
+        fused = f"{source.rpartition('.')[0]}.{module}"
+        for kind in ("weight", "bias"):
+            found[f"{source}.{kind}"] = Part(f"{fused}.{kind}", first, rows, total)
+        first += rows
+    return found

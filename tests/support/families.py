@@ -1,0 +1,106 @@
+"""Every family that is built, as random checkpoints of transformers' own classes: odd shapes, one for each thing that a
+family's config.json may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from checkpoints import VOCAB_SIZE, scale, write_tokenizer
+from numpy.typing import NDArray
+
+ORIGINAL = 24  # tokens of the context before it was scaled: texts reach beyond it where tables do not change
+
+
+class Case(NamedTuple):
+    """A checkpoint. family: `<family>ForCausalLM` of transformers. fields: of its configuration, besides SHAPE."""
+
+    family: str
+    fields: dict[str, Any]
+
+
+# Three query heads of 10 for each key and value head, which are not as wide as the hidden rows; sizes that fill no
+# vector.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 42,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **fields}}
+
+
+YARN = rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL, beta_fast=4.0)
+FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 5.0, 6.0]}
+CASES = {
+    "Llama": Case("Llama", {}),
+    "Llama, biases": Case("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama, llama3": Case(
+        "Llama",
+        rope(
+            "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL
+        ),
+    ),
+    "Llama, linear": Case("Llama", rope("linear", factor=4.0)),
+    "Llama, dynamic": Case("Llama", rope("dynamic", factor=4.0)),
+    "Llama, YaRN": Case("Llama", YARN),
+    "Mistral": Case("Mistral", {"sliding_window": None}),
+    "Mistral, window": Case("Mistral", {"sliding_window": 192}),
+    "Qwen2": Case("Qwen2", {"tie_word_embeddings": True}),
+    "Qwen2, YaRN": Case("Qwen2", YARN),
+    "Qwen2, window": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 192, "max_window_layers": 1}),
+    "Qwen3": Case("Qwen3", {}),
+    "Qwen3, biases": Case("Qwen3", {"attention_bias": True}),
+    "SmolLM3": Case("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "SmolLM3, biases": Case("SmolLM3", {"no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True}),
+    "Granite": Case(
+        "Granite",
+        {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    ),
+    "Phi3": Case("Phi3", {}),
+    "Phi3, partial rotation": Case("Phi3", rope("default", partial_rotary_factor=0.6)),
+    "Phi3, longrope": Case(
+        "Phi3",
+        {"head_dim": 6, "hidden_size": 36, "original_max_position_embeddings": 192}
+        | rope("longrope", **FACTORS, partial_rotary_factor=1.0),
+    ),
+}
+
+
+def write_family(folder: Path, name: str, noise: float = 0.0, **overrides: Any) -> Path:
+    """A checkpoint folder of CASES with a tokenizer of VOCAB_SIZE tokens; returns it. noise: what is added to weights
+    that are otherwise the same each time, as a share of their deviation: a draft that often agrees."""
+    case = CASES[name]
+    config = getattr(transformers, f"{case.family}Config")(**SHAPE | case.fields | overrides)
+    model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+    generator, other = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+    with torch.no_grad():
+        for parameter, weight in model.named_parameters():
+            mean, deviation = scale(parameter, weight)
+            weight.normal_(mean, deviation, generator=generator)
+            weight += noise * torch.empty_like(weight).normal_(0, deviation, generator=other)
+    model.save_pretrained(folder)
+    return write_tokenizer(folder)
+
+
+def expected_logits(folder: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    """What transformers predicts behind each of some tokens [T]: [T, V]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: NDArray[np.float32] = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    return logits
