@@ -101,9 +101,7 @@ def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> s
     return precision
 
 
-def one_vocabulary(
-    checkpoints: Mapping[str, Checkpoint], tokenizer: Tokenizer, begin: Begin
-) -> dict[str, Checkpoint]:
+def one_vocabulary(checkpoints: Mapping[str, Checkpoint], tokenizer: Tokenizer, begin: Begin) -> dict[str, Checkpoint]:
     """Both models with as many tokens: what one has beyond the other is cut off, and `begin` hears of it. Models of one
     tokenizer are often filled up to different sizes with rows that no token has. Raises CheckpointError where tokens
     would be cut."""
@@ -145,7 +143,7 @@ def context_length(options: BuildOptions, checkpoints: Mapping[str, Checkpoint])
             if options.max_length > tokens:
                 raise ConfigError(
                     f"max_length {options.max_length} exceeds the {role}'s {limit} of {tokens} tokens: "
-                    f"ask for --max-length {longest} or less"
+                    f"ask for at most --max-length {longest}"
                 )
     return options.max_length
 

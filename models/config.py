@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .errors import CheckpointError
@@ -31,7 +31,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    variant: Variant = Variant()
+    variant: Variant = field(default_factory=Variant)
 
     @property
     def query_size(self) -> int:

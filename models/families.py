@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .errors import CheckpointError
@@ -15,6 +16,7 @@ from .fields import MOST, Settings, brief, positive_int, positive_number, switch
 from .rope_scaling import LONGROPE, ORIGINAL, PARTIAL, YARN, rope_settings
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+NONE: Settings = MappingProxyType({})
 BIASES = ("attention_bias", "mlp_bias")
 WINDOW = "sliding_window"
 WINDOWED = (WINDOW, "use_sliding_window", "max_window_layers")
@@ -23,19 +25,19 @@ COMMON = {
     *("rope_theta", "rope_scaling", "rope_parameters", PARTIAL, "bos_token_id", "eos_token_id", "quantization_config"),
 }
 # Settings that change nothing of what a model computes: of training, of generation, and of the file itself.
-IGNORED = set(
-    """
-    attention_dropout auto_map begin_suppress_tokens chunk_size_feed_forward decoder_start_token_id do_sample dtype
-    diversity_penalty early_stopping embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    forced_bos_token_id forced_eos_token_id generation_config gradient_checkpointing hidden_dropout id2label
-    initializer_range is_llama_config label2id length_penalty license max_length max_new_tokens min_length name_or_path
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_scores pad_token_id pretraining_tp problem_type repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tokenizer_class top_k top_p
-    torch_dtype transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
-    use_cache
-    """.split()
-)
+IGNORED = {
+    *("attention_dropout", "embd_pdrop", "gradient_checkpointing", "hidden_dropout", "initializer_range"),
+    *("pretraining_tp", "resid_pdrop", "unsloth_fixed", "unsloth_version"),
+    *("auto_map", "dtype", "generation_config", "id2label", "is_llama_config", "label2id", "license", "name_or_path"),
+    *("problem_type", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers.js_config"),
+    "transformers_version",
+    *("begin_suppress_tokens", "chunk_size_feed_forward", "decoder_start_token_id", "do_sample", "diversity_penalty"),
+    *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
+    *("forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size"),
+    *("num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states"),
+    *("output_scores", "pad_token_id", "repetition_penalty", "return_dict", "return_dict_in_generate"),
+    *("sep_token_id", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p", "unk_token_id", "use_cache"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class Family(NamedTuple):
     model_type: str
     variant: Callable[[Settings, int, int], Variant]
     settings: tuple[str, ...] = ()
-    defaults: Settings = {}
-    rope_kinds: Settings = {}
+    defaults: Settings = NONE
+    rope_kinds: Settings = NONE
 
 
 def llama(settings: Settings, layers: int, head_dim: int) -> Variant:
@@ -158,10 +160,7 @@ FAMILIES = {
         "smollm3",
         smollm3,
         (*BIASES, *WINDOWED, "no_rope_layers", "no_rope_layer_interval"),
-        {
-            **{"rope_theta": 2000000.0, "tie_word_embeddings": True, "num_key_value_heads": 4},
-            "no_rope_layer_interval": 4,
-        },
+        {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
     ),
     "GraniteForCausalLM": Family("granite", granite, (*BIASES, *MULTIPLIERS), dict.fromkeys(MULTIPLIERS, 1.0)),
     "Phi3ForCausalLM": Family(

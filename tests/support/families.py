@@ -82,6 +82,16 @@ CASES = {
 }
 
 
+# What tests compare on each backend: logits with transformers', a row's bits with those it has alone, speculative text
+# with plain text; of plans, which no machine here runs, that they build, and their graph with the torch reference.
+COMPARED = {
+    "torch": ("logits",),
+    "onnxruntime": ("logits", "text"),
+    "native": ("logits", "bits", "text"),
+    "tensorrt-rtx": ("graph", "plan"),
+}
+
+
 def write_family(folder: Path, name: str, noise: float = 0.0, **overrides: Any) -> Path:
     """A checkpoint folder of CASES with a tokenizer of VOCAB_SIZE tokens; returns it. noise: what is added to weights
     that are otherwise the same each time, as a share of their deviation: a draft that often agrees."""

@@ -65,7 +65,7 @@ def test_linear_scaling_by_the_oldest_spelling() -> None:
         ({"architectures": []}, "architecture none"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"sliding_window": 4096}, "sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "ntk"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": 33}, "head_dim"),

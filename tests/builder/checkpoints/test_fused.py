@@ -1,0 +1,71 @@
+"""Fused matrices of Phi-3, seen as the matrices that they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import edit_weights, write_checkpoint
+from families import write_family
+
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.fused import Split
+from draftwood.builder.checkpoints.safetensors import Safetensors
+from draftwood.models.errors import CheckpointError
+from draftwood.models.layers import network_of
+
+LAYER = "model.layers.1"
+QKV, GATE_UP = f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_family(tmp_path / "checkpoint", "Phi3")
+
+
+@pytest.mark.parametrize(
+    ("fused", "parts"), [(QKV, ("q_proj", "k_proj", "v_proj")), (GATE_UP, ("gate_proj", "up_proj"))]
+)
+def test_the_parts_are_the_whole_in_order(fused: str, parts: tuple[str, ...], folder: Path) -> None:
+    checkpoint, module = Checkpoint(folder), fused.rpartition(".")[0].rpartition(".")[0]
+    found = [checkpoint.tensor(f"{module}.{part}.weight") for part in parts]
+    np.testing.assert_array_equal(np.concatenate(found), Safetensors(folder).tensor(fused))
+    shapes = network_of(checkpoint.config).tensors()
+    assert [part.shape for part in found] == [shapes[f"{module}.{part}.weight"] for part in parts]
+    assert fused not in shapes
+
+
+def test_what_is_not_fused_is_read_as_it_is(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "biases")
+    plain, config = Safetensors(folder), Checkpoint(folder).config
+    split = Split(plain, config)
+    for name in network_of(config).tensors():
+        assert split.stored(name) == plain.stored(name)
+        np.testing.assert_array_equal(split.tensor(name), plain.tensor(name))
+    assert split.stored("no.such.weight") is None
+
+
+@pytest.mark.parametrize("fused", [QKV, GATE_UP])
+def test_a_fused_matrix_of_another_size_is_refused(fused: str, folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({fused: tensors[fused][:-1].clone()}))
+    with pytest.raises(
+        CheckpointError, match=rf"tensor {fused} has shape \(\d+, 42\), config.json asks for 10[04] rows"
+    ):
+        Checkpoint(folder)
+    edit_weights(folder, lambda tensors: tensors.update({fused: torch.zeros(())}))
+    with pytest.raises(CheckpointError, match=rf"tensor {fused} has shape \(\)"):
+        Checkpoint(folder)
+
+
+def test_a_fused_matrix_that_is_missing_or_damaged_is_refused(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors[QKV][70, 3].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=f"{LAYER}.self_attn.k_proj.weight holds NaN or infinity"):
+        Checkpoint(folder).tensor(f"{LAYER}.self_attn.k_proj.weight")
+    Checkpoint(folder).tensor(f"{LAYER}.self_attn.q_proj.weight")
+    edit_weights(folder, lambda tensors: tensors.pop(QKV))
+    with pytest.raises(
+        CheckpointError, match=f"{LAYER}.self_attn.q_proj.weight is missing; the checkpoint is incomplete"
+    ):
+        Checkpoint(folder)

@@ -1,0 +1,111 @@
+"""Every family on every backend against transformers, and the same bits in any company. The table in docs/models.md
+says what is compared, here and in test_family_texts.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundling import ROOT
+from checkpoints import VOCAB_SIZE
+from families import CASES, COMPARED, expected_logits, write_family
+from lowbit import in_one_pass, one_by_one
+from native_parts import open_native, spec_of
+from numpy.typing import NDArray
+from trees import Tree
+
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines.export import export
+from draftwood.models.bindings import TARGET, output_names
+from draftwood.models.families import FAMILIES
+from draftwood.runtime.engines.base import Engine, prefill
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.torch import TorchEngine
+
+TOKENS, CAPACITY, WIDTHS = 48, 128, (1, 2, 4, 8, 16, 32)
+# A branch that ends, one that goes on, and leaves.
+PARENTS = (-1, 0, 0, 1, 3, 2, 4, -1, 5, 8, 9, 7)
+
+
+class Written:
+    """A checkpoint folder, some tokens and what transformers predicts behind each of them, [T, V]."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = write_family(folder, name)
+        self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(0, VOCAB_SIZE, TOKENS)
+        self.expected = expected_logits(self.folder, self.tokens)
+        self.checkpoint = Checkpoint(self.folder)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("family") / "checkpoint", request.param)
+
+
+def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> Engine:
+    """One role's engine in fp32."""
+    spec = spec_of(checkpoint, TARGET, "fp32", WIDTHS, CAPACITY)
+    if backend == "native":
+        return open_native(checkpoint, spec, folder)
+    spec = replace(spec, backend="onnxruntime", outputs=output_names(TARGET))
+    if backend == "torch":
+        return TorchEngine(checkpoint.tensor, spec)
+    export(checkpoint, TARGET, CAPACITY, folder / "target.onnx", lambda name: None)
+    return OnnxRuntimeEngine(folder / "target.onnx", spec)
+
+
+@pytest.mark.parametrize("backend", [backend for backend, compared in COMPARED.items() if "logits" in compared])
+def test_logits_are_transformers(backend: str, written: Written, tmp_path: Path) -> None:
+    """Of every row of a text: a prompt behind which the rest is a chain of one pass."""
+    engine, tokens = opened(backend, written.checkpoint, tmp_path), written.tokens.tolist()
+    cache, prompt = engine.new_cache(), TOKENS - WIDTHS[-1]
+    prefill(engine, cache, tokens[:prompt])
+    chain = Tree(tuple(tokens[prompt:]), tuple(range(-1, WIDTHS[-1] - 1)))
+    found = engine.forward(chain.batch(engine.spec, prompt), cache).logits[: WIDTHS[-1]].copy()
+    engine.close()
+    np.testing.assert_allclose(found, written.expected[prompt:], atol=2e-4, rtol=0)
+    assert np.ptp(written.expected) > 5
+
+
+def test_a_row_has_the_same_bits_in_any_company(written: Written, tmp_path: Path) -> None:
+    """Of the native engine, in every width that a tree fits."""
+    assert "bits" in COMPARED["native"]
+    engine, tokens = opened("native", written.checkpoint, tmp_path), written.tokens.tolist()
+    prefix, tree = tokens[:20], Tree(tuple(tokens[20 : 20 + len(PARENTS)]), PARENTS)
+    for row in (6, 10, 11):
+        path = tree.path(row)
+        alone = one_by_one(engine, prefix, [tree.tokens[each] for each in path])
+        for width in (16, 32):
+            for one, other in zip(in_one_pass(engine, prefix, tree, path, width), alone, strict=True):
+                np.testing.assert_array_equal(one.logits, other.logits)
+                np.testing.assert_array_equal(one.cached, other.cached)
+    engine.close()
+
+
+def test_the_table_says_what_was_compared() -> None:
+    rows = table_of(ROOT / "docs" / "models.md", "family")
+    assert rows.pop("family") == [*COMPARED]
+    assert rows == {name: [", ".join(compared) for compared in COMPARED.values()] for name in CASES}
+
+
+def test_the_readme_lists_the_architectures() -> None:
+    rows = table_of(ROOT / "README.md", "architecture")
+    del rows["architecture"]
+    assert list(rows) == list(FAMILIES)
+
+
+def table_of(file: Path, title: str) -> dict[str, list[str]]:
+    """The table of a page whose first column has this title: its cells by the first one of each row."""
+    lines = file.read_text(encoding="utf-8").split("\n")
+    first = next(index for index, line in enumerate(lines) if line.startswith(f"| {title} |"))
+    rows: dict[str, list[str]] = {}
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
+        if not re.fullmatch("-+", name):
+            rows[name] = cells
+    return rows

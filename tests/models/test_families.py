@@ -1,0 +1,258 @@
+"""config.json of every family, read as transformers reads it, and every refusal by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from families import rope
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from draftwood.models.config import LlamaConfig
+from draftwood.models.errors import CheckpointError
+from draftwood.models.families import FAMILIES, Variant
+from draftwood.models.rope import rope_tables
+
+# What a file must say; everything else may be left out.
+LEAST: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 320,
+    "intermediate_size": 48,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 96,
+}
+
+
+def read(architecture: str, **fields: Any) -> LlamaConfig:
+    return LlamaConfig.from_hf({"architectures": [architecture], **LEAST, **fields})
+
+
+def reference(architecture: str, **fields: Any) -> Any:
+    return getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**LEAST, **fields)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_takes(architecture: str) -> None:
+    found, expected = read(architecture), reference(architecture)
+    assert FAMILIES[architecture].model_type == expected.model_type
+    assert found.num_kv_heads == expected.num_key_value_heads
+    assert found.head_dim == (getattr(expected, "head_dim", None) or 320 // 32)
+    assert (found.norm_eps, found.rope_theta) == (expected.rms_norm_eps, expected.rope_parameters["rope_theta"])
+    assert found.tie_embeddings == expected.tie_word_embeddings
+    assert found.attention_bias == getattr(expected, "attention_bias", False)
+    variant = found.variant
+    with_rope = getattr(expected, "no_rope_layers", [1] * 30)
+    assert variant.layers_without_rope == tuple(index for index in range(30) if not with_rope[index])
+    assert (variant.qkv_bias, variant.qk_norm) == ("Qwen2" in architecture, "Qwen3" in architecture)
+    assert variant.embedding_multiplier == getattr(expected, "embedding_multiplier", 1)
+    assert variant.attention_multiplier == getattr(expected, "attention_multiplier", None)
+    layers = getattr(expected, "layer_types", ["sliding_attention"] * 30)
+    slides = getattr(expected, "sliding_window", None) is not None and "sliding_attention" in layers
+    assert variant.window == (expected.sliding_window if slides else None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 50}),
+        ("MistralForCausalLM", {"sliding_window": None}),
+        ("Phi3ForCausalLM", {"sliding_window": 50}),
+        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": False}),
+        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": True}),
+        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 30}),
+        ("Qwen3ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 0}),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"] * 30}),
+        ("SmolLM3ForCausalLM", {"sliding_window": 50}),
+        ("SmolLM3ForCausalLM", {"sliding_window": 50, "use_sliding_window": True}),
+        ("SmolLM3ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "no_rope_layers": [1] * 30}),
+    ],
+)
+def test_a_window_counts_where_a_layer_slides(architecture: str, fields: dict[str, Any]) -> None:
+    """A context no longer than the window is full attention, and a longer one is not built."""
+    expected, found = reference(architecture, **fields), read(architecture, **fields)
+    layers = getattr(expected, "layer_types", ["sliding_attention"])
+    window = expected.sliding_window if "sliding_attention" in layers else None
+    assert found.variant.window == window
+    assert found.longest == (96 if window is None else min(96, window))
+    assert ("sliding window" in found.limits) == (window is not None)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        rope("linear", factor=3.0),
+        rope("dynamic", factor=3.0),
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=3.0, original_max_position_embeddings=40),
+        rope("yarn", factor=4.0),
+        rope("yarn", factor=4.0, original_max_position_embeddings=24),
+        rope("yarn", factor=None, original_max_position_embeddings=24),
+        rope("yarn", factor=0.5),
+        rope("yarn", factor=40.0, mscale=0.7, mscale_all_dim=1.3, original_max_position_embeddings=30),
+        rope("yarn", factor=4.0, mscale=0.7, original_max_position_embeddings=30),
+        rope("yarn", factor=4.0, attention_factor=1.7, beta_fast=5.0, beta_slow=0.5),
+        rope("yarn", factor=4.0, truncate=False, beta_fast=7.0, original_max_position_embeddings=64),
+        rope("yarn", factor=4.0, beta_fast=1.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=1),
+        rope("yarn", factor=4.0) | {"original_max_position_embeddings": 48},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 300.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "rope_theta": 400.0},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+    ],
+)
+def test_rotary_tables_are_transformers(scaling: dict[str, Any]) -> None:
+    expected = LlamaRotaryEmbedding(reference("LlamaForCausalLM", **scaling))
+    assert_same_tables(read("LlamaForCausalLM", **scaling), expected, 96)
+
+
+LISTED: dict[str, Any] = {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [4.0, 5.0, 6.0, 8.0]}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        rope("default", partial_rotary_factor=0.4),
+        {"partial_rotary_factor": 0.4, "rope_theta": 300.0},
+        rope("longrope", partial_rotary_factor=0.8, **LISTED),
+        rope("longrope", partial_rotary_factor=0.8, factor=3.0, **LISTED) | {"original_max_position_embeddings": 80},
+        rope("su", partial_rotary_factor=0.8, attention_factor=1.3, original_max_position_embeddings=24, **LISTED),
+        rope("yarn", partial_rotary_factor=0.8, original_max_position_embeddings=7, **LISTED)
+        | {"original_max_position_embeddings": 60},
+    ],
+)
+def test_rotary_tables_of_phi_3(scaling: dict[str, Any]) -> None:
+    """Its `su` and `yarn` are longrope, and the original context beside the object goes first."""
+    config = read("Phi3ForCausalLM", **scaling)
+    expected = Phi3RotaryEmbedding(reference("Phi3ForCausalLM", **scaling))
+    assert config.rotary_size < config.head_dim
+    assert_same_tables(config, expected, config.longest)
+    scaled = config.rope_scaling
+    limit = None if scaled is None else scaling.get("original_max_position_embeddings", 4096)
+    assert config.limits.get("context before longrope") == limit
+
+
+def assert_same_tables(config: LlamaConfig, expected: Any, positions: int) -> None:
+    cosine, sine = expected(torch.zeros(1), torch.arange(positions)[None])
+    pairs = cosine.shape[-1] // 2
+    for found, table in zip(rope_tables(config, positions), (cosine, sine), strict=True):
+        np.testing.assert_allclose(found, table[0, :, :pairs].numpy(), atol=2e-5, rtol=0)
+
+
+def test_yarn_s_context_is_the_one_behind_it() -> None:
+    """Qwen2.5's files name the context before it, others the one behind it; linear scaling's name the whole one."""
+    for fields, longest in (
+        (rope("yarn", factor=4.0), 384),
+        (rope("yarn", factor=4.0, original_max_position_embeddings=24), 96),
+        (rope("yarn", factor=2.0, original_max_position_embeddings=24), 96),
+        (rope("linear", factor=4.0), 96),
+        (rope("dynamic", factor=4.0), 96),
+    ):
+        assert read("Qwen2ForCausalLM", **fields).longest == longest
+
+
+def test_settings_that_change_nothing_are_read_past() -> None:
+    plain = read("LlamaForCausalLM")
+    more: dict[str, Any] = {"_name_or_path": "x", "torch_dtype": "bfloat16", "pretraining_tp": 2, "model_type": "llama"}
+    more |= {"temperature": 0.6, "rope_interleaved": False, "pruned_heads": {}, "some_factor": None}
+    more |= {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 30, "attention_dropout": 0.1}
+    assert read("LlamaForCausalLM", **more) == plain
+    assert plain.variant == Variant() and plain.limits == {"context": 96}
+
+
+SMOL, PHI, QWEN, GRANITE = "SmolLM3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "GraniteForCausalLM"
+PARTIAL, LAYERS = "partial_rotary_factor", "no_rope_layers"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "named"),
+    [
+        *(
+            (name, {"hidden_act": "gelu"}, f"hidden_act 'gelu' is not supported; {name} uses 'silu'")
+            for name in FAMILIES
+        ),
+        *((name, {"model_type": "bert"}, f"model_type 'bert' is not that of {name}") for name in FAMILIES),
+        *((name, {"q_lora_rank": 8}, f"'q_lora_rank' is not a setting of {name}: remove it if") for name in FAMILIES),
+        *((name, {"head_dim": 7}, "head_dim .7. is odd") for name in FAMILIES),
+        *(
+            (name, {PARTIAL: 0.5}, f"{PARTIAL} 0.5 is not supported for {name}; 1 is")
+            for name in FAMILIES
+            if name != PHI
+        ),
+        *(
+            (
+                name,
+                {"layer_types": ["sliding_attention"] * 30},
+                "layer_types (must list full|has sliding_attention where)",
+            )
+            for name in FAMILIES
+        ),
+        ("MixtralForCausalLM", {}, f"'MixtralForCausalLM' is not supported; this project runs {', '.join(FAMILIES)}"),
+        ("LlamaForCausalLM", {"sliding_window": 8}, "'sliding_window' is not a setting of Llama"),
+        ("LlamaForCausalLM", {"logits_scaling": 8}, "'logits_scaling' is not a setting of Llama"),
+        ("MistralForCausalLM", {"attention_bias": True}, "'attention_bias' is not a setting of Mistral"),
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be a positive integer"),
+        ("MistralForCausalLM", {"layer_types": ["chunked_attention"] * 30}, "layer_types must list full_attention for"),
+        (
+            QWEN,
+            {"layer_types": ["full_attention"]},
+            "layer_types must list full_attention or sliding_attention for each",
+        ),
+        (QWEN, {"max_window_layers": -1}, "max_window_layers must be a whole number, found -1"),
+        (QWEN, {"use_sliding_window": 1}, "use_sliding_window must be true or false, found 1"),
+        (QWEN, {"mrope_section": [1, 2]}, "'mrope_section' is not a setting of Qwen2"),
+        (QWEN, rope("default", mrope_section=[1, 2]), "rope setting 'mrope_section' is not supported for 'default'"),
+        (QWEN, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope setting 'full_attention' is not"),
+        (
+            QWEN,
+            rope("proportional"),
+            "rope scaling 'proportional' is not supported; 'default', 'linear', .*'longrope' are",
+        ),
+        (QWEN, rope("dynamic", factor=2.0, alpha=1.0), "rope setting 'alpha' is not supported for 'dynamic'"),
+        (QWEN, rope("yarn", factor=-1.0), "rope factor must be a positive number"),
+        (QWEN, rope("yarn", factor=2.0, mscale=-40.0, mscale_all_dim=1.0), "rope mscale must be a positive number"),
+        (QWEN, rope("yarn", factor=2.0, beta_fast="32"), "rope beta_fast must be a positive number"),
+        (QWEN, rope("yarn", factor=2.0, truncate="no"), "truncate must be true or false"),
+        (QWEN, rope("yarn", factor=2.0, rope_theta=1.0), "rope_theta must be larger than 1 for 'yarn'"),
+        (QWEN, rope("longrope", short_factor=[1.0], long_factor=[1.0]), "rope short_factor must list 5 numbers"),
+        (PHI, rope("longrope", short_factor=[1.0] * 5), "rope long_factor must list 5 numbers, one for each"),
+        (PHI, rope("longrope", short_factor=[0.0] * 5, long_factor=[1.0] * 5), "rope short_factor must be a positive"),
+        (
+            PHI,
+            rope("su", factor=2.0) | {"original_max_position_embeddings": 1},
+            "rope short_factor must list 5 numbers",
+        ),
+        (
+            PHI,
+            rope("su", factor=2.0, short_factor=[1.0] * 5, long_factor=[1.0] * 5)
+            | {"original_max_position_embeddings": 1},
+            "original_max_position_embeddings must be at least 2 for 'longrope'",
+        ),
+        (PHI, {PARTIAL: 0.1}, f"{PARTIAL} 0.1 of head_dim 10 rotates 1 numbers"),
+        (
+            PHI,
+            {PARTIAL: 0.5},
+            f"{PARTIAL} 0.5 of head_dim 10 rotates 5 numbers: rotary positions need pairs, at most 5",
+        ),
+        (PHI, {PARTIAL: 1.5}, f"{PARTIAL} 1.5 of head_dim 10 rotates 15 numbers"),
+        (PHI, {PARTIAL: "half"}, f"{PARTIAL} must be a positive number"),
+        (PHI, {"full_attn_mod": 2}, "full_attn_mod 2 is not supported; 1 is"),
+        (PHI, {"interpolate_factor": 2}, "interpolate_factor 2 is not supported; 1 is"),
+        (PHI, {"lm_head_bias": True}, "'lm_head_bias' is not a setting of Phi3"),
+        (SMOL, {LAYERS: [1, 0]}, f"{LAYERS} must list a 1 or a 0 for each of 30 layers"),
+        (SMOL, {LAYERS: [2] * 30}, f"{LAYERS} must list a 1 or a 0"),
+        (SMOL, {LAYERS: "1" * 30}, f"{LAYERS} must list a 1 or a 0"),
+        (SMOL, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive integer"),
+        (GRANITE, {"logits_scaling": 0}, "logits_scaling must be a positive number"),
+        (GRANITE, {"residual_multiplier": None}, "residual_multiplier must be a positive number"),
+        (GRANITE, {"embedding_multiplier": "12"}, "embedding_multiplier must be a positive number"),
+        (GRANITE, {"attention_multiplier": float("nan")}, "attention_multiplier must be a positive number"),
+    ],
+)
+def test_what_would_change_the_computation_is_refused_by_name(
+    architecture: str, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(architecture, **fields)
