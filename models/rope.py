@@ -22,7 +22,7 @@ def inverse_frequencies(config: LlamaConfig) -> NDArray[np.float64]:
     if scaling.kind == LINEAR:
         return frequencies / scaling.factor
     if scaling.kind == LONGROPE:
-        return frequencies / np.array(scaling.factors)
+        return np.divide(frequencies, scaling.factors, dtype=np.float64)
     kept = kept_by_yarn(config, scaling) if scaling.kind == YARN else kept_by_llama3(frequencies, scaling)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
@@ -49,7 +49,7 @@ def kept_by_yarn(config: LlamaConfig, scaling: RopeScaling) -> NDArray[np.float6
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     last += 0.001 if first == last else 0  # as transformers avoids a division by 0
-    return 1 - np.clip((np.arange(size // 2) - first) / (last - first), 0.0, 1.0)
+    return 1 - np.clip((np.arange(size // 2, dtype=np.float64) - first) / (last - first), 0.0, 1.0)
 
 
 def rope_tables(config: LlamaConfig, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

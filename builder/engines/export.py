@@ -155,9 +155,9 @@ class GraphBuilder(GraphWriter):
         return self.scaled(f"{scope}/scaled", output, layer.residual_multiplier), present
 
     def rotated(self, name: str, layer: Layer, heads: ir.Value, rotary: Sequence[ir.Value]) -> ir.Value:
-        """RoPE on the first numbers of each head, or on all of them."""
-        part = {} if layer.rotary_size == self.config.head_dim else {"rotary_embedding_dim": layer.rotary_size}
-        return self.node("RotaryEmbedding", name, [heads, *rotary], **part)
+        """RoPE on the first numbers of each head; 0 stands for all of them."""
+        size = 0 if layer.rotary_size == self.config.head_dim else layer.rotary_size
+        return self.node("RotaryEmbedding", name, [heads, *rotary], rotary_embedding_dim=size)
 
     def attend(
         self, name: str, scale: float, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]
