@@ -128,6 +128,9 @@ def describe(bundle: EngineBundle) -> Table:
     }
     if manifest.adapters:
         rows["merged adapter"] = [printable(manifest.adapters.get(role, "")) for role in manifest.engines]
+    added = [", ".join(spec.model.variant.differences) for spec in engines]
+    if any(added):
+        rows["added to LLaMA's layer"] = added
     plans = [spec.plan for spec in engines if spec.plan is not None]
     if plans:
         rows |= {

@@ -49,7 +49,8 @@ def kept_by_yarn(config: LlamaConfig, scaling: RopeScaling) -> NDArray[np.float6
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     last += 0.001 if first == last else 0  # as transformers avoids a division by 0
-    return 1 - np.clip((np.arange(size // 2, dtype=np.float64) - first) / (last - first), 0.0, 1.0)
+    places = np.arange(size // 2, dtype=np.float64)
+    return np.clip(np.divide(last - places, last - first, dtype=np.float64), 0.0, 1.0)
 
 
 def rope_tables(config: LlamaConfig, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

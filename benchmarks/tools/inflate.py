@@ -180,6 +180,8 @@ def name_axes(network: Network) -> dict[str, tuple[str, ...]]:
 
 def refuse_misfit(source: LlamaConfig, shape: InflatedShape) -> None:
     """Raises ConfigError that names the first size of the shape into which the source does not fit."""
+    if others := source.variant.differences:
+        raise ConfigError(f"only LLaMAs are inflated, and this model's layers have {', '.join(others)}: choose another")
     for size, width in (("query", shape.query_size), ("key and value", shape.kv_size)):
         if width % source.head_dim:
             raise ConfigError(

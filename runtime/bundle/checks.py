@@ -126,8 +126,10 @@ def check_model(role: str, model: LlamaConfig) -> None:
     indices = variant.layers_without_rope
     require(ascending(indices) and set(indices) <= set(range(model.num_layers)), f"the {role} has no layers {indices}")
     require(2 <= rotary_size <= model.head_dim and rotary_size % 2 == 0, f"the {role}'s rotary_size is {rotary_size}")
-    multipliers = (variant.embedding_multiplier, variant.residual_multiplier, variant.logits_multiplier)
-    require(min(*multipliers, variant.attention_multiplier or 1.0) > 0, f"the {role}'s multipliers are none")
+    scale = 1.0 if variant.attention_multiplier is None else variant.attention_multiplier
+    multipliers = (variant.embedding_multiplier, scale, variant.residual_multiplier, variant.logits_multiplier)
+    require(min(multipliers) > 0, f"the {role}'s multipliers are none")
+    require(variant.window is None or variant.window >= 1, f"the {role}'s window is {variant.window}")
     require(scales_positions(model), f"the {role}'s rope_scaling is none")
 
 

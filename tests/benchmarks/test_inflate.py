@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, write_checkpoint, write_tokenizer
+from families import write_family
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
@@ -193,6 +194,13 @@ def test_a_shape_without_room_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Inflation(source, replace(shape, **change))
+
+
+def test_other_families_are_refused_by_what_they_add(tmp_path: Path) -> None:
+    for name, added in (("Qwen3", "qk_norm"), ("Granite", "embedding_multiplier, attention_multiplier")):
+        source = write_family(tmp_path / name, name)
+        with pytest.raises(ConfigError, match=f"only LLaMAs are inflated, and this model's layers have {added}"):
+            Inflation(Checkpoint(source), shape_for(source))
 
 
 def test_nothing_is_left_of_a_failure(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,12 @@ from lowbit import greedy_texts
 from transformers import AutoModelForCausalLM
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.head.train import train_head
+from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
+from draftwood.cli.inspect import describe
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -152,3 +156,20 @@ def test_a_context_longer_than_a_model_computes_is_refused(name: str, limit: str
     resigned(options.output, lambda content: content.update(max_length=tokens + 1))
     with pytest.raises(BundleError, match=f"{limit} is {tokens} tokens|caches have"):
         EngineBundle.open(options.output)
+
+
+def test_a_head_for_a_family_with_two_vocabularies(tmp_path: Path) -> None:
+    """Trained on both models cut to one vocabulary, and the same in the engine: the build compares them."""
+    target = write_family(tmp_path / "target", "Granite", vocab_size=300)
+    draft = write_family(tmp_path / "draft", "Granite", noise=0.1, vocab_size=320)
+    small: dict[str, Any] = {"texts": 4, "max_new_tokens": 8, "batch_size": 2, "epochs": 1}
+    train_head(
+        HeadTraining(target, draft, tmp_path / "head", **small), ["the cat", "hello", "x"], lambda step: lambda: None
+    )
+    options = BuildOptions(target, draft, tmp_path / "bundle", "native", acceptance_head=tmp_path / "head")
+    bundle = build(replace(options, precision="fp32", draft_precision="fp32"), lambda step: lambda: None)
+    assert "acceptance" in bundle.manifest.engines["draft"].outputs
+    table = describe(bundle)
+    assert table.columns[0]._cells.count("added to LLaMA's layer") == 1
+    config = SpeculativeConfig("chain", max_draft_len=4, stop_rule="specdec++", budget="fixed")
+    assert greedy_texts(options.output, config, ["the cat"], 16) == greedy_texts(options.output, None, ["the cat"], 16)

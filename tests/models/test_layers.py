@@ -24,6 +24,8 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.families import Variant
 from draftwood.models.layers import Matrix, layer_of, network_of, num_parameters
 from draftwood.models.llama import Llama, TreeAttention, dense_tree_attention
+from draftwood.models.rope import rope_tables
+from draftwood.models.rope_scaling import RopeScaling
 from draftwood.models.typed import typed
 from draftwood.plugins.native import library
 from draftwood.runtime.bundle.checks import Unsound, check_model
@@ -202,3 +204,46 @@ def test_a_manifest_names_each_layer_without_rope_once(indices: tuple[int, ...])
     check_model("target", replace(LLAMA, variant=Variant(layers_without_rope=(0, 1))))
     with pytest.raises(Unsound, match="the target has no layers"):
         check_model("target", replace(LLAMA, variant=Variant(layers_without_rope=indices)))
+
+
+YARN = RopeScaling("yarn", 4.0, original_max_position=64)
+LONGROPE = RopeScaling("longrope", 4.0, original_max_position=64, factors=(1.0, 1.0, 2.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "theta", "sound"),
+    [
+        (YARN, 1e4, True),
+        (LONGROPE, 1e4, True),
+        (replace(YARN, attention_factor=0.0), 1e4, False),
+        (replace(YARN, beta_fast=-1.0), 1e4, False),
+        (replace(YARN, factors=(1.0,)), 1e4, False),
+        (replace(YARN, kind="dynamic"), 1e4, False),
+        (YARN, 1.0, False),
+        (replace(LONGROPE, factors=(1.0, 2.0)), 1e4, False),
+        (replace(LONGROPE, factors=(1.0, 0.0, 2.0, 2.0)), 1e4, False),
+    ],
+)
+def test_a_manifest_s_scaling_gives_tables_or_is_refused(scaling: RopeScaling, theta: float, sound: bool) -> None:
+    model = replace(LLAMA, rope_scaling=scaling, rope_theta=theta)
+    assert read(model.to_dict()) == model
+    if sound:
+        check_model("target", model)
+        assert all(np.isfinite(table).all() for table in rope_tables(model, 8))
+        return
+    with pytest.raises(Unsound, match="the target's rope_scaling is none"):
+        check_model("target", model)
+
+
+@pytest.mark.parametrize("size", [0, -2, 3, 10])
+def test_a_manifest_rotates_pairs_of_a_head(size: int) -> None:
+    check_model("target", replace(LLAMA, variant=Variant(rotary_size=4)))
+    with pytest.raises(Unsound, match=f"the target's rotary_size is {size}"):
+        check_model("target", replace(LLAMA, variant=Variant(rotary_size=size)))
+
+
+@pytest.mark.parametrize("name", ["embedding", "attention", "residual", "logits"])
+def test_a_manifest_s_multipliers_are_positive(name: str) -> None:
+    for value in (0.0, -1.0):
+        with pytest.raises(Unsound, match="the target's multipliers are none"):
+            check_model("target", replace(LLAMA, variant=Variant(**{f"{name}_multiplier": value})))
