@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from bundling import ROOT
 from checkpoints import VOCAB_SIZE
-from families import CASES, COMPARED, expected_logits, write_family
+from families import CASES, COMPARED, expected_logits, rope, write_family
 from lowbit import in_one_pass, one_by_one
-from native_parts import open_native, spec_of
+from native_parts import held, open_native, spec_of
 from numpy.typing import NDArray
 from trees import Tree
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
+from draftwood.builder.parity import largest_difference
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.families import FAMILIES
 from draftwood.runtime.engines.base import Engine, prefill
@@ -74,7 +75,13 @@ def test_a_row_has_the_same_bits_in_any_company(written: Written, tmp_path: Path
     """Of the native engine, in every width that a tree fits."""
     assert "bits" in COMPARED["native"]
     engine, tokens = opened("native", written.checkpoint, tmp_path), written.tokens.tolist()
-    prefix, tree = tokens[:20], Tree(tuple(tokens[20 : 20 + len(PARENTS)]), PARENTS)
+    assert_a_branch_changes_no_bit(engine, tokens[:20], tokens[20 : 20 + len(PARENTS)])
+    engine.close()
+
+
+def assert_a_branch_changes_no_bit(engine: Engine, prefix: list[int], tokens: list[int]) -> None:
+    """Of three rows of a tree, nor the width of the pass."""
+    tree = Tree(tuple(tokens), PARENTS)
     for row in (6, 10, 11):
         path = tree.path(row)
         alone = one_by_one(engine, prefix, [tree.tokens[each] for each in path])
@@ -82,6 +89,23 @@ def test_a_row_has_the_same_bits_in_any_company(written: Written, tmp_path: Path
             for one, other in zip(in_one_pass(engine, prefix, tree, path, width), alone, strict=True):
                 np.testing.assert_array_equal(one.logits, other.logits)
                 np.testing.assert_array_equal(one.cached, other.cached)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "SmolLM3", "Granite", "Phi3, partial rotation"])
+def test_rounded_matrices_of_the_native_engine(name: str, precision: str, tmp_path: Path) -> None:
+    """What torch computes on the weights that the engine holds, and the same bits in any company."""
+    sizes = {"hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16}
+    rotated = rope("default", partial_rotary_factor=0.5) if name.startswith("Phi3") else {}
+    weights = held(write_family(tmp_path / "checkpoint", name, **sizes, **rotated), precision)
+    spec = spec_of(weights, TARGET, precision, WIDTHS, CAPACITY)
+    engine, reference = (
+        open_native(weights, spec, tmp_path),
+        TorchEngine(weights.tensor, replace(spec, precision="fp32")),
+    )
+    rounding = precision if precision.startswith("int") else "fp32"
+    assert largest_difference(engine, reference, rounding) < (0.1 if precision.startswith("int") else 1e-5)
+    assert_a_branch_changes_no_bit(engine, list(range(3, 23)), list(range(40, 40 + len(PARENTS))))
     engine.close()
 
 
