@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .errors import CheckpointError
@@ -115,5 +115,14 @@ class LlamaConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields for JSON, which `typed` reads. A LLaMA's lack `variant`, so that older releases read them."""
-        return {name: value for name, value in asdict(self).items() if name != "variant" or self.variant.differences}
+        """Fields for JSON, which `typed` reads. What older releases do not know stands there only where it matters."""
+        content = asdict(self)
+        content["rope_scaling"] = None if self.rope_scaling is None else stated(self.rope_scaling)
+        content["variant"] = stated(self.variant)
+        return {name: value for name, value in content.items() if name != "variant" or value}
+
+
+def stated(part: RopeScaling | Variant) -> dict[str, Any]:
+    """Fields that differ from their defaults."""
+    defaults = {each.name: each.default for each in fields(part)}
+    return {name: value for name, value in asdict(part).items() if value != defaults[name]}

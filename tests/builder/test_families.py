@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bundling import ROOT
 from checkpoints import VOCAB_SIZE
 from families import CASES, COMPARED, expected_logits, rope, write_family
@@ -22,6 +23,7 @@ from draftwood.builder.engines.export import export
 from draftwood.builder.parity import largest_difference
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.families import FAMILIES
+from draftwood.models.llama import Llama
 from draftwood.runtime.engines.base import Engine, prefill
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.torch import TorchEngine
@@ -89,6 +91,22 @@ def assert_a_branch_changes_no_bit(engine: Engine, prefix: list[int], tokens: li
             for one, other in zip(in_one_pass(engine, prefix, tree, path, width), alone, strict=True):
                 np.testing.assert_array_equal(one.logits, other.logits)
                 np.testing.assert_array_equal(one.cached, other.cached)
+
+
+@pytest.mark.parametrize("name", ["Mistral, window", "Qwen2, window", "Phi3, longrope", "Llama, dynamic"])
+def test_a_context_ends_where_transformers_begins_to_differ(name: str, tmp_path: Path) -> None:
+    """Up to the longest context full attention and tables that never change are what it computes; one token more, and
+    they are not."""
+    checkpoint = Checkpoint(write_family(tmp_path, name))
+    longest = checkpoint.config.longest
+    model = Llama(checkpoint.config, longest + 1)
+    model.load_state_dict({each: torch.from_numpy(checkpoint.tensor(each)) for each in model.state_dict()})
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, longest + 1)
+    for length in (longest, longest + 1):
+        with torch.no_grad():
+            found = model.full(torch.from_numpy(tokens[None, :length])).logits[0, -1].numpy()
+        difference = np.abs(found - expected_logits(tmp_path, tokens[:length])[-1]).max()
+        assert difference < 2e-4 if length == longest else difference > 1e-3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])

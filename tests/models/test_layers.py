@@ -157,7 +157,11 @@ def test_the_kernels_compute_it_too(described: Described, tmp_path: Path) -> Non
 def test_a_variant_survives_json_and_a_llama_has_none(described: Described) -> None:
     config = described.config
     assert read(config.to_dict()) == config
+    assert config.to_dict()["variant"].keys() == set(config.variant.differences)
     assert "variant" not in LLAMA.to_dict() and read(LLAMA.to_dict()) == LLAMA
+    scaled = replace(LLAMA, rope_scaling=RopeScaling("llama3", 8.0, original_max_position=64))
+    assert scaled.to_dict()["rope_scaling"] == {"kind": "llama3", "factor": 8.0, "original_max_position": 64}
+    assert read(scaled.to_dict()) == scaled
     for content in ({"no_such": 1}, 5, None, {"layers_without_rope": 3}):
         with pytest.raises(ValueError, match=r"model\.variant"):
             read(config.to_dict() | {"variant": content})
@@ -245,5 +249,6 @@ def test_a_manifest_rotates_pairs_of_a_head(size: int) -> None:
 @pytest.mark.parametrize("name", ["embedding", "attention", "residual", "logits"])
 def test_a_manifest_s_multipliers_are_positive(name: str) -> None:
     for value in (0.0, -1.0):
+        wrong: dict[str, Any] = {f"{name}_multiplier": value}
         with pytest.raises(Unsound, match="the target's multipliers are none"):
-            check_model("target", replace(LLAMA, variant=Variant(**{f"{name}_multiplier": value})))
+            check_model("target", replace(LLAMA, variant=Variant(**wrong)))

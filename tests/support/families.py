@@ -70,7 +70,8 @@ CASES = {
     "SmolLM3, biases": Case("SmolLM3", {"no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True}),
     "Granite": Case(
         "Granite",
-        {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+        {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+        | {"tie_word_embeddings": True},
     ),
     "Phi3": Case("Phi3", {}),
     "Phi3, partial rotation": Case("Phi3", rope("default", partial_rotary_factor=0.6)),
