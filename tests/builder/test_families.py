@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from bundling import ROOT
 from checkpoints import VOCAB_SIZE
 from families import CASES, COMPARED, expected_logits, rope, write_family
 from lowbit import in_one_pass, one_by_one
-from native_parts import held, open_native, spec_of
+from native_parts import held, kernels, open_native, spec_of
 from numpy.typing import NDArray
 from trees import Tree
 
@@ -24,7 +25,9 @@ from draftwood.builder.parity import largest_difference
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.families import FAMILIES
 from draftwood.models.llama import Llama
+from draftwood.plugins.native.library import NativeLibrary
 from draftwood.runtime.engines.base import Engine, prefill
+from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
@@ -91,6 +94,19 @@ def assert_a_branch_changes_no_bit(engine: Engine, prefix: list[int], tokens: li
             for one, other in zip(in_one_pass(engine, prefix, tree, path, width), alone, strict=True):
                 np.testing.assert_array_equal(one.logits, other.logits)
                 np.testing.assert_array_equal(one.cached, other.cached)
+
+
+@pytest.mark.parametrize("march", ["-march=x86-64-v3", "-march=x86-64"])
+@pytest.mark.parametrize("name", ["Qwen3", "Granite", "Phi3, partial rotation"])
+def test_lesser_processors_compute_them_too(name: str, march: str, tmp_path: Path) -> None:
+    written = Written(tmp_path / "checkpoint", name)
+    with patch.object(native, "open_kernels", lambda: NativeLibrary(kernels(march))):
+        engine = opened("native", written.checkpoint, tmp_path)
+    output = prefill(engine, engine.new_cache(), written.tokens.tolist())
+    assert output is not None
+    np.testing.assert_allclose(output.logits[0], written.expected[-1], atol=2e-4, rtol=0)
+    assert_a_branch_changes_no_bit(engine, written.tokens[:20].tolist(), written.tokens[20:32].tolist())
+    engine.close()
 
 
 @pytest.mark.parametrize("name", ["Mistral, window", "Qwen2, window", "Phi3, longrope", "Llama, dynamic"])
