@@ -171,6 +171,7 @@ FAMILIES = {
         {"su": LONGROPE, YARN: LONGROPE},
     ),
 }
+LISTED = ", ".join(FAMILIES)  # for people
 
 
 def family_of(config: Settings) -> Family:
@@ -180,7 +181,7 @@ def family_of(config: Settings) -> Family:
     name = next((name for name in names if isinstance(name, str) and name in FAMILIES), None)
     if name is None:
         found = ", ".join(map(brief, names[:3])) or "none"
-        raise CheckpointError(f"config.json: architecture {found} is not supported; this project runs {known()}")
+        raise CheckpointError(f"config.json: architecture {found} is not supported; this project runs {LISTED}")
     family = FAMILIES[name]
     if config.get("model_type") not in (None, family.model_type):
         raise CheckpointError(
@@ -212,8 +213,3 @@ def refuse_other_layers(config: Settings, name: str, family: Family) -> None:
     partial = rope_settings(config).get(PARTIAL, config.get(PARTIAL))
     if family.variant is not phi3 and partial not in (None, 1):
         raise CheckpointError(f"config.json: {PARTIAL} {brief(partial)} is not supported for {name}; 1 is")
-
-
-def known() -> str:
-    """The architectures, for people."""
-    return ", ".join(FAMILIES)
