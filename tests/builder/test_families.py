@@ -26,9 +26,10 @@ from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.families import FAMILIES
 from draftwood.models.llama import Llama
 from draftwood.plugins.native.library import NativeLibrary
-from draftwood.runtime.engines.base import Engine, prefill
+from draftwood.runtime.engines.base import SoloEngine
 from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.torch import TorchEngine
 
 TOKENS, CAPACITY, WIDTHS = 48, 128, (1, 2, 4, 8, 16, 32)
@@ -51,7 +52,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Written(tmp_path_factory.mktemp("family") / "checkpoint", request.param)
 
 
-def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> Engine:
+def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> SoloEngine:
     """One role's engine in fp32."""
     spec = spec_of(checkpoint, TARGET, "fp32", WIDTHS, CAPACITY)
     if backend == "native":
@@ -70,7 +71,7 @@ def test_logits_are_transformers(backend: str, written: Written, tmp_path: Path)
     cache, prompt = engine.new_cache(), TOKENS - WIDTHS[-1]
     prefill(engine, cache, tokens[:prompt])
     chain = Tree(tuple(tokens[prompt:]), tuple(range(-1, WIDTHS[-1] - 1)))
-    found = engine.forward(chain.batch(engine.spec, prompt), cache).logits[: WIDTHS[-1]].copy()
+    found = engine.score(chain.batch(engine.spec, prompt), cache).logits[: WIDTHS[-1]].copy()
     engine.close()
     np.testing.assert_allclose(found, written.expected[prompt:], atol=2e-4, rtol=0)
     assert np.ptp(written.expected) > 5
@@ -84,7 +85,7 @@ def test_a_row_has_the_same_bits_in_any_company(written: Written, tmp_path: Path
     engine.close()
 
 
-def assert_a_branch_changes_no_bit(engine: Engine, prefix: list[int], tokens: list[int]) -> None:
+def assert_a_branch_changes_no_bit(engine: SoloEngine, prefix: list[int], tokens: list[int]) -> None:
     """Of three rows of a tree, nor the width of the pass."""
     tree = Tree(tuple(tokens), PARENTS)
     for row in (6, 10, 11):

@@ -29,7 +29,7 @@ from draftwood.cli.inspect import describe
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, RequestError
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.base import prefill
+from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.text.tokenizer import SETTINGS, TOKENIZER, Tokenizer
 
 TEMPLATE = (
