@@ -197,12 +197,13 @@ def test_a_conversation_with_a_model_of_qwen_s_kind(tmp_path: Path) -> None:
             "chat_template": TEMPLATE,
         }
         (folder / SETTINGS).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | settings))
-        ends = [backend.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>", "</s>", *"aehinorst")]
+        vocabulary = backend.get_vocab()
+        ends = [vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>", "</s>", *"aehinorst")]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "do_sample": False}))
     options = BuildOptions(*folders, tmp_path / "bundle", "native", "fp32", draft_precision="fp32")
     assert build(options, lambda step: lambda: None).manifest.eos_token_ids == tuple(sorted(ends))
     reference = PreTrainedTokenizerFast.from_pretrained(folders[0])
-    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     finished = set()
     with LLM(options.output) as llm:
         for content in ("the cat", "hello <|im_end|>", "x y z", "<think>"):
