@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import packers
 import pytest
 import torch
+from adapters import PREFIX, write_adapter
 from checkpoints import edit_weights, write_checkpoint
 from families import write_family
+from packers import pack_checkpoint
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.fused import Split
 from draftwood.builder.checkpoints.safetensors import Safetensors
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
+from tests.builder.checkpoints.test_quantised import compressed
 
 LAYER = "model.layers.1"
 QKV, GATE_UP = f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight"
@@ -69,3 +73,27 @@ def test_a_fused_matrix_that_is_missing_or_damaged_is_refused(folder: Path) -> N
         CheckpointError, match=f"{LAYER}.self_attn.q_proj.weight is missing; the checkpoint is incomplete"
     ):
         Checkpoint(folder)
+
+
+def test_fused_matrices_may_be_quantised(folder: Path, tmp_path: Path) -> None:
+    """They are dequantised first, and split then."""
+    plain = write_family(tmp_path / "plain", "Phi3")
+    pack_checkpoint(folder, plain, compressed("int-quantized", num_bits=8), packers.compressed_int8)
+    checkpoint, expected = Checkpoint(folder), Checkpoint(plain)
+    for name in network_of(checkpoint.config).tensors():
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected.tensor(name))
+
+
+def test_an_adapter_of_a_fused_matrix_changes_its_parts(folder: Path, tmp_path: Path) -> None:
+    tensors = write_adapter(tmp_path / "lora", folder, ("qkv_proj",), settings={"r": 4, "lora_alpha": 8})
+    module = QKV.removesuffix(".weight")
+    first, second = (tensors[f"{PREFIX}{module}.lora_{end}.weight"].double().numpy() for end in "AB")
+    change = 2 * second @ first
+    before, after = Checkpoint(folder), Checkpoint(folder, tmp_path / "lora")
+    row = 0
+    for part in ("q_proj", "k_proj", "v_proj"):
+        name = f"{LAYER}.self_attn.{part}.weight"
+        weight = before.tensor(name)
+        expected = weight.astype(np.float64) + change[row : row + len(weight)]
+        np.testing.assert_allclose(after.tensor(name), expected, atol=1e-6, rtol=0)
+        row += len(weight)
