@@ -1,6 +1,7 @@
 """Weight-only formats: a matrix as small integers with one scale per block of neighbouring inputs.
 
-    weight[n, k] = codes[n, k] * scales[n, k // block]        codes: signed integers of 8 or 4 bits, no zero points
+    weight[n, k] = codes[n, k] * scales[n, k // block]                    codes: signed integers of 8 or 4 bits
+    weight[n, k] = codes[n, k] * scales[n, k // 32] + offsets[n, k // 32]    codes: 0 to 15 (4 bits, native alone)
 
 On a CPU activations, cache, norms, biases and the embedding stay fp32; on a GPU they, and the scales, are fp16. There
 is no per-tensor dynamic int8 (one scale for all rows of a pass): a row's logits would depend on its siblings, by 10 %,
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from ..models import bindings
 from ..models.errors import ConfigError
 from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
+from ..plugins.native.cache import open_kernels
 from ..runtime.engines.backends import BACKENDS
 from .checkpoints.checkpoint import Checkpoint
 from .engines.graph import GraphWriter
@@ -35,30 +37,37 @@ HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 
 
 class Quantized(NamedTuple):
-    """A matrix [N, K]. codes: int8 [N, K] within the range of the format; scales: float32 [N, K / block]."""
+    """A matrix [N, K]. codes: int8 [N, K] within the range of the format; scales: float32 [N, K / block]. offsets: as
+    scales, what is added in each block; None adds nothing."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
+    offsets: NDArray[np.float32] | None = None
 
     def dequantized(self) -> NDArray[np.float32]:
         """float32 [N, K]: what DequantizeLinear computes from these codes and scales, bit for bit."""
         rows, blocks = self.scales.shape
-        return (self.codes.reshape(rows, blocks, -1) * self.scales[..., None]).reshape(self.codes.shape)
+        weights = self.codes.reshape(rows, blocks, -1) * self.scales[..., None]
+        if self.offsets is not None:
+            weights += self.offsets[..., None]
+        return weights.reshape(self.codes.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for scales that are
-    rounded to fp16."""
+    rounded to fp16. offset: whether a block has an offset, too, which the native kernels know for 4 bits, 32 inputs and
+    2 bytes."""
 
     bits: int
     block: int = BLOCKS[0]
     scale_bytes: int = 4
+    offset: bool = False
 
     @property
-    def bytes_of_weight(self) -> float:
-        """Its share of a block's scale included."""
-        return self.bits / 8 + self.scale_bytes / self.block
+    def bits_of_weight(self) -> float:
+        """Its share of a block's scale and offset included."""
+        return self.bits + 8 * self.scale_bytes * (1 + self.offset) / self.block
 
     @property
     def dtype(self) -> ir.DataType:
@@ -75,7 +84,12 @@ class WeightFormat:
         )
 
     def quantize(self, name: str, matrix: NDArray[np.float32]) -> Quantized:
-        """Round [N, K] to codes; each block takes the scale, among a few, that leaves the smallest square error."""
+        """Round [N, K] to codes; each block takes the scale, and the offset where the format has one, among a few, that
+        leave the smallest square error. Raises KernelError or CompilerError where the native kernels cannot be had,
+        which search offsets."""
+        if self.offset:
+            self.block_of(name, matrix.shape[1])
+            return Quantized(*open_kernels().round_to_codes(matrix, np.ones(matrix.shape[1], np.float32)))
         largest = 2 ** (self.bits - 1) - 1
         rows, inputs = matrix.shape
         blocks = matrix.reshape(rows, -1, self.block_of(name, inputs))
@@ -95,7 +109,9 @@ class WeightFormat:
 
 
 FORMATS = {
-    (backend.name, precision): WeightFormat(bindings.BITS[precision], block, backend.scale_bytes)
+    (backend.name, precision): WeightFormat(
+        bindings.BITS[precision], block, backend.scale_bytes, precision in backend.offsets
+    )
     for backend in BACKENDS.values()
     for precision, block in backend.blocks.items()
 }
@@ -167,7 +183,10 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
 
     def merged() -> Quantized:
-        return Quantized(*map(np.concatenate, zip(*map(checkpoint.quantized, matrix.weights), strict=True)))
+        parts = [checkpoint.quantized(weight) for weight in matrix.weights]
+        return Quantized(
+            np.concatenate([part.codes for part in parts]), np.concatenate([part.scales for part in parts])
+        )
 
     def codes() -> NDArray[Any]:
         waiting[:] = [merged()]

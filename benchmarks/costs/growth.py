@@ -105,7 +105,7 @@ def time_fastest(work: Callable[[], object]) -> float:
 def bytes_of_weight(spec: EngineSpec) -> float:
     """Bytes of a weight, including its share of a block's scale."""
     form = FORMATS.get((spec.backend, spec.precision))
-    return ITEM_BYTES[spec.precision] if form is None else form.bytes_of_weight
+    return ITEM_BYTES[spec.precision] if form is None else form.bits_of_weight / 8
 
 
 def compute_floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, scored: int | None = None) -> float:

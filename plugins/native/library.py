@@ -6,7 +6,7 @@ import ctypes
 import math
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,20 @@ REFUSALS = {  # of draftwood_forward
     3: "a position is beyond the engine's rotary table: rebuild with a larger --max-length",
     4: "a row is scored that the pass does not have",
 }
+SMALL_BLOCK = 32  # inputs that share a scale and an offset at 4 bits: kernels/matrix.h
+SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 512  # likely tokens
 COMPUTED = ("qkv_bias",)  # of the variants of a LLaMA (models/config.py)
 CPUINFO = Path("/proc/cpuinfo")
+
+
+class Codes(NamedTuple):
+    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K] from 0 to 15; scales and
+    offsets: float32 [N, K / 32], fp16 numbers."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32]
 
 
 class KernelError(ValueError):
@@ -108,6 +119,12 @@ class NativeLibrary:
         self._library.draftwood_close.restype = None
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
+        self._library.draftwood_round.restype = None
+        self._library.draftwood_round.argtypes = [
+            *(c_void_p, c_int, c_int),
+            *(c_void_p, c_void_p, c_int),
+            *[c_void_p] * 3,
+        ]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
         self._brief = ctypes.PyDLL(str(path.resolve()))
@@ -149,6 +166,19 @@ class NativeLibrary:
         result = np.zeros((len(rows), matrix.outputs), np.float32)
         if self._library.draftwood_linear(matrix, address(rows), len(rows), address(result)):
             raise KernelError(f"no memory for {len(rows)} rows")
+        return result
+
+    def round_to_codes(self, matrix: NDArray[np.float32], importance: NDArray[np.float32]) -> Codes:
+        """A matrix [N, K] in blocks of 32 inputs, each with the scale and the offset, among many, that leave the
+        smallest square error, weighted by the importance of its inputs, [K]."""
+        matrix, importance = np.ascontiguousarray(matrix, np.float32), np.ascontiguousarray(importance, np.float32)
+        outputs, inputs = matrix.shape
+        if inputs % SMALL_BLOCK or importance.shape != (inputs,):
+            raise KernelError(f"{inputs} inputs with {len(importance)} importances are no blocks of {SMALL_BLOCK}")
+        blocks = (outputs, inputs // SMALL_BLOCK)
+        result = Codes(np.empty(matrix.shape, np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
+        given = (address(matrix), outputs, inputs, address(importance), address(SHARES), len(SHARES))
+        self._library.draftwood_round(*given, *map(address, result))
         return result
 
     def softmax(self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]) -> float:

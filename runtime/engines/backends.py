@@ -46,7 +46,8 @@ class Opening(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Backend:
     """precisions: what a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: inputs of a low-bit
-    matrix that share a scale, at most, by precision; scale_bytes: of such a scale. draft_precision: the default of a
+    matrix that share a scale, at most, by precision; scale_bytes: of such a scale; offsets: precisions whose blocks
+    have an offset, too. draft_precision: the default of a
     draft; None takes the target's.
 
     form: of the graph, ADDITIVE or COMPACT. grows: caches grow, so that many sequences can share one. gathers: a cache
@@ -68,6 +69,7 @@ class Backend:
     release: Callable[[], str | None]
     blocks: Mapping[str, int] = field(default_factory=dict)
     scale_bytes: int = 4
+    offsets: tuple[str, ...] = ()
     draft_precision: str | None = None
     form: str = ADDITIVE
     grows: bool = True
@@ -158,6 +160,7 @@ NATIVE = Backend(
     release=kernel_identity,  # what the kernels were compiled from, for and by
     blocks={precision: blocks[0] for precision, blocks in native.BLOCKS.items()},  # activations share the blocks
     scale_bytes=2,
+    offsets=native.OFFSETS,
     draft_precision="int8",
     gathers=True,
     pads=False,

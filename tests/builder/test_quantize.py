@@ -61,7 +61,8 @@ def matrices(draw: st.DrawFn) -> NDArray[np.float32]:
 def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
     matrix: NDArray[np.float32], form: WeightFormat
 ) -> None:
-    codes, scales = stored = form.quantize("matrix", matrix)
+    stored = form.quantize("matrix", matrix)
+    codes, scales = stored.codes, stored.scales
     largest = 2 ** (form.bits - 1) - 1
     assert codes.min() >= -largest - 1 and codes.max() <= largest and (scales > 0).all()
     blocks = matrix.reshape(len(matrix), -1, form.block)

@@ -75,7 +75,7 @@ static struct matrix matrix_of(int outputs, int inputs, enum format format, int 
         for (size_t at = 0; at < bytes / 4; at++) ((float *)weights)[at] = number() / 8;
     matrix.weights = weights;
     if (format >= INT8) {
-        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES;
+        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES * (format == INT4 ? 2 : 1);
         uint16_t *halves = malloc(scales * sizeof *halves);
         for (size_t at = 0; at < scales; at++) halves[at] = 0x1c00; /* 2^-8 */
         matrix.scales = halves;

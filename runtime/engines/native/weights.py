@@ -29,7 +29,8 @@ from ..base import EngineSpec
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
 # Inputs that share a scale: the largest that divide a matrix's. A feed-forward size is filled up to the first of them.
-BLOCKS = {"int8": (128, 64, 32), "int4": (64, 32)}
+BLOCKS = {"int8": (128, 64, 32), "int4": (32,)}
+OFFSETS = ("int4",)  # precisions whose blocks have an offset beside the scale
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # a prefix of names
 ALIGNMENT = 64  # bytes: a vector
@@ -85,7 +86,8 @@ def expected_tensors(
         count = rows // PANEL
         if precision in LOW_BIT:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
-            yield f"{name}.scales", Stored("U16", (count, inputs // block_of(precision, name, inputs), PANEL))
+            blocks, pair = inputs // block_of(precision, name, inputs), (2,) if precision in OFFSETS else ()
+            yield f"{name}.scales", Stored("U16", (count, blocks, *pair, PANEL))
         else:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs, PANEL))
         if part.bias:

@@ -264,7 +264,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
             lambda h: h["embedding"].update(data_offsets=[at + (1 << 40) for at in h["embedding"]["data_offsets"]]),
             "cut",
         ),
-        (lambda h: h.pop("__metadata__"), "layout None instead of '1'"),
+        (lambda h: h.pop("__metadata__"), "layout None instead of '2'"),
         (lambda h: h.update(__metadata__=[1]), "layout None"),
         (lambda h: h["__metadata__"].update(draftwood_layout="9"), "layout '9'"),
     ]
