@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.builder.profile import Pair, measure_after
-from draftwood.builder.quantize import FORMATS
+from draftwood.builder.quantization.formats import FORMATS
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET
 from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import EngineBundle

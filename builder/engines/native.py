@@ -25,7 +25,7 @@ from ...runtime.engines.native.weights import (
     expected_tensors,
 )
 from ..checkpoints.checkpoint import Checkpoint
-from ..quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
+from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint
 
 Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]

@@ -121,9 +121,8 @@ class NativeLibrary:
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_round.restype = None
         self._library.draftwood_round.argtypes = [
-            *(c_void_p, c_int, c_int),
-            *(c_void_p, c_void_p, c_int),
-            *[c_void_p] * 3,
+            *(c_void_p, c_int, c_int, c_void_p, c_int),
+            *[c_void_p] * 5,
         ]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
@@ -168,18 +167,39 @@ class NativeLibrary:
             raise KernelError(f"no memory for {len(rows)} rows")
         return result
 
-    def round_to_codes(self, matrix: NDArray[np.float32], importance: NDArray[np.float32]) -> Codes:
+    def round_to_codes(self, matrix: NDArray[np.float32]) -> Codes:
         """A matrix [N, K] in blocks of 32 inputs, each with the scale and the offset, among many, that leave the
-        smallest square error, weighted by the importance of its inputs, [K]."""
-        matrix, importance = np.ascontiguousarray(matrix, np.float32), np.ascontiguousarray(importance, np.float32)
+        smallest square error."""
+        matrix = np.ascontiguousarray(matrix, np.float32)
         outputs, inputs = matrix.shape
-        if inputs % SMALL_BLOCK or importance.shape != (inputs,):
-            raise KernelError(f"{inputs} inputs with {len(importance)} importances are no blocks of {SMALL_BLOCK}")
-        blocks = (outputs, inputs // SMALL_BLOCK)
-        result = Codes(np.empty(matrix.shape, np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
-        given = (address(matrix), outputs, inputs, address(importance), address(SHARES), len(SHARES))
-        self._library.draftwood_round(*given, *map(address, result))
+        if inputs % SMALL_BLOCK:
+            raise KernelError(f"{inputs} inputs are no blocks of {SMALL_BLOCK}")
+        result = empty_codes(outputs, inputs)
+        self._round(matrix, None, result, None)
         return result
+
+    def round_block(
+        self, block: NDArray[np.float32], feedback: NDArray[np.float32]
+    ) -> tuple[Codes, NDArray[np.float32]]:
+        """One block [N, 32] likewise, its inputs one after the other: what rounding leaves of input k, times
+        feedback[k, j], is taken from every later input j, before that is rounded. feedback: [32, 32]. Returns the codes
+        and what was left, [N, 32]."""
+        block, feedback = np.ascontiguousarray(block, np.float32), np.ascontiguousarray(feedback, np.float32)
+        if block.shape[1] != SMALL_BLOCK or feedback.shape != (SMALL_BLOCK, SMALL_BLOCK):
+            raise KernelError(f"{block.shape} with {feedback.shape} is no block of {SMALL_BLOCK} inputs")
+        result, left = empty_codes(*block.shape), np.empty_like(block)
+        self._round(block, feedback, result, left)
+        return result, left
+
+    def _round(
+        self,
+        matrix: NDArray[np.float32],
+        feedback: NDArray[np.float32] | None,
+        result: Codes,
+        left: NDArray[np.float32] | None,
+    ) -> None:
+        given = (address(matrix), *matrix.shape, address(SHARES), len(SHARES), address(feedback))
+        self._library.draftwood_round(*given, *(address(array) for array in result), address(left))
 
     def softmax(self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]) -> float:
         """weights [V] = exp((logits - max) / temperature); returns their sum. Raises KernelError when a logit is NaN or
@@ -202,6 +222,12 @@ class NativeLibrary:
         if count > room:
             return self.likely(logits, temperature, share, count)
         return ids[:count], weights[:count]
+
+
+def empty_codes(outputs: int, inputs: int) -> Codes:
+    """Room for a matrix of that shape."""
+    blocks = (outputs, inputs // SMALL_BLOCK)
+    return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
 
 
 def available(wanted: tuple[str, ...]) -> set[str]:

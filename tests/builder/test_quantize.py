@@ -26,7 +26,7 @@ from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build
-from draftwood.builder.quantize import BLOCKS, FORMATS, QuantizedCheckpoint, WeightFormat
+from draftwood.builder.quantization.formats import BLOCKS, FORMATS, QuantizedCheckpoint, WeightFormat
 from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.native import Weights, write_weights
-from draftwood.builder.quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
+from draftwood.builder.quantization.formats import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
 from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.bindings import output_names
 from draftwood.plugins.native import cache

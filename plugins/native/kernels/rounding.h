@@ -26,35 +26,35 @@ INLINE f32 code_of(f32 weight, struct affine by, f32 inverse) {
     return __builtin_convertvector(nearest(code), f32);
 }
 
-/* What a scale and an offset in fp16 leave of a block, weighted by the importance of each input. */
-INLINE f32 error_of(const f32 *weights, const float *importance, struct affine by) {
+/* The squares of what a scale and an offset in fp16 leave of a block. */
+INLINE f32 error_of(const f32 *weights, struct affine by) {
     const f32 inverse = 1.0f / by.scale;
     f32 error = {0};
     for (int k = 0; k < SMALL_BLOCK; k++) {
         const f32 left = code_of(weights[k], by, inverse) * by.scale + by.offset - weights[k];
-        error += left * left * importance[k];
+        error += left * left;
     }
     return error;
 }
 
 /* The line of least squares through the weights over the codes that `by` gives; `by` itself where there is none. */
-INLINE struct affine refitted(const f32 *weights, const float *importance, struct affine by) {
+INLINE struct affine refitted(const f32 *weights, struct affine by) {
     const f32 inverse = 1.0f / by.scale;
-    f32 count = {0}, code_sum = {0}, square_sum = {0}, sum = {0}, product_sum = {0};
+    const float count = SMALL_BLOCK;
+    f32 code_sum = {0}, square_sum = {0}, sum = {0}, product_sum = {0};
     for (int k = 0; k < SMALL_BLOCK; k++) {
-        const f32 code = code_of(weights[k], by, inverse), heavy = code * importance[k];
-        count += importance[k], code_sum += heavy, square_sum += heavy * code;
-        sum += weights[k] * importance[k], product_sum += heavy * weights[k];
+        const f32 code = code_of(weights[k], by, inverse);
+        code_sum += code, square_sum += code * code, sum += weights[k], product_sum += code * weights[k];
     }
     const f32 spread = count * square_sum - code_sum * code_sum, rise = count * product_sum - code_sum * sum;
     const i32 fits = (spread > 0) & (rise > 0);
     const f32 scale = rise / choose(fits, spread, splat(1));
-    const f32 offset = (sum - scale * code_sum) / choose(fits, count, splat(1));
+    const f32 offset = (sum - scale * code_sum) / count;
     return (struct affine){choose(fits, scale, by.scale), choose(fits, offset, by.offset)};
 }
 
 /* One block of sixteen outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
-static struct affine search_affine(const f32 *weights, const float *importance, const float *shares, int count) {
+static struct affine search_affine(const f32 *weights, const float *shares, int count) {
     f32 least = weights[0], most = weights[0];
     for (int k = 1; k < SMALL_BLOCK; k++) least = -larger(-least, -weights[k]), most = larger(most, weights[k]);
     const f32 smallest = splat(0x1p-24f);
@@ -65,9 +65,9 @@ static struct affine search_affine(const f32 *weights, const float *importance, 
         by.scale = larger((most - least) * (shares[at] / LARGEST_CODE), smallest);
         by.offset = least * 0.5f + most * 0.5f - by.scale * (LARGEST_CODE / 2);
         for (int fit = 0; fit <= REFITS; fit++) {
-            if (fit) by = refitted(weights, importance, by);
+            if (fit) by = refitted(weights, by);
             const struct affine held = {larger(halved(by.scale), smallest), halved(by.offset)};
-            const f32 left = error_of(weights, importance, held);
+            const f32 left = error_of(weights, held);
             const i32 better = left < error;
             error = choose(better, left, error);
             best.scale = choose(better, held.scale, best.scale), best.offset = choose(better, held.offset, best.offset);
@@ -76,24 +76,30 @@ static struct affine search_affine(const f32 *weights, const float *importance, 
     return best;
 }
 
-/* codes, uint8 [outputs][inputs] from 0 to 15; scales and offsets, [outputs][inputs / 32], fp16 numbers. importance:
- * [inputs], not negative. */
-void draftwood_round(const float *weights, int outputs, int inputs, const float *importance, const float *shares,
-                     int count, uint8_t *codes, float *scales, float *offsets) {
+/* A matrix of floats [outputs][inputs] as codes [outputs][inputs] from 0 to 15, with scales and offsets,
+ * [outputs][inputs / 32], of fp16 numbers.
+ *
+ * feedback: [32][32], or null; for a matrix of one block. What rounding leaves of input k is then taken from the inputs
+ * j > k, times feedback[k][j], before those are rounded, and is written to left, [outputs][32]. */
+void draftwood_round(const float *weights, int outputs, int inputs, const float *shares, int count,
+                     const float *feedback, uint8_t *codes, float *scales, float *offsets, float *left) {
     const int blocks = inputs / SMALL_BLOCK;
     for (int output = 0; output < outputs; output += LANES)
         for (int b = 0; b < blocks; b++) {
             const int lanes = outputs - output < LANES ? outputs - output : LANES;
+            const size_t first = (size_t)output * inputs + b * SMALL_BLOCK;
             f32 block[SMALL_BLOCK] = {0};
             for (int lane = 0; lane < lanes; lane++)
-                for (int k = 0; k < SMALL_BLOCK; k++)
-                    block[k][lane] = weights[(size_t)(output + lane) * inputs + b * SMALL_BLOCK + k];
-            const struct affine by = search_affine(block, importance + b * SMALL_BLOCK, shares, count);
+                for (int k = 0; k < SMALL_BLOCK; k++) block[k][lane] = weights[first + (size_t)lane * inputs + k];
+            const struct affine by = search_affine(block, shares, count);
             const f32 inverse = 1.0f / by.scale;
             for (int k = 0; k < SMALL_BLOCK; k++) {
-                const f32 code = code_of(block[k], by, inverse);
-                for (int lane = 0; lane < lanes; lane++)
-                    codes[(size_t)(output + lane) * inputs + b * SMALL_BLOCK + k] = (uint8_t)code[lane];
+                const f32 code = code_of(block[k], by, inverse), rest = block[k] - (code * by.scale + by.offset);
+                for (int j = k + 1; feedback && j < SMALL_BLOCK; j++) block[j] -= rest * feedback[k * SMALL_BLOCK + j];
+                for (int lane = 0; lane < lanes; lane++) {
+                    codes[first + (size_t)lane * inputs + k] = (uint8_t)code[lane];
+                    if (feedback) left[first + (size_t)lane * inputs + k] = rest[lane];
+                }
             }
             for (int lane = 0; lane < lanes; lane++) {
                 scales[(size_t)(output + lane) * blocks + b] = by.scale[lane];

@@ -13,8 +13,9 @@ so that the torch reference runs on exactly the engine's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -22,13 +23,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ..models import bindings
-from ..models.errors import ConfigError
-from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
-from ..plugins.native.cache import open_kernels
-from ..runtime.engines.backends import BACKENDS
-from .checkpoints.checkpoint import Checkpoint
-from .engines.graph import GraphWriter
+from ...models import bindings
+from ...models.errors import ConfigError
+from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
+from ...plugins.native.cache import open_kernels
+from ...runtime.engines.backends import BACKENDS
+from ..checkpoints.checkpoint import Checkpoint
+from ..engines.graph import GraphWriter
 
 BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
@@ -89,7 +90,7 @@ class WeightFormat:
         which search offsets."""
         if self.offset:
             self.block_of(name, matrix.shape[1])
-            return Quantized(*open_kernels().round_to_codes(matrix, np.ones(matrix.shape[1], np.float32)))
+            return Quantized(*open_kernels().round_to_codes(matrix))
         largest = 2 ** (self.bits - 1) - 1
         rows, inputs = matrix.shape
         blocks = matrix.reshape(rows, -1, self.block_of(name, inputs))
@@ -125,9 +126,12 @@ class QuantizedCheckpoint:
     because only the projection is quantised.
     """
 
-    def __init__(self, source: Checkpoint, form: WeightFormat) -> None:
-        """Raises ConfigError when a matrix cannot be stored in blocks."""
-        self.source, self.form = source, form
+    def __init__(
+        self, source: Checkpoint, form: WeightFormat, rounded: Mapping[str, Quantized] = MappingProxyType({})
+    ) -> None:
+        """rounded: matrices of this view that were rounded before; the others are rounded here, each time they are
+        read. Raises ConfigError when a matrix cannot be stored in blocks."""
+        self.source, self.form, self._rounded = source, form, rounded
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
         self._shapes = network_of(self.config).tensors()
@@ -145,7 +149,7 @@ class QuantizedCheckpoint:
 
     def quantized(self, name: str) -> Quantized:
         """Codes and scales of a matrix."""
-        return self.form.quantize(name, self.stored(name))
+        return self._rounded.get(name) or self.form.quantize(name, self.stored(name))
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""
