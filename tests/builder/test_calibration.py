@@ -123,7 +123,7 @@ def test_a_file_that_is_no_text_is_refused(content: bytes | None, message: str, 
 
 
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    with Tokenizer.load(DEMO / "draft") as tokenizer, pytest.raises(ConfigError, match="cannot be read .*directory"):
+    with Tokenizer.load(DEMO / "draft") as tokenizer, pytest.raises(ConfigError, match=r"cannot be read .*directory"):
         read_windows(tmp_path, tokenizer, 1024)
 
 
