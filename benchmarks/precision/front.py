@@ -45,8 +45,8 @@ from draftwood.builder.engines.make import Source
 from draftwood.builder.engines.native import write_weights
 from draftwood.builder.quantization.calibration import calibrate, read_windows
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
-from draftwood.models.bindings import DTYPES, TARGET, output_names
-from draftwood.runtime.engines.backends import BACKENDS, Opening
+from draftwood.models.bindings import TARGET, output_names
+from draftwood.runtime.engines.backends import BACKENDS, Opening, bits_of_weight
 from draftwood.runtime.engines.base import Engine, EngineSpec, causal_batch, prefill
 from draftwood.runtime.text.tokenizer import Tokenizer
 
@@ -111,22 +111,28 @@ def main() -> None:
     draw(figures, written.with_suffix(".svg"))
 
 
+def spec_of(settings: Settings, name: str) -> EngineSpec:
+    precision = name.split()[0]
+    model = Source(Checkpoint(settings.checkpoint), TARGET, None, "native", precision).weights.config
+    return EngineSpec(TARGET, "native", "", model, WIDTHS, WINDOW + WIDTHS[-1], precision, output_names(TARGET))
+
+
 def engine_of(settings: Settings, name: str) -> Engine:
-    """One of OURS, packed once. What building it costs lies beside it."""
-    precision = CALIBRATED.split()[0] if name == CALIBRATED else name
-    checkpoint = Checkpoint(settings.checkpoint)
-    source = Source(checkpoint, TARGET, None, "native", precision)
-    file = settings.work / f"{name.replace(' ', '-')}.weights"
-    model = source.weights.config
-    spec = EngineSpec(TARGET, "native", "", model, WIDTHS, WINDOW + WIDTHS[-1], precision, output_names(TARGET))
+    """One of OURS, packed once. What that took lies beside it."""
+    spec, file = spec_of(settings, name), file_of(settings, name)
     if not file.is_file():
         start = perf_counter()
-        weights = calibrated(settings, checkpoint) if name == CALIBRATED else source.weights
+        checkpoint = Checkpoint(settings.checkpoint)
+        plain = Source(checkpoint, TARGET, None, "native", spec.precision).weights
         unfinished = file.with_suffix(".unfinished")
-        write_weights(weights, spec.capacity, unfinished)
-        unfinished.rename(file)
+        write_weights(calibrated(settings, checkpoint) if name == CALIBRATED else plain, spec.capacity, unfinished)
         file.with_suffix(".seconds").write_text(f"{perf_counter() - start:.1f}", encoding="utf-8")
+        unfinished.rename(file)
     return BACKENDS["native"].open(file, spec, Opening(settings.threads))
+
+
+def file_of(settings: Settings, name: str) -> Path:
+    return settings.work / f"{name.replace(' ', '-')}.weights"
 
 
 def calibrated(settings: Settings, checkpoint: Checkpoint) -> QuantizedCheckpoint:
@@ -142,16 +148,10 @@ def calibrated(settings: Settings, checkpoint: Checkpoint) -> QuantizedCheckpoin
 
 def bits_of(settings: Settings, name: str) -> float:
     """Bits of a weight in the matrices of a pass."""
-    if name in llama.FORMATS:
-        assert settings.llama is not None
-        return settings.llama.bits(name)
-    precision = name.split()[0]
-    form = FORMATS.get(("native", precision))
-    return (
-        8.0 * np.dtype(DTYPES[precision].replace("bfloat16", "float16")).itemsize
-        if form is None
-        else form.bits_of_weight
-    )
+    if name in OURS:
+        return bits_of_weight(spec_of(settings, name))
+    assert settings.llama is not None
+    return settings.llama.bits(name)
 
 
 def add_divergences(settings: Settings, names: Sequence[str], figures: Figures) -> None:
@@ -175,8 +175,7 @@ def add_divergences(settings: Settings, names: Sequence[str], figures: Figures) 
             figures[name][text] = settings.llama.divergence(name, text, windows)
     for name in names:
         figures[name]["bits"] = round(bits_of(settings, name), 3)
-        seconds = (settings.work / f"{name.replace(' ', '-')}.seconds") if name in OURS else None
-        if seconds is not None and seconds.is_file():
+        if (seconds := file_of(settings, name).with_suffix(".seconds")).is_file():
             figures[name]["packing_seconds"] = float(seconds.read_text(encoding="utf-8"))
 
 

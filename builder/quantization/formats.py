@@ -27,11 +27,10 @@ from ...models import bindings
 from ...models.errors import ConfigError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ...plugins.native.cache import open_kernels
-from ...runtime.engines.backends import BACKENDS
+from ...runtime.engines.backends import BACKENDS, BLOCKS
 from ..checkpoints.checkpoint import Checkpoint
 from ..engines.graph import GraphWriter
 
-BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
 HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
 HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
@@ -64,11 +63,6 @@ class WeightFormat:
     block: int = BLOCKS[0]
     scale_bytes: int = 4
     offset: bool = False
-
-    @property
-    def bits_of_weight(self) -> float:
-        """Its share of a block's scale and offset included."""
-        return self.bits + 8 * self.scale_bytes * (1 + self.offset) / self.block
 
     @property
     def dtype(self) -> ir.DataType:

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ...models.bindings import ADDITIVE, COMPACT, HALF, LOW_BIT
+from ...models.bindings import ADDITIVE, BITS, COMPACT, HALF, LOW_BIT, activations
 from ...models.errors import EngineError
+from ...models.layers import network_of
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
 from ...plugins.native.library import KernelError, available
@@ -23,6 +24,8 @@ from .native import weights as native
 from .native.weights import check_weights
 from .onnx.file import check_graph
 
+BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # of a number
 GRAPH, WEIGHTS, PLAN = "onnx", "weights", "plan"  # what an engine's file holds, and its suffix
 REMOVED = ("openvino",)  # backends of older releases
 
@@ -187,6 +190,25 @@ FAST = {"avx512f", "avx512_vnni"}  # instructions with which the native kernels 
 COMPILED = tuple(each.name for each in BACKENDS.values() if each.is_compiled)
 # Of an engine that no bundle holds, the torch reference for instance: it shares nothing, and no package is asked.
 UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, blocks={}, prompt_widths=(), grows=False)
+
+
+def bits_of_weight(spec: EngineSpec) -> float:
+    """Bits of a weight in the matrices that a pass multiplies with, their shares of scales and offsets included. The
+    embedding, whose rows are looked up, does not count."""
+    backend, computed = describe_backend(spec.backend), activations(spec.precision, describe_backend(spec.backend).form)
+    most = backend.blocks.get(spec.precision)
+    if most is None:
+        return 8.0 * ITEM_BYTES[spec.precision]
+    inner = -(-spec.model.intermediate_size // most) * most
+    network = network_of(replace(spec.model, intermediate_size=inner))
+    numbers = 2 if spec.precision in backend.offsets else 1
+    beside = 8 * numbers * min(backend.scale_bytes, ITEM_BYTES[computed])  # bits of a block
+    weights = bits = 0.0
+    for matrix in (*(part for layer in network.layers for part in layer.matrices), network.head):
+        size = matrix.inputs * sum(matrix.outputs)
+        block = next(block for block in BLOCKS if block <= most and matrix.inputs % block == 0)
+        weights, bits = weights + size, bits + size * (BITS[spec.precision] + beside / block)
+    return bits / weights
 
 
 def describe_backend(name: str) -> Backend:

@@ -26,7 +26,7 @@ from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build
-from draftwood.builder.quantization.formats import BLOCKS, FORMATS, QuantizedCheckpoint, WeightFormat
+from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, WeightFormat
 from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
@@ -35,6 +35,7 @@ from draftwood.models.layers import network_of, num_parameters
 from draftwood.models.llama import Llama
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
+from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.torch import TorchEngine
 
 
