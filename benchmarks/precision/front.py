@@ -47,7 +47,8 @@ from draftwood.builder.quantization.calibration import calibrate, read_windows
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.runtime.engines.backends import BACKENDS, Opening, bits_of_weight
-from draftwood.runtime.engines.base import Engine, EngineSpec, causal_batch, prefill
+from draftwood.runtime.engines.base import Engine, EngineSpec
+from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 EXACT, CALIBRATED = "fp32", "int4 calibrated"
@@ -201,7 +202,7 @@ def decode(engine: Engine, prompt: Sequence[int], tokens: int) -> Decoded:
     text = [int(last.logits[0].argmax())]
     start = perf_counter()
     while len(text) < tokens:
-        output = engine.forward(causal_batch(engine.spec, text[-1:], cache.length), cache)
+        output = engine.score(causal_batch(engine.spec, text[-1:], cache.length), cache)
         cache.commit([0])
         text.append(int(output.logits[0].argmax()))
     return Decoded(text, (tokens - 1) / (perf_counter() - start))

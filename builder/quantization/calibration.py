@@ -20,7 +20,7 @@ from ...models.layers import HEAD_WEIGHT, network_of
 from ...models.llama import Llama, causal
 from ...models.plain_files import read_plain
 from ...plugins.native.cache import open_kernels
-from ...plugins.native.library import SMALL_BLOCK, NativeLibrary
+from ...plugins.native.library import BLOCK, NativeLibrary
 from ...runtime.text.tokenizer import Tokenizer
 from .formats import Quantized, QuantizedCheckpoint
 
@@ -115,8 +115,8 @@ def round_in_turn(matrix: NDArray[np.float32], feedback: NDArray[np.float32], li
     """A matrix [N, K], one block of inputs after the other; what is left of a block is given to all later ones."""
     matrix = matrix.copy()
     parts = []
-    for begin in range(0, matrix.shape[1], SMALL_BLOCK):
-        end = begin + SMALL_BLOCK
+    for begin in range(0, matrix.shape[1], BLOCK):
+        end = begin + BLOCK
         part, left = library.round_block(matrix[:, begin:end], feedback[begin:end, begin:end])
         matrix[:, end:] -= left @ feedback[begin:end, end:]
         parts.append(part)

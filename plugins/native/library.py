@@ -19,7 +19,7 @@ REFUSALS = {  # of draftwood_forward
     3: "a position is beyond the engine's rotary table: rebuild with a larger --max-length",
     4: "a row is scored that the pass does not have",
 }
-SMALL_BLOCK = 32  # inputs that share a scale and an offset at 4 bits: kernels/matrix.h
+BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 512  # likely tokens
 COMPUTED = ("qkv_bias",)  # of the variants of a LLaMA (models/config.py)
@@ -172,8 +172,8 @@ class NativeLibrary:
         smallest square error."""
         matrix = np.ascontiguousarray(matrix, np.float32)
         outputs, inputs = matrix.shape
-        if inputs % SMALL_BLOCK:
-            raise KernelError(f"{inputs} inputs are no blocks of {SMALL_BLOCK}")
+        if inputs % BLOCK:
+            raise KernelError(f"{inputs} inputs are no blocks of {BLOCK}")
         result = empty_codes(outputs, inputs)
         self._round(matrix, None, result, None)
         return result
@@ -185,8 +185,8 @@ class NativeLibrary:
         feedback[k, j], is taken from every later input j, before that is rounded. feedback: [32, 32]. Returns the codes
         and what was left, [N, 32]."""
         block, feedback = np.ascontiguousarray(block, np.float32), np.ascontiguousarray(feedback, np.float32)
-        if block.shape[1] != SMALL_BLOCK or feedback.shape != (SMALL_BLOCK, SMALL_BLOCK):
-            raise KernelError(f"{block.shape} with {feedback.shape} is no block of {SMALL_BLOCK} inputs")
+        if block.shape[1] != BLOCK or feedback.shape != (BLOCK, BLOCK):
+            raise KernelError(f"{block.shape} with {feedback.shape} is no block of {BLOCK} inputs")
         result, left = empty_codes(*block.shape), np.empty_like(block)
         self._round(block, feedback, result, left)
         return result, left
@@ -226,7 +226,7 @@ class NativeLibrary:
 
 def empty_codes(outputs: int, inputs: int) -> Codes:
     """Room for a matrix of that shape."""
-    blocks = (outputs, inputs // SMALL_BLOCK)
+    blocks = (outputs, inputs // BLOCK)
     return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
 
 

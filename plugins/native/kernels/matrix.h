@@ -13,7 +13,7 @@
 #define MOST_ROWS 2
 #endif
 #define MOST_PANELS 2
-#define SMALL_BLOCK 32 /* inputs: of 4 bits */
+#define CODE_BLOCK 32 /* inputs that share a scale: of integers */
 
 enum format { FP32, FP16, BF16, INT8, INT4 };
 
@@ -109,7 +109,7 @@ INLINE size_t panel_bytes(const struct matrix *matrix) {
  * what that adds to a block is known from the sum of the row's codes. So is what the offsets beside 4 bits add. */
 INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
                          int panel, struct ahead ahead, const int bits, f32 sums[][MOST_PANELS]) {
-    const int block = bits == 4 ? SMALL_BLOCK : matrix->block, blocks = matrix->inputs / block;
+    const int block = CODE_BLOCK, blocks = matrix->inputs / block;
     const size_t bytes = panel_bytes(matrix), of_block = bits == 4 ? 2 * LANES : LANES;
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
     const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * blocks * of_block;

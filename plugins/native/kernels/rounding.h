@@ -30,7 +30,7 @@ INLINE f32 code_of(f32 weight, struct affine by, f32 inverse) {
 INLINE f32 error_of(const f32 *weights, struct affine by) {
     const f32 inverse = 1.0f / by.scale;
     f32 error = {0};
-    for (int k = 0; k < SMALL_BLOCK; k++) {
+    for (int k = 0; k < CODE_BLOCK; k++) {
         const f32 left = code_of(weights[k], by, inverse) * by.scale + by.offset - weights[k];
         error += left * left;
     }
@@ -40,9 +40,9 @@ INLINE f32 error_of(const f32 *weights, struct affine by) {
 /* The line of least squares through the weights over the codes that `by` gives; `by` itself where there is none. */
 INLINE struct affine refitted(const f32 *weights, struct affine by) {
     const f32 inverse = 1.0f / by.scale;
-    const float count = SMALL_BLOCK;
+    const float count = CODE_BLOCK;
     f32 code_sum = {0}, square_sum = {0}, sum = {0}, product_sum = {0};
-    for (int k = 0; k < SMALL_BLOCK; k++) {
+    for (int k = 0; k < CODE_BLOCK; k++) {
         const f32 code = code_of(weights[k], by, inverse);
         code_sum += code, square_sum += code * code, sum += weights[k], product_sum += code * weights[k];
     }
@@ -56,7 +56,7 @@ INLINE struct affine refitted(const f32 *weights, struct affine by) {
 /* One block of sixteen outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
 static struct affine search_affine(const f32 *weights, const float *shares, int count) {
     f32 least = weights[0], most = weights[0];
-    for (int k = 1; k < SMALL_BLOCK; k++) least = -larger(-least, -weights[k]), most = larger(most, weights[k]);
+    for (int k = 1; k < CODE_BLOCK; k++) least = -larger(-least, -weights[k]), most = larger(most, weights[k]);
     const f32 smallest = splat(0x1p-24f);
     struct affine best = {smallest, halved(least)};
     f32 error = splat(INFINITY);
@@ -83,19 +83,19 @@ static struct affine search_affine(const f32 *weights, const float *shares, int 
  * j > k, times feedback[k][j], before those are rounded, and is written to left, [outputs][32]. */
 void draftwood_round(const float *weights, int outputs, int inputs, const float *shares, int count,
                      const float *feedback, uint8_t *codes, float *scales, float *offsets, float *left) {
-    const int blocks = inputs / SMALL_BLOCK;
+    const int blocks = inputs / CODE_BLOCK;
     for (int output = 0; output < outputs; output += LANES)
         for (int b = 0; b < blocks; b++) {
             const int lanes = outputs - output < LANES ? outputs - output : LANES;
-            const size_t first = (size_t)output * inputs + b * SMALL_BLOCK;
-            f32 block[SMALL_BLOCK] = {0};
+            const size_t first = (size_t)output * inputs + b * CODE_BLOCK;
+            f32 block[CODE_BLOCK] = {0};
             for (int lane = 0; lane < lanes; lane++)
-                for (int k = 0; k < SMALL_BLOCK; k++) block[k][lane] = weights[first + (size_t)lane * inputs + k];
+                for (int k = 0; k < CODE_BLOCK; k++) block[k][lane] = weights[first + (size_t)lane * inputs + k];
             const struct affine by = search_affine(block, shares, count);
             const f32 inverse = 1.0f / by.scale;
-            for (int k = 0; k < SMALL_BLOCK; k++) {
+            for (int k = 0; k < CODE_BLOCK; k++) {
                 const f32 code = code_of(block[k], by, inverse), rest = block[k] - (code * by.scale + by.offset);
-                for (int j = k + 1; feedback && j < SMALL_BLOCK; j++) block[j] -= rest * feedback[k * SMALL_BLOCK + j];
+                for (int j = k + 1; feedback && j < CODE_BLOCK; j++) block[j] -= rest * feedback[k * CODE_BLOCK + j];
                 for (int lane = 0; lane < lanes; lane++) {
                     codes[first + (size_t)lane * inputs + k] = (uint8_t)code[lane];
                     if (feedback) left[first + (size_t)lane * inputs + k] = rest[lane];

@@ -131,7 +131,7 @@ def test_bits_of_a_weight_are_those_of_the_file(precision: str, tmp_path: Path) 
     matrices = [name for name in engine._weights if name.endswith(".weights")]
     stored = sum(engine._weights[name].nbytes for name in matrices)
     stored += sum(array.nbytes for name, array in engine._weights.items() if name.endswith(".scales"))
-    expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.125, "int4": 5}[precision]
+    expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.5, "int4": 5}[precision]
     assert bits_of_weight(engine.spec) == expected
     inner = engine.spec.model.intermediate_size
     hidden, layers = engine.spec.model.hidden_size, engine.spec.model.num_layers
