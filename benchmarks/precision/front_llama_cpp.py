@@ -66,11 +66,13 @@ class LlamaCpp:
             text.write_text(tokenizer.decode(list(chain.from_iterable(windows))) + " and so on", encoding="utf-8")
         base = self._work / f"{name}.logits"
         common = ["-f", str(text), "-c", str(WINDOW), "--chunks", str(len(windows)), "-t", str(self._threads)]
-        program = [self._program("llama-perplexity"), *common, "--kl-divergence-base", str(base)]
+        program = [self._program("llama-perplexity"), *common, "--kl-divergence-base"]
         if not base.is_file():
-            self._run([*program, "-m", str(self.file("F32"))])
+            unfinished = base.with_suffix(".unfinished")
+            self._run([*program, str(unfinished), "-m", str(self.file("F32"))])
+            unfinished.rename(base)
         for _ in range(ATTEMPTS):
-            shown = self._run([*program, "-m", str(self.file(form)), "--kl-divergence"])
+            shown = self._run([*program, str(base), "-m", str(self.file(form)), "--kl-divergence"])
             found = [re.search(pattern, shown) for pattern in SHOWN]
             divergence, same, perplexity = (float(match[1]) if match else math.nan for match in found)
             if all(found):

@@ -17,7 +17,7 @@ from ...models.errors import EngineError
 from ...models.layers import network_of
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.library import KernelError, available
+from ...plugins.native.library import BLOCK, KernelError, available
 from .base import Engine, EngineSpec
 from .compatibility import Plan
 from .native import weights as native
@@ -161,7 +161,7 @@ NATIVE = Backend(
     check_file=check_weights,
     check_machine=check_native,
     release=kernel_identity,  # what the kernels were compiled from, for and by
-    blocks=dict.fromkeys(LOW_BIT, native.BLOCK),  # activations share the blocks
+    blocks=dict.fromkeys(LOW_BIT, BLOCK),  # activations share the blocks
     scale_bytes=2,
     offsets=native.OFFSETS,
     draft_precision="int8",
