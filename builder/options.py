@@ -28,6 +28,8 @@ class BuildOptions:
     divide into blocks, and so is the draft of an int4 target: 8 bits cost no acceptance; 4 bits do and save no time.
     lora, draft_lora: folders of LoRA adapters (PEFT), which are merged into the models. Each of these four may be an id
     of the Hugging Face Hub instead (checkpoints/hub.py).
+    calibration: a text whose first tokens the model reads while its matrices are rounded to native int4; None rounds
+    each weight by itself.
     graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
     TensorRT backends, too: see CompileOptions.
     """
@@ -45,6 +47,7 @@ class BuildOptions:
     acceptance_head: Path | None = None
     lora: Path | None = None
     draft_lora: Path | None = None
+    calibration: Path | None = None
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
     workspace: int | None = None
@@ -71,6 +74,11 @@ class BuildOptions:
             raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length must be at least 2 (one token in, one out), not {self.max_length}")
+        if self.calibration is not None and not any(map(self.is_calibrated, ROLES)):
+            raise ConfigError(
+                "--calibration is for int4 on the native backend: leave it out, or add --backend native "
+                "--precision int4"
+            )
         if BACKENDS[self.backend].is_compiled:
             for role in ROLES:
                 self.compile_options(role)
@@ -104,6 +112,11 @@ class BuildOptions:
     def lora_of(self, role: str) -> Path | None:
         """The adapter that is merged into a role's model."""
         return self.lora if role == TARGET else self.draft_lora
+
+    def is_calibrated(self, role: str) -> bool:
+        """Whether a role's matrices are rounded with a text in view."""
+        backend = BACKENDS[self.backend_of(role)]
+        return self.calibration is not None and self.precision_of(role) in backend.offsets
 
     def widths_of(self, role: str) -> tuple[int, ...]:
         """The allowed numbers of rows of a pass of a role's engine."""

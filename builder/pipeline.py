@@ -22,10 +22,12 @@ from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .checkpoints.json_file import read_json
 from .engines.make import Source, engine_spec, make_engine
+from .engines.native import Weights
 from .engines.plan import check_compiler
 from .options import BuildOptions
 from .progress import Begin, Step
-from .quantize import FORMATS, QuantizedCheckpoint
+from .quantization.calibration import calibrate, read_windows
+from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint
 from .tokenizer import check_same_vocabulary, convert_tokenizer
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
@@ -64,6 +66,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         for role in ROLES:
             precision = precision_for(role, checkpoints[role], options)
             source = Source(checkpoints[role], role, heads[role], options.backend_of(role), precision)
+            if options.calibration is not None and options.is_calibrated(role):
+                source = replace(source, rounded=rounded_with(options.calibration, source.weights, tokenizer, begin))
             spec = engine_spec(source, options, max_length)
             engines[role], parity[role] = make_engine(source, spec, options, staging, begin)
         names = sorted(file.name for file in staging.iterdir())
@@ -86,6 +90,14 @@ def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
     )
     target, draft = (local_folder(given, MODEL, begin) for given in (options.target, options.draft))
     return replace(options, target=target, draft=draft, lora=lora, draft_lora=draft_lora)
+
+
+def rounded_with(text: Path, view: Weights, tokenizer: Tokenizer, begin: Begin) -> dict[str, Quantized]:
+    """The matrices of a view, rounded while its model reads a text."""
+    assert isinstance(view, QuantizedCheckpoint)
+    windows = read_windows(text, tokenizer, view.config.max_position)
+    step = Step(f"Rounding with {windows.size} tokens of {text.name} in view", view.config.num_layers + 1)
+    return calibrate(view, windows, begin(step))
 
 
 def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> str:

@@ -62,6 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance-head", type=Path, default=hidden, metavar="DIR", help="output folder of draftwood train-head"
     )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        default=hidden,
+        metavar="FILE",
+        help="native int4: a text like those the model will read and write; matrices are rounded with what it makes of "
+        "the first 8192 tokens in view, which takes minutes and keeps more quality",
+    )
     group = parser.add_argument_group("TensorRT")
     group.add_argument(
         "--compute-capability",

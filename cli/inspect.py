@@ -21,7 +21,7 @@ from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import stored_costs
-from ..runtime.engines.backends import BACKENDS
+from ..runtime.engines.backends import BACKENDS, bits_of_weight
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import Plan
 from .options import DRAFT_THREADS, PROVIDER, THREADS
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         obstacles = {role: trial.obstacle for role, trial in trials.items()}
         memory = {role: trial.memory for role, trial in trials.items()}
-        shown = {"obstacles": obstacles, "memory": memory, "costs": costs._asdict()}
+        bits = {role: round(bits_of_weight(spec), 3) for role, spec in bundle.manifest.engines.items()}
+        shown = {"bits_per_weight": bits, "obstacles": obstacles, "memory": memory, "costs": costs._asdict()}
         print(json.dumps(bundle.manifest.to_json() | shown))
         return 0
     console = Console()
@@ -121,6 +122,7 @@ def describe(bundle: EngineBundle) -> Table:
         "layers × hidden": [f"{spec.model.num_layers} × {spec.model.hidden_size}" for spec in engines],
         "heads : KV heads": [f"{spec.model.num_heads} : {spec.model.num_kv_heads}" for spec in engines],
         "backend": [f"{spec.backend} {spec.precision}" for spec in engines],
+        "bits per weight": [f"{bits_of_weight(spec):.2f}" for spec in engines],
         "size": [f"{manifest.engine_bytes(role) / 1e6:.1f} MB" for role in manifest.engines],
         "cache slots": [cache_slots(spec) for spec in engines],
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],

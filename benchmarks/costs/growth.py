@@ -31,12 +31,12 @@ from rich.table import Table
 from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.builder.profile import Pair, measure_after
-from draftwood.builder.quantize import FORMATS
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET
 from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.engines.backends import bits_of_weight
 from draftwood.runtime.engines.base import Engine, EngineSpec
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
@@ -48,7 +48,6 @@ REPEATS = 5
 PANELS_PER_LINE = 3  # of the figure
 PRODUCT_ROWS, PRODUCT_SIZE = 512, 4096  # shape of the product that measures the arithmetic speed
 T = TypeVar("T")
-ITEM_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
 
 
 class Speeds(NamedTuple):
@@ -102,19 +101,13 @@ def time_fastest(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def bytes_of_weight(spec: EngineSpec) -> float:
-    """Bytes of a weight, including its share of a block's scale."""
-    form = FORMATS.get((spec.backend, spec.precision))
-    return ITEM_BYTES[spec.precision] if form is None else form.bytes_of_weight
-
-
 def compute_floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, scored: int | None = None) -> float:
     """The least seconds of a pass. scored: number of rows that go through the vocabulary; None: all."""
     model = spec.model
     head = model.vocab_size * model.hidden_size
     layers = num_parameters(model) - head * (1 if model.tie_embeddings else 2)  # a pass looks embeddings up
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
-    moved = bytes_of_weight(spec) * (layers + head) + 4 * cache
+    moved = bits_of_weight(spec) / 8 * (layers + head) + 4 * cache
     seen = context + (rows + 1) / 2  # by a row of a chain
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * seen
     # An instruction multiplies four times as many small integers as floats.

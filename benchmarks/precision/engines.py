@@ -9,7 +9,7 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.builder.engines.make import Source
 from draftwood.builder.engines.native import write_weights
-from draftwood.builder.quantize import RoundedCheckpoint
+from draftwood.builder.quantization.formats import RoundedCheckpoint
 from draftwood.models.bindings import output_names
 from draftwood.runtime.engines.backends import BACKENDS, WEIGHTS, Opening
 from draftwood.runtime.engines.base import Engine, EngineSpec

@@ -22,7 +22,7 @@ from ...models.layers import Layer, Matrix, Norm, network_of, num_parameters
 from ...models.rope import rope_tables
 from ...plugins.tree_attention import op
 from ..checkpoints.checkpoint import Checkpoint
-from ..quantize import QuantizedCheckpoint, dequantized
+from ..quantization.formats import QuantizedCheckpoint, dequantized
 from .graph import IR_VERSION, GraphWriter, save
 
 if TYPE_CHECKING:  # its module imports torch, which writing a graph does not need

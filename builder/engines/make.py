@@ -4,9 +4,9 @@ the torch reference."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...models.acceptance_head import TrainedHead
@@ -20,7 +20,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
 from ..parity import largest_difference
 from ..progress import Begin, Step
-from ..quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
+from ..quantization.formats import FORMATS, HALF, Quantized, QuantizedCheckpoint, RoundedCheckpoint
 from .export import export
 from .native import Weights, write_weights
 from .plan import compile_plan, runs_here
@@ -28,19 +28,20 @@ from .plan import compile_plan, runs_here
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one engine is made from."""
+    """What one engine is made from. rounded: see QuantizedCheckpoint."""
 
     checkpoint: Checkpoint
     role: str
     head: TrainedHead | None
     backend: str
     precision: str
+    rounded: Mapping[str, Quantized] = field(default_factory=dict)
 
     @property
     def weights(self) -> Weights:
         """What the engine holds."""
         if form := FORMATS.get((self.backend, self.precision)):
-            return QuantizedCheckpoint(self.checkpoint, form)
+            return QuantizedCheckpoint(self.checkpoint, form, self.rounded)
         if self.precision in HALF and not BACKENDS[self.backend].is_compiled:  # computed with as fp32
             return RoundedCheckpoint(self.checkpoint, self.precision)
         return self.checkpoint

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...models.acceptance_head import TrainedHead
 from ...models.layers import EMBEDDING_WEIGHT, Matrix, network_of
 from ...models.rope import rope_tables
-from ...plugins.native.packing import LAYOUT, alternated, code_panels, flat, half_panels, joined, panels
+from ...plugins.native.packing import LAYOUT, alternated, code_panels, flat, half_pairs, half_panels, joined, panels
 from ...runtime.engines.native.weights import (
     ACCEPTANCE,
     ALIGNMENT,
@@ -25,7 +25,7 @@ from ...runtime.engines.native.weights import (
     expected_tensors,
 )
 from ..checkpoints.checkpoint import Checkpoint
-from ..quantize import Quantized, QuantizedCheckpoint, RoundedCheckpoint
+from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint
 
 Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
@@ -99,10 +99,14 @@ class Packer:
 
             def codes() -> NDArray[Any]:
                 parts = [checkpoint.quantized(weight) for weight in weights]
-                waiting[:] = [Quantized(join([part.codes for part in parts]), join([part.scales for part in parts]))]
+                waiting[:] = [joined_blocks(parts, join)]
                 return code_panels(waiting[0].codes, bits)
 
-            return contents | {f"{name}.weights": codes, f"{name}.scales": lambda: half_panels(waiting.pop().scales)}
+            def scales() -> NDArray[Any]:
+                _, scales, offsets = waiting.pop()
+                return half_panels(scales) if offsets is None else half_pairs(scales, offsets)
+
+            return contents | {f"{name}.weights": codes, f"{name}.scales": scales}
         packed = lambda: self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights])))  # noqa: E731
         return contents | {f"{name}.weights": packed}
 
@@ -111,6 +115,13 @@ class Packer:
         if isinstance(self.checkpoint, RoundedCheckpoint):
             return weights.astype(self.checkpoint.dtype).view(np.uint16)
         return weights
+
+
+def joined_blocks(parts: Sequence[Quantized], join: Join) -> Quantized:
+    """Matrices over one input as one."""
+    codes, scales = join([part.codes for part in parts]), join([part.scales for part in parts])
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return Quantized(codes, scales, join(offsets) if offsets else None)
 
 
 def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -6,7 +6,7 @@ import ctypes
 import math
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,19 @@ REFUSALS = {  # of draftwood_forward
     3: "a position is beyond the engine's rotary table: rebuild with a larger --max-length",
     4: "a row is scored that the pass does not have",
 }
+BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
+SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 512  # likely tokens
 CPUINFO = Path("/proc/cpuinfo")
+
+
+class Codes(NamedTuple):
+    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K] from 0 to 15; scales and
+    offsets: float32 [N, K / 32], fp16 numbers."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32]
 
 
 class KernelError(ValueError):
@@ -111,6 +122,11 @@ class NativeLibrary:
         self._library.draftwood_close.restype = None
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
+        self._library.draftwood_round.restype = None
+        self._library.draftwood_round.argtypes = [
+            *(c_void_p, c_int, c_int, c_void_p, c_int),
+            *[c_void_p] * 5,
+        ]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
         self._brief = ctypes.PyDLL(str(path.resolve()))
@@ -154,6 +170,40 @@ class NativeLibrary:
             raise KernelError(f"no memory for {len(rows)} rows")
         return result
 
+    def round_to_codes(self, matrix: NDArray[np.float32]) -> Codes:
+        """A matrix [N, K] in blocks of 32 inputs, each with the scale and the offset, among many, that leave the
+        smallest square error."""
+        matrix = np.ascontiguousarray(matrix, np.float32)
+        outputs, inputs = matrix.shape
+        if inputs % BLOCK:
+            raise KernelError(f"{inputs} inputs are no blocks of {BLOCK}")
+        result = empty_codes(outputs, inputs)
+        self._round(matrix, None, result, None)
+        return result
+
+    def round_block(
+        self, block: NDArray[np.float32], feedback: NDArray[np.float32]
+    ) -> tuple[Codes, NDArray[np.float32]]:
+        """One block [N, 32] likewise, its inputs one after the other: what rounding leaves of input k, times
+        feedback[k, j], is taken from every later input j, before that is rounded. feedback: [32, 32]. Returns the codes
+        and what was left, [N, 32]."""
+        block, feedback = np.ascontiguousarray(block, np.float32), np.ascontiguousarray(feedback, np.float32)
+        if block.shape[1] != BLOCK or feedback.shape != (BLOCK, BLOCK):
+            raise KernelError(f"{block.shape} with {feedback.shape} is no block of {BLOCK} inputs")
+        result, left = empty_codes(*block.shape), np.empty_like(block)
+        self._round(block, feedback, result, left)
+        return result, left
+
+    def _round(
+        self,
+        matrix: NDArray[np.float32],
+        feedback: NDArray[np.float32] | None,
+        result: Codes,
+        left: NDArray[np.float32] | None,
+    ) -> None:
+        given = (address(matrix), *matrix.shape, address(SHARES), len(SHARES), address(feedback))
+        self._library.draftwood_round(*given, *(address(array) for array in result), address(left))
+
     def softmax(self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]) -> float:
         """weights [V] = exp((logits - max) / temperature); returns their sum. Raises KernelError when a logit is NaN or
         +inf, or all are -inf."""
@@ -175,6 +225,12 @@ class NativeLibrary:
         if count > room:
             return self.likely(logits, temperature, share, count)
         return ids[:count], weights[:count]
+
+
+def empty_codes(outputs: int, inputs: int) -> Codes:
+    """Room for a matrix of that shape."""
+    blocks = (outputs, inputs // BLOCK)
+    return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
 
 
 def available(wanted: tuple[str, ...]) -> set[str]:

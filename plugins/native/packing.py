@@ -2,8 +2,9 @@
 
 A panel of floats is [inputs, 16]. Of codes, vpdpbusd takes four neighbouring inputs of 16 outputs at once: a panel is
 [inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte, [inputs / 8, 16, 4]: a byte's low half belongs to the
-first four of eight inputs, its high half to the others. Codes are stored unsigned, 2^(bits - 1) larger than they are;
-their scales, one for a block of inputs, as fp16.
+first four of eight inputs, its high half to the others. Codes of 8 bits are stored unsigned, 128 larger than they are,
+and their scales, one for a block of inputs, as fp16; codes of 4 bits are unsigned, and a block's scales of 16 outputs
+are followed by their offsets.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
-LAYOUT = "1"  # of matrices in a file of weights, the same for every processor; another one with every change of it
+LAYOUT = "2"  # of matrices in a file of weights, the same for every processor; another one with every change of it
 
 
 def whole_panels(size: int) -> int:
@@ -36,8 +37,9 @@ def panels(matrix: NDArray[Any]) -> NDArray[Any]:
 
 
 def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
-    """int8 [N, K] -> uint8 [panels, K / 4, 16, 4], or [panels, K / 8, 16, 4] at 4 bits. K is a multiple of 8."""
-    unsigned = (filled(codes).astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    """int8 [N, K] -> uint8 [panels, K / 4, 16, 4], or of codes from 0 to 15 [panels, K / 8, 16, 4]. K is a multiple of
+    8."""
+    unsigned = (filled(codes).astype(np.int16) + (128 if bits == 8 else 0)).astype(np.uint8)
     fours = unsigned.reshape(-1, PANEL, unsigned.shape[1] // 4, 4).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(fours if bits == 8 else fours[:, ::2] | fours[:, 1::2] << 4)
 
@@ -45,6 +47,11 @@ def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
 def half_panels(scales: NDArray[np.float32]) -> NDArray[np.uint16]:
     """float32 [N, K] -> the bits of fp16 [panels, K, 16]."""
     return panels(scales.astype(np.float16)).view(np.uint16)
+
+
+def half_pairs(scales: NDArray[np.float32], offsets: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """float32 [N, K] each -> the bits of fp16 [panels, K, 2, 16]."""
+    return np.stack([half_panels(scales), half_panels(offsets)], 2)
 
 
 def alternated(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:

@@ -23,11 +23,19 @@ def rounded(rows: NDArray[np.float32], block: int) -> Rounded:
     return Rounded(np.rint(blocks * steps[..., None]).astype(np.int32), peaks / np.float32(127))
 
 
-def linear(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Rows [R, K] times a matrix [N, K] of `codes` with scales [N, K / block]: whole blocks in integers, scaled and
-    added in double precision, [R, N]."""
+def linear(
+    rows: NDArray[np.float32],
+    codes: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    offsets: NDArray[np.float32] | None = None,
+) -> NDArray[np.float64]:
+    """Rows [R, K] times a matrix [N, K] of `codes` with scales, and offsets or none, [N, K / block]: whole blocks in
+    integers, scaled and added in double precision, [R, N]."""
     outputs, blocks = scales.shape
     x = rounded(rows, codes.shape[1] // blocks)
     whole = np.einsum("rbk,nbk->rnb", x.codes, codes.reshape(outputs, blocks, -1).astype(np.int32))
     both = scales[None].astype(np.float64) * x.scales[:, None]
-    return np.asarray((whole * both).sum(-1))
+    product = np.asarray((whole * both).sum(-1))
+    if offsets is not None:
+        product += (x.codes.sum(-1) * x.scales.astype(np.float64)) @ offsets.T.astype(np.float64)
+    return product

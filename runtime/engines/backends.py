@@ -12,17 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ...models.bindings import ADDITIVE, COMPACT, HALF, LOW_BIT
+from ...models.bindings import ADDITIVE, BITS, COMPACT, HALF, LOW_BIT, activations
 from ...models.errors import EngineError
+from ...models.layers import network_of
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.library import KernelError, available
+from ...plugins.native.library import BLOCK, KernelError, available
 from .base import Engine, EngineSpec
 from .compatibility import Plan
 from .native import weights as native
 from .native.weights import check_weights
 from .onnx.file import check_graph
 
+BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # of a number
 GRAPH, WEIGHTS, PLAN = "onnx", "weights", "plan"  # what an engine's file holds, and its suffix
 REMOVED = ("openvino",)  # backends of older releases
 
@@ -46,7 +49,8 @@ class Opening(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Backend:
     """precisions: what a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: inputs of a low-bit
-    matrix that share a scale, at most, by precision; scale_bytes: of such a scale. draft_precision: the default of a
+    matrix that share a scale, at most, by precision; scale_bytes: of such a scale; offsets: precisions whose blocks
+    have an offset, too. draft_precision: the default of a
     draft; None takes the target's.
 
     form: of the graph, ADDITIVE or COMPACT. grows: caches grow, so that many sequences can share one. gathers: a cache
@@ -68,6 +72,7 @@ class Backend:
     release: Callable[[], str | None]
     blocks: Mapping[str, int] = field(default_factory=dict)
     scale_bytes: int = 4
+    offsets: tuple[str, ...] = ()
     draft_precision: str | None = None
     form: str = ADDITIVE
     grows: bool = True
@@ -156,8 +161,9 @@ NATIVE = Backend(
     check_file=check_weights,
     check_machine=check_native,
     release=kernel_identity,  # what the kernels were compiled from, for and by
-    blocks={precision: blocks[0] for precision, blocks in native.BLOCKS.items()},  # activations share the blocks
+    blocks=dict.fromkeys(LOW_BIT, BLOCK),  # activations share the blocks
     scale_bytes=2,
+    offsets=native.OFFSETS,
     draft_precision="int8",
     gathers=True,
     pads=False,
@@ -184,6 +190,25 @@ FAST = {"avx512f", "avx512_vnni"}  # instructions with which the native kernels 
 COMPILED = tuple(each.name for each in BACKENDS.values() if each.is_compiled)
 # Of an engine that no bundle holds, the torch reference for instance: it shares nothing, and no package is asked.
 UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, blocks={}, prompt_widths=(), grows=False)
+
+
+def bits_of_weight(spec: EngineSpec) -> float:
+    """Bits of a weight in the matrices that a pass multiplies with, their shares of scales and offsets included. The
+    embedding, whose rows are looked up, does not count."""
+    backend, computed = describe_backend(spec.backend), activations(spec.precision, describe_backend(spec.backend).form)
+    most = backend.blocks.get(spec.precision)
+    if most is None:
+        return 8.0 * ITEM_BYTES[spec.precision]
+    inner = -(-spec.model.intermediate_size // most) * most
+    network = network_of(replace(spec.model, intermediate_size=inner))
+    numbers = 2 if spec.precision in backend.offsets else 1
+    beside = 8 * numbers * min(backend.scale_bytes, ITEM_BYTES[computed])  # bits of a block
+    weights = bits = 0.0
+    for matrix in (*(part for layer in network.layers for part in layer.matrices), network.head):
+        size = matrix.inputs * sum(matrix.outputs)
+        block = next(block for block in BLOCKS if block <= most and matrix.inputs % block == 0)
+        weights, bits = weights + size, bits + size * (BITS[spec.precision] + beside / block)
+    return bits / weights
 
 
 def describe_backend(name: str) -> Backend:

@@ -22,7 +22,7 @@ from draftwood.builder.engines import tensorrt as tensorrt_builder
 from draftwood.builder.engines.export import export
 from draftwood.builder.engines.plan import CompileOptions, check_compiler, compile_plan, profiles, width_families
 from draftwood.builder.progress import Step
-from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
+from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models import bindings
 from draftwood.models.errors import ConfigError
 from draftwood.plugins.tensorrt import tensorrt_logger

@@ -26,7 +26,7 @@ from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference
 from draftwood.builder.pipeline import build
-from draftwood.builder.quantize import BLOCKS, FORMATS, QuantizedCheckpoint, WeightFormat
+from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, WeightFormat
 from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
@@ -35,6 +35,7 @@ from draftwood.models.layers import network_of, num_parameters
 from draftwood.models.llama import Llama
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
+from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.torch import TorchEngine
 
 
@@ -61,7 +62,8 @@ def matrices(draw: st.DrawFn) -> NDArray[np.float32]:
 def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
     matrix: NDArray[np.float32], form: WeightFormat
 ) -> None:
-    codes, scales = stored = form.quantize("matrix", matrix)
+    stored = form.quantize("matrix", matrix)
+    codes, scales = stored.codes, stored.scales
     largest = 2 ** (form.bits - 1) - 1
     assert codes.min() >= -largest - 1 and codes.max() <= largest and (scales > 0).all()
     blocks = matrix.reshape(len(matrix), -1, form.block)

@@ -43,11 +43,13 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     manifest = EngineBundle.open(bundle).manifest
     assert manifest.max_length == 200 and manifest.engines["target"].widths == (1, 4, 16)
     assert main(["inspect", str(bundle)]) == 0
-    assert "The draft engine fits this machine." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "The draft engine fits this machine." in shown and re.search(r"bits per weight\W+32.00\W+32.00", shown)
     assert main(["inspect", str(bundle), "--open"]) == 0
     assert "The draft engine runs here." in capsys.readouterr().out
     assert main(["inspect", str(bundle), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    assert shown["bits_per_weight"] == {"target": 32, "draft": 32}
     assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}
     assert shown["costs"] == {"source": "measured here", "differences": []}
     assert main(["generate", str(bundle), "--prompt", "hello", "--budget", "fixed", *GREEDY]) == 0

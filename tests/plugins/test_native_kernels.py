@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from native_parts import PRECISIONS, Packed, kernels
 from numpy.typing import NDArray
 
+from draftwood.builder.quantization.formats import Quantized
 from draftwood.plugins.native import library as library_module
 from draftwood.plugins.native.compile import CompilerError, compile_kernels, compiler
-from draftwood.plugins.native.library import KernelError, NativeLibrary, address
+from draftwood.plugins.native.library import SHARES, KernelError, NativeLibrary, address
 from draftwood.plugins.native.packing import alternated, code_panels, panels
 from draftwood.plugins.native.reference import linear, rounded
 
@@ -48,7 +49,7 @@ def test_products_are_those_of_the_oracle(
     bias = rng.normal(size=outputs).astype(np.float32)
     packed, x = Packed(matrix, precision, bias), random_rows(rng, rows, 64 * blocks)
     if packed.codes is not None and packed.scales is not None:
-        expected = linear(x, packed.codes, packed.scales) + bias
+        expected = linear(x, packed.codes, packed.scales, packed.offsets) + bias
     else:
         expected = x.astype(np.float64) @ packed.wide.T.astype(np.float64) + bias
     # What fp32 may lose of a row: in the order of its largest product, however many there are.
@@ -73,22 +74,21 @@ def test_a_row_has_the_same_bits_in_every_tile(
 def test_integers_are_exact_on_every_processor(library: NativeLibrary) -> None:
     """Where scales are powers of two, no sum is rounded: the bits are the oracle's."""
     rng = np.random.default_rng(3)
-    for bits, precision in ((8, "int8"), (4, "int4")):
-        largest = 2 ** (bits - 1) - 1
-        matrix = rng.integers(-largest, largest + 1, (40, 128)).astype(np.float32)
-        matrix[:, ::64] = largest  # so that a block's scale is one
+    for least, most, precision in ((-127, 127, "int8"), (-8, 7, "int4")):
+        matrix = rng.integers(least, most + 1, (40, 128)).astype(np.float32)
+        matrix[:, ::32], matrix[:, 1::32] = most, least  # so that a block's scale is one
         x = rng.integers(-127, 128, (5, 128)).astype(np.float32)
-        x[:, ::64] = 127
+        x[:, ::32] = 127
         np.testing.assert_array_equal(Packed(matrix, precision).times(x, library), x @ matrix.T)
 
 
 def near_ties(peak: float) -> NDArray[np.float32]:
-    """One row [64 n] of blocks whose largest magnitude is `peak`, full of numbers next to the middle of two codes."""
+    """One row [32 n] of blocks whose largest magnitude is `peak`, full of numbers next to the middle of two codes."""
     step = np.float32(127) / np.float32(peak)
     middles = ((np.arange(-126, 126) + 0.5) / step.astype(np.float64)).astype(np.float32)
     near = np.concatenate([middles, np.nextafter(middles, np.float32(9e9)), np.nextafter(middles, np.float32(-9e9))])
-    blocks = np.full((len(near) // 63, 64), np.float32(peak))
-    blocks[:, 1:] = near.reshape(-1, 63)
+    blocks = np.full((-(-len(near) // 31), 32), np.float32(peak))
+    blocks[:, 1:] = np.resize(near, (len(blocks), 31))
     return blocks.reshape(1, -1)
 
 
@@ -96,11 +96,11 @@ def test_activations_near_a_tie_have_the_same_codes_on_every_processor(library: 
     """With fused instructions and without: one code more or less is worth hundreds of roundings."""
     for peak in (1.0, 3.7, 0.01234, 5e6):
         x = near_ties(peak)
-        codes = rounded(x, 64).codes.ravel()
+        codes = rounded(x, 32).codes.ravel()
         matrix = np.zeros((16, x.shape[1]), np.float32)
-        matrix[:, ::64] = 127  # so that a block's scale is one
         for column in range(1, 16):
             matrix[column, column::16] = 1 + column
+        matrix[:, ::32] = 127  # so that a block's scale is one
         expected = matrix.astype(np.int64) @ codes.astype(np.int64) * (np.float32(peak) / np.float32(127))
         np.testing.assert_allclose(Packed(matrix, "int8").times(x, library)[0], expected, rtol=1e-6)
 
@@ -128,14 +128,14 @@ def test_extreme_rows_stay_finite(library: NativeLibrary) -> None:
 
 
 def test_packing_puts_every_number_where_the_kernels_look() -> None:
-    codes = np.arange(-8, 8, dtype=np.int8).repeat(24).reshape(16, 24)
-    codes[3] = np.arange(24) % 16 - 8
+    codes = np.arange(16, dtype=np.int8).repeat(24).reshape(16, 24)
+    codes[3] = np.arange(24) % 16
     packed = code_panels(codes, 4)
     assert packed.shape == (1, 3, 16, 4)
     low, high = packed & 15, packed >> 4
     for k in range(24):
         half = high if k % 8 >= 4 else low
-        np.testing.assert_array_equal(half[0, k // 8, :, k % 4], codes[:, k] + 8)
+        np.testing.assert_array_equal(half[0, k // 8, :, k % 4], codes[:, k])
     wide = code_panels(codes, 8)
     np.testing.assert_array_equal(wide[0, 5, 3], codes[3, 20:24].astype(np.int16) + 128)
     assert panels(codes[:5]).shape == (1, 24, 16)
@@ -191,3 +191,80 @@ def test_where_any_array_lies() -> None:
     arrays = (square, square[2], square[:, 1], square.T, np.zeros(0), np.frombuffer(b"read only", np.uint8))
     assert [address(array) for array in arrays] == [array.ctypes.data for array in arrays]
     assert address(None) is None
+
+
+def blocks_of_gguf(rng: np.random.Generator, kind: str, rows: int, blocks: int) -> NDArray[np.float32]:
+    """Random matrices [rows, 32 * blocks] as llama.cpp's types hold them: every block has its own fp16 numbers."""
+    codes = rng.integers(0, 16, (rows, blocks, 32))
+    codes[..., 0], codes[..., 1] = 0, 15
+    scales = np.exp(rng.normal(-4, 1, (rows, blocks, 1))).astype(np.float16).astype(np.float32)
+    minima = rng.normal(size=(rows, blocks, 1)).astype(np.float16).astype(np.float32)
+    offsets = -8 * scales if kind == "Q4_0" else minima
+    return np.asarray((codes * scales + offsets).reshape(rows, -1), np.float32)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_weights_of_4_bits_that_were_rounded_before_are_not_rounded_again(kind: str, library: NativeLibrary) -> None:
+    matrix = blocks_of_gguf(np.random.default_rng(7), kind, 37, 3)
+    found = Quantized(*library.round_to_codes(matrix))
+    np.testing.assert_array_equal(found.dequantized(), matrix)
+
+
+@few
+@given(outputs=st.integers(1, 40), blocks=st.integers(1, 3), size=st.integers(-30, 12), seed=st.integers(0, 1 << 30))
+def test_the_search_finds_scales_and_offsets_at_least_as_good_as_a_plain_one(
+    outputs: int, blocks: int, size: int, seed: int, library: NativeLibrary
+) -> None:
+    """Which tries the same shares of a block's span, but does not fit lines. Numbers are fp16 numbers."""
+    rng = np.random.default_rng(seed)
+    matrix = np.ldexp(rng.standard_t(4, (outputs, 32 * blocks)).clip(-9, 9), size).astype(np.float32)
+    found = library.round_to_codes(matrix)
+    assert found.codes.min() >= 0 and found.codes.max() <= 15 and (found.scales > 0).all()
+    for numbers in (found.scales, found.offsets):
+        np.testing.assert_array_equal(numbers, numbers.astype(np.float16))
+    block = matrix.reshape(outputs, blocks, 32)
+
+    def error(stored: NDArray[np.float32]) -> NDArray[np.float64]:
+        return np.asarray(np.square(stored.reshape(block.shape) - block.astype(np.float64)).sum(-1))
+
+    least, most = block.min(-1), block.max(-1)
+    plain = np.full(least.shape, np.inf)
+    for share in SHARES:
+        scales = np.maximum((most - least) * share / 15, 2.0**-24).astype(np.float16).astype(np.float32)
+        offsets = ((most + least) / 2 - scales * 7.5).astype(np.float16).astype(np.float32)
+        codes = np.rint((block - offsets[..., None]) / scales[..., None]).clip(0, 15)
+        plain = np.minimum(plain, error(codes * scales[..., None] + offsets[..., None]))
+    assert (error(Quantized(*found).dequantized()) <= 1.02 * plain + 1e-12).all()
+
+
+def test_blocks_of_one_number_are_exact_to_fp16(library: NativeLibrary) -> None:
+    for number in (0.0, 1.0, -0.75, 2.0**-24, 60000.0):
+        stored = Quantized(*library.round_to_codes(np.full((3, 64), number, np.float32)))
+        np.testing.assert_array_equal(stored.dequantized(), np.full((3, 64), number, np.float32))
+
+
+def test_what_is_left_of_an_input_is_taken_from_later_ones(library: NativeLibrary) -> None:
+    """Input by input, in plain numpy, with the scale and the offset that the kernels chose."""
+    rng = np.random.default_rng(5)
+    block, feedback = rng.normal(size=(19, 32)).astype(np.float32), np.triu(rng.normal(0, 0.1, (32, 32)), 1)
+    found, left = library.round_block(block, feedback.astype(np.float32))
+    codes, scales, offsets = found
+    np.testing.assert_array_equal(scales, library.round_to_codes(block).scales)
+    wanted = block.astype(np.float64)
+    for k in range(32):
+        rest = wanted[:, k] - (codes[:, k] * scales[:, 0] + offsets[:, 0])
+        np.testing.assert_allclose(left[:, k], rest, atol=1e-5)
+        inside = (codes[:, k] > 0) & (codes[:, k] < 15)
+        assert (np.abs(rest[inside]) <= 0.5001 * scales[inside, 0]).all()
+        wanted[:, k + 1 :] -= rest[:, None] * feedback[k, k + 1 :]
+    plain, _ = library.round_block(block, np.zeros((32, 32), np.float32))
+    np.testing.assert_array_equal(plain.codes, library.round_to_codes(block).codes)
+    assert (plain.codes != codes).any()
+
+
+def test_a_width_without_blocks_is_no_matrix_of_4_bits(library: NativeLibrary) -> None:
+    with pytest.raises(KernelError, match="48 inputs are no blocks of 32"):
+        library.round_to_codes(np.ones((1, 48), np.float32))
+    for shape in ((1, 64), (1, 16)):
+        with pytest.raises(KernelError, match="is no block of 32 inputs"):
+            library.round_block(np.ones(shape, np.float32), np.zeros((32, 32), np.float32))

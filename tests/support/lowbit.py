@@ -14,7 +14,7 @@ from trees import Tree
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
+from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.runtime.engines.backends import BACKENDS, Opening
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch

@@ -67,7 +67,7 @@ static void check_sampling(int size, enum kind kind, double temperature) {
 /* Bytes of a matrix's weights, and a matrix of random ones. */
 static struct matrix matrix_of(int outputs, int inputs, enum format format, int biased) {
     struct matrix matrix = {.outputs = outputs, .inputs = inputs, .format = format};
-    matrix.block = format == INT8 ? (inputs % 128 ? 32 : 128) : format == INT4 ? 32 : 0;
+    matrix.block = format >= INT8 ? CODE_BLOCK : 0;
     const size_t bytes = panels_of(outputs) * panel_bytes(&matrix);
     uint8_t *weights = malloc(bytes);
     for (size_t at = 0; at < bytes; at++) weights[at] = format >= INT8 ? (uint8_t)(127 + 9 * number()) : 0x3a;
@@ -75,7 +75,7 @@ static struct matrix matrix_of(int outputs, int inputs, enum format format, int 
         for (size_t at = 0; at < bytes / 4; at++) ((float *)weights)[at] = number() / 8;
     matrix.weights = weights;
     if (format >= INT8) {
-        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES;
+        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES * (format == INT4 ? 2 : 1);
         uint16_t *halves = malloc(scales * sizeof *halves);
         for (size_t at = 0; at < scales; at++) halves[at] = 0x1c00; /* 2^-8 */
         matrix.scales = halves;

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.native import Weights, write_weights
-from draftwood.builder.quantize import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
+from draftwood.builder.quantization.formats import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
 from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.bindings import output_names
 from draftwood.plugins.native import cache
 from draftwood.plugins.native.compile import FLAGS
 from draftwood.plugins.native.library import FORMATS as NAMES
 from draftwood.plugins.native.library import Matrix, NativeLibrary, address
-from draftwood.plugins.native.packing import code_panels, flat, half_panels, panels
+from draftwood.plugins.native.packing import code_panels, flat, half_pairs, half_panels, panels
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native.engine import NativeEngine
 
@@ -55,11 +55,12 @@ class Packed:
 
     def __init__(self, matrix: NDArray[np.float32], precision: str, bias: NDArray[np.float32] | None = None) -> None:
         self._kept: list[NDArray[Any]] = []  # what the structure points to
-        self.codes = self.scales = None
+        self.codes = self.scales = self.offsets = None
         if form := FORMATS.get(("native", precision)):
-            self.codes, self.scales = form.quantize("matrix", matrix)
-            self.wide = (self.codes.reshape(*self.scales.shape, -1) * self.scales[..., None]).reshape(matrix.shape)
-            weights, scales = code_panels(self.codes, form.bits), half_panels(self.scales)
+            stored = form.quantize("matrix", matrix)
+            self.codes, self.scales, self.offsets = stored
+            self.wide, weights = stored.dequantized(), code_panels(self.codes, form.bits)
+            scales = half_panels(self.scales) if self.offsets is None else half_pairs(self.scales, self.offsets)
         elif precision in HALF:
             half = matrix.astype(HALF[precision])
             self.wide, weights, scales = half.astype(np.float32), panels(half).view(np.uint16), None

@@ -16,4 +16,4 @@ if [ ! -d "$home/source" ]; then
 fi
 cmake -S "$home/source" -B "$home/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
     -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
-cmake --build "$home/build" --target llama-server llama-quantize
+cmake --build "$home/build" --target llama-server llama-quantize llama-perplexity

@@ -69,11 +69,12 @@ static int allocate_rows(struct rows *rows, int count, int size) {
     rows->codes = allocate(cells);
     rows->scales = allocate(cells / LANES * sizeof(float));
     rows->sums = allocate(cells / LANES * sizeof(int32_t));
-    return rows->values && rows->codes && rows->scales && rows->sums;
+    rows->totals = allocate(cells / LANES * sizeof(float));
+    return rows->values && rows->codes && rows->scales && rows->sums && rows->totals;
 }
 
 static void free_rows(struct rows *rows) {
-    free(rows->values), free(rows->codes), free(rows->scales), free(rows->sums);
+    free(rows->values), free(rows->codes), free(rows->scales), free(rows->sums), free(rows->totals);
 }
 
 /* Room for masks and scores over a cache of `capacity` slots. */

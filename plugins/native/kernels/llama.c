@@ -2,6 +2,7 @@
 #include "acceptance.h"
 #include "engine.h"
 #include "instructions.h"
+#include "rounding.h"
 #include "sampling.h"
 
 struct job {

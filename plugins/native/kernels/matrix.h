@@ -13,11 +13,14 @@
 #define MOST_ROWS 2
 #endif
 #define MOST_PANELS 2
+#define CODE_BLOCK 32 /* inputs that share a scale: of integers */
 
 enum format { FP32, FP16, BF16, INT8, INT4 };
 
 /* [outputs, inputs]. Floats: panels [inputs][16]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
- * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; scales in fp16, [panels][inputs / block][16]. */
+ * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in fp16 for each block of inputs. Of 8 bits,
+ * scales, [panels][inputs / block][16]: a weight is (code - 128) * scale. Of 4 bits, scales and then offsets,
+ * [panels][inputs / block][2][16]: a weight is code * scale + offset. */
 struct matrix {
     const void *weights, *scales;
     const float *bias; /* [16 * panels] or null */
@@ -30,6 +33,7 @@ struct rows {
     int8_t *codes; /* [rows][stride] */
     float *scales; /* [rows][stride / block]; a block's values are codes * scale */
     int32_t *sums; /* [rows][stride / block]: of the block's codes */
+    float *totals; /* [rows][stride / block]: sum * scale */
     int32_t stride;
 };
 
@@ -101,14 +105,14 @@ INLINE size_t panel_bytes(const struct matrix *matrix) {
     return matrix->inputs / inputs_of_step * step_bytes(matrix->format);
 }
 
-/* The same over codes: whole blocks in integers, then one product with both scales. An unsigned code is `zero` too
- * large; what that adds to a block is known from the sum of the row's codes. */
+/* The same over codes: whole blocks in integers, then one product with both scales. A code of 8 bits is 128 too large:
+ * what that adds to a block is known from the sum of the row's codes. So is what the offsets beside 4 bits add. */
 INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
                          int panel, struct ahead ahead, const int bits, f32 sums[][MOST_PANELS]) {
-    const int zero = 1 << (bits - 1), block = matrix->block, blocks = matrix->inputs / block;
-    const size_t bytes = panel_bytes(matrix);
+    const int block = CODE_BLOCK, blocks = matrix->inputs / block;
+    const size_t bytes = panel_bytes(matrix), of_block = bits == 4 ? 2 * LANES : LANES;
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
-    const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * blocks * LANES;
+    const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * blocks * of_block;
     const int row_blocks = x->stride / block;
     const int8_t *values[MOST_ROWS];
     f32 sum[MOST_ROWS][MOST_PANELS];
@@ -123,8 +127,11 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-            for (int p = 0; p < P; p++) whole[r][p] = (i32){0} - zero * x->sums[(row + r) * row_blocks + b];
-        for (int k = b * block; k < (b + 1) * block; k += 32 / bits) {
+            for (int p = 0; p < P; p++)
+                whole[r][p] = (i32){0} - (bits == 8 ? 128 * x->sums[(row + r) * row_blocks + b] : 0);
+#pragma GCC unroll 4
+        for (int step = 0; step < block; step += 32 / bits) {
+            const int k = b * block + step;
             i32 low[MOST_PANELS], high[MOST_PANELS]; /* all low ones first: no product waits for the one before it */
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
@@ -145,14 +152,23 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
 #pragma GCC unroll 4
                     for (int p = 0; p < P; p++) whole[r][p] = dot4(whole[r][p], high[p], values[r] + k + 4);
         }
+        f32 scale[MOST_PANELS], offset[MOST_PANELS];
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            f32 scale = widened(scales, ((size_t)p * blocks + b) * LANES, FP16);
-            __builtin_prefetch(scales + ((size_t)(P + p) * blocks + b) * LANES, 0, 3); /* of the next panels */
+            const size_t at = ((size_t)p * blocks + b) * of_block;
+            scale[p] = widened(scales, at, FP16);
+            if (bits == 4) offset[p] = widened(scales, at + LANES, FP16);
+            __builtin_prefetch(scales + at + P * blocks * of_block, 0, 3); /* of the next panels */
+        }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-                sum[r][p] += __builtin_convertvector(whole[r][p], f32) *
-                             (scale * x->scales[(row + r) * row_blocks + b]);
+        for (int r = 0; r < R; r++) {
+            const size_t at = (row + r) * row_blocks + b;
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
+                const f32 product = __builtin_convertvector(whole[r][p], f32);
+                sum[r][p] += product * (scale[p] * x->scales[at]);
+                if (bits == 4) sum[r][p] += offset[p] * x->totals[at];
+            }
         }
     }
 #pragma GCC unroll 8
@@ -230,5 +246,6 @@ static void round_row(const struct rows *x, int row, int inputs, int block) {
         }
         x->scales[row * blocks + b] = peak / 127.0f;
         x->sums[row * blocks + b] = sum_of_lanes(sum);
+        x->totals[row * blocks + b] = (float)x->sums[row * blocks + b] * x->scales[row * blocks + b];
     }
 }

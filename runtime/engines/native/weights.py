@@ -21,14 +21,14 @@ from ....models.bindings import BITS, LOW_BIT
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
 from ....models.layers import EMBEDDING, Matrix, Network, network_of
+from ....plugins.native.library import BLOCK
 from ....plugins.native.packing import LAYOUT, PANEL, whole_panels
 from ..base import EngineSpec
 
 # By safetensors' names. 16-bit floats and scales are kept as their bits.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
-# Inputs that share a scale: the largest that divide a matrix's. A feed-forward size is filled up to the first of them.
-BLOCKS = {"int8": (128, 64, 32), "int4": (64, 32)}
+OFFSETS = ("int4",)  # precisions whose blocks have an offset beside the scale
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # a prefix of names
 ALIGNMENT = 64  # bytes: a vector
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
 def packed_network(config: LlamaConfig, precision: str) -> Network:
     """The description of a model whose matrices divide into blocks."""
-    block = BLOCKS.get(precision, (1,))[0]
+    block = BLOCK if precision in LOW_BIT else 1  # a feed-forward size is filled up to whole blocks
     return network_of(replace(config, intermediate_size=-(-config.intermediate_size // block) * block))
 
 
@@ -79,7 +79,8 @@ def expected_tensors(
         count = rows // PANEL
         if precision in LOW_BIT:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
-            yield f"{name}.scales", Stored("U16", (count, inputs // block_of(precision, name, inputs), PANEL))
+            blocks, pair = blocks_of(precision, name, inputs), (2,) if precision in OFFSETS else ()
+            yield f"{name}.scales", Stored("U16", (count, blocks, *pair, PANEL))
         else:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs, PANEL))
         if part.bias:
@@ -105,12 +106,11 @@ def expected_tensors(
     yield EMBEDDING, Stored("F32", (config.vocab_size, hidden))
 
 
-def block_of(precision: str, name: str, inputs: int) -> int:
-    """How many of a matrix's inputs share a scale. Raises EngineError when no block divides them."""
-    for block in BLOCKS[precision]:
-        if inputs % block == 0:
-            return block
-    raise EngineError(f"{name} has {inputs} inputs, which divide into no blocks of {precision}: rebuild the bundle")
+def blocks_of(precision: str, name: str, inputs: int) -> int:
+    """Number of blocks whose inputs share a scale. Raises EngineError when no blocks divide the inputs."""
+    if inputs % BLOCK:
+        raise EngineError(f"{name} has {inputs} inputs, which divide into no blocks of {precision}: rebuild the bundle")
+    return inputs // BLOCK
 
 
 def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights:

@@ -30,6 +30,7 @@ from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.native.cache import CACHE
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import bits_of_weight
 from draftwood.runtime.engines.base import Engine, Pass
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.weights import check_weights
@@ -121,6 +122,22 @@ def test_every_shape_computes_what_torch_computes(model: str, precision: str, tm
     reference = TorchEngine(weights.tensor, replace(spec, precision="fp32"))
     rounding = precision if precision.startswith("int") else "fp32"
     assert largest_difference(engine, reference, rounding) < (0.1 if precision.startswith("int") else 1e-5)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bits_of_a_weight_are_those_of_the_file(precision: str, tmp_path: Path) -> None:
+    """Whose matrices have whole panels; int8 fills the inner size up."""
+    engine = opened("demo target", precision, tmp_path)
+    matrices = [name for name in engine._weights if name.endswith(".weights")]
+    stored = sum(engine._weights[name].nbytes for name in matrices)
+    stored += sum(array.nbytes for name, array in engine._weights.items() if name.endswith(".scales"))
+    expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.5, "int4": 5}[precision]
+    assert bits_of_weight(engine.spec) == expected
+    inner = engine.spec.model.intermediate_size
+    hidden, layers = engine.spec.model.hidden_size, engine.spec.model.num_layers
+    query, key = engine.spec.model.query_size, engine.spec.model.kv_size
+    weights = layers * hidden * (2 * query + 2 * key + 3 * inner) + hidden * engine.spec.model.vocab_size
+    assert 8 * stored / weights == expected
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -264,7 +281,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
             lambda h: h["embedding"].update(data_offsets=[at + (1 << 40) for at in h["embedding"]["data_offsets"]]),
             "cut",
         ),
-        (lambda h: h.pop("__metadata__"), "layout None instead of '1'"),
+        (lambda h: h.pop("__metadata__"), "layout None instead of '2'"),
         (lambda h: h.update(__metadata__=[1]), "layout None"),
         (lambda h: h["__metadata__"].update(draftwood_layout="9"), "layout '9'"),
     ]

@@ -1,6 +1,7 @@
 """Weight-only formats: a matrix as small integers with one scale per block of neighbouring inputs.
 
-    weight[n, k] = codes[n, k] * scales[n, k // block]        codes: signed integers of 8 or 4 bits, no zero points
+    weight[n, k] = codes[n, k] * scales[n, k // block]                    codes: signed integers of 8 or 4 bits
+    weight[n, k] = codes[n, k] * scales[n, k // 32] + offsets[n, k // 32]    codes: 0 to 15 (4 bits, native alone)
 
 On a CPU activations, cache, norms, biases and the embedding stay fp32; on a GPU they, and the scales, are fp16. There
 is no per-tensor dynamic int8 (one scale for all rows of a pass): a row's logits would depend on its siblings, by 10 %,
@@ -12,8 +13,9 @@ so that the torch reference runs on exactly the engine's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -21,44 +23,46 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ..models import bindings
-from ..models.errors import ConfigError
-from ..models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
-from ..runtime.engines.backends import BACKENDS
-from .checkpoints.checkpoint import Checkpoint
-from .engines.graph import GraphWriter
+from ...models import bindings
+from ...models.errors import ConfigError
+from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
+from ...plugins.native.cache import open_kernels
+from ...runtime.engines.backends import BACKENDS, BLOCKS
+from ..checkpoints.checkpoint import Checkpoint
+from ..engines.graph import GraphWriter
 
-BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
 HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
 HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
 
 
 class Quantized(NamedTuple):
-    """A matrix [N, K]. codes: int8 [N, K] within the range of the format; scales: float32 [N, K / block]."""
+    """A matrix [N, K]. codes: int8 [N, K] within the range of the format; scales: float32 [N, K / block]. offsets: as
+    scales, what is added in each block; None adds nothing."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
+    offsets: NDArray[np.float32] | None = None
 
     def dequantized(self) -> NDArray[np.float32]:
         """float32 [N, K]: what DequantizeLinear computes from these codes and scales, bit for bit."""
         rows, blocks = self.scales.shape
-        return (self.codes.reshape(rows, blocks, -1) * self.scales[..., None]).reshape(self.codes.shape)
+        weights = self.codes.reshape(rows, blocks, -1) * self.scales[..., None]
+        if self.offsets is not None:
+            weights += self.offsets[..., None]
+        return weights.reshape(self.codes.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for scales that are
-    rounded to fp16."""
+    rounded to fp16. offset: whether a block has an offset, too, which the native kernels know for 4 bits, 32 inputs and
+    2 bytes."""
 
     bits: int
     block: int = BLOCKS[0]
     scale_bytes: int = 4
-
-    @property
-    def bytes_of_weight(self) -> float:
-        """Its share of a block's scale included."""
-        return self.bits / 8 + self.scale_bytes / self.block
+    offset: bool = False
 
     @property
     def dtype(self) -> ir.DataType:
@@ -75,7 +79,12 @@ class WeightFormat:
         )
 
     def quantize(self, name: str, matrix: NDArray[np.float32]) -> Quantized:
-        """Round [N, K] to codes; each block takes the scale, among a few, that leaves the smallest square error."""
+        """Round [N, K] to codes; each block takes the scale, and the offset where the format has one, among a few, that
+        leave the smallest square error. Raises KernelError or CompilerError where the native kernels cannot be had,
+        which search offsets."""
+        if self.offset:
+            self.block_of(name, matrix.shape[1])
+            return Quantized(*open_kernels().round_to_codes(matrix))
         largest = 2 ** (self.bits - 1) - 1
         rows, inputs = matrix.shape
         blocks = matrix.reshape(rows, -1, self.block_of(name, inputs))
@@ -95,7 +104,9 @@ class WeightFormat:
 
 
 FORMATS = {
-    (backend.name, precision): WeightFormat(bindings.BITS[precision], block, backend.scale_bytes)
+    (backend.name, precision): WeightFormat(
+        bindings.BITS[precision], block, backend.scale_bytes, precision in backend.offsets
+    )
     for backend in BACKENDS.values()
     for precision, block in backend.blocks.items()
 }
@@ -109,9 +120,12 @@ class QuantizedCheckpoint:
     because only the projection is quantised.
     """
 
-    def __init__(self, source: Checkpoint, form: WeightFormat) -> None:
-        """Raises ConfigError when a matrix cannot be stored in blocks."""
-        self.source, self.form = source, form
+    def __init__(
+        self, source: Checkpoint, form: WeightFormat, rounded: Mapping[str, Quantized] = MappingProxyType({})
+    ) -> None:
+        """rounded: matrices of this view that were rounded before; the others are rounded here, each time they are
+        read. Raises ConfigError when a matrix cannot be stored in blocks."""
+        self.source, self.form, self._rounded = source, form, rounded
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
         self._shapes = network_of(self.config).tensors()
@@ -129,7 +143,7 @@ class QuantizedCheckpoint:
 
     def quantized(self, name: str) -> Quantized:
         """Codes and scales of a matrix."""
-        return self.form.quantize(name, self.stored(name))
+        return self._rounded.get(name) or self.form.quantize(name, self.stored(name))
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""
@@ -167,7 +181,10 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
 
     def merged() -> Quantized:
-        return Quantized(*map(np.concatenate, zip(*map(checkpoint.quantized, matrix.weights), strict=True)))
+        parts = [checkpoint.quantized(weight) for weight in matrix.weights]
+        return Quantized(
+            np.concatenate([part.codes for part in parts]), np.concatenate([part.scales for part in parts])
+        )
 
     def codes() -> NDArray[Any]:
         waiting[:] = [merged()]

@@ -1,0 +1,109 @@
+/* Weights rounded to 4 bits: for each block of inputs the scale and the offset, both fp16, that leave the smallest
+ * square error. Sixteen outputs at a time: a lane belongs to one of them, so nothing is added across lanes. */
+#pragma once
+#include "matrix.h"
+
+#define LARGEST_CODE 15.0f
+#define REFITS 2 /* of scale and offset to the codes that they gave */
+
+/* The nearest fp16 numbers, ties to even, at most the largest one. */
+INLINE f32 halved(f32 value) {
+    const u32 bits = (u32)value, sign = bits & 0x80000000u, size = bits & 0x7fffffff;
+    const u32 normal = (size + 0xfff + (size >> 13 & 1)) & ~(u32){0} << 13;
+    const f32 tiny = __builtin_convertvector(nearest(choose((i32)(size < 0x38800000u), value, splat(0)) * 0x1p24f), f32);
+    const u32 most = (u32){0} + 0x477fe000u; /* 65504 */
+    const u32 held = (u32)choose((i32)(normal > most), (f32)most, (f32)normal);
+    return choose((i32)(size < 0x38800000u), tiny * 0x1p-24f, (f32)(held | sign));
+}
+
+struct affine {
+    f32 scale, offset;
+};
+
+INLINE f32 code_of(f32 weight, struct affine by, f32 inverse) {
+    f32 code = larger((weight - by.offset) * inverse, splat(0));
+    code = -larger(-code, splat(-LARGEST_CODE));
+    return __builtin_convertvector(nearest(code), f32);
+}
+
+/* The squares of what a scale and an offset in fp16 leave of a block. */
+INLINE f32 error_of(const f32 *weights, struct affine by) {
+    const f32 inverse = 1.0f / by.scale;
+    f32 error = {0};
+    for (int k = 0; k < CODE_BLOCK; k++) {
+        const f32 left = code_of(weights[k], by, inverse) * by.scale + by.offset - weights[k];
+        error += left * left;
+    }
+    return error;
+}
+
+/* The line of least squares through the weights over the codes that `by` gives; `by` itself where there is none. */
+INLINE struct affine refitted(const f32 *weights, struct affine by) {
+    const f32 inverse = 1.0f / by.scale;
+    const float count = CODE_BLOCK;
+    f32 code_sum = {0}, square_sum = {0}, sum = {0}, product_sum = {0};
+    for (int k = 0; k < CODE_BLOCK; k++) {
+        const f32 code = code_of(weights[k], by, inverse);
+        code_sum += code, square_sum += code * code, sum += weights[k], product_sum += code * weights[k];
+    }
+    const f32 spread = count * square_sum - code_sum * code_sum, rise = count * product_sum - code_sum * sum;
+    const i32 fits = (spread > 0) & (rise > 0);
+    const f32 scale = rise / choose(fits, spread, splat(1));
+    const f32 offset = (sum - scale * code_sum) / count;
+    return (struct affine){choose(fits, scale, by.scale), choose(fits, offset, by.offset)};
+}
+
+/* One block of sixteen outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
+static struct affine search_affine(const f32 *weights, const float *shares, int count) {
+    f32 least = weights[0], most = weights[0];
+    for (int k = 1; k < CODE_BLOCK; k++) least = -larger(-least, -weights[k]), most = larger(most, weights[k]);
+    const f32 smallest = splat(0x1p-24f);
+    struct affine best = {smallest, halved(least)};
+    f32 error = splat(INFINITY);
+    for (int at = 0; at < count; at++) {
+        struct affine by;
+        by.scale = larger((most - least) * (shares[at] / LARGEST_CODE), smallest);
+        by.offset = least * 0.5f + most * 0.5f - by.scale * (LARGEST_CODE / 2);
+        for (int fit = 0; fit <= REFITS; fit++) {
+            if (fit) by = refitted(weights, by);
+            const struct affine held = {larger(halved(by.scale), smallest), halved(by.offset)};
+            const f32 left = error_of(weights, held);
+            const i32 better = left < error;
+            error = choose(better, left, error);
+            best.scale = choose(better, held.scale, best.scale), best.offset = choose(better, held.offset, best.offset);
+        }
+    }
+    return best;
+}
+
+/* A matrix of floats [outputs][inputs] as codes [outputs][inputs] from 0 to 15, with scales and offsets,
+ * [outputs][inputs / 32], of fp16 numbers.
+ *
+ * feedback: [32][32], or null; for a matrix of one block. What rounding leaves of input k is then taken from the inputs
+ * j > k, times feedback[k][j], before those are rounded, and is written to left, [outputs][32]. */
+void draftwood_round(const float *weights, int outputs, int inputs, const float *shares, int count,
+                     const float *feedback, uint8_t *codes, float *scales, float *offsets, float *left) {
+    const int blocks = inputs / CODE_BLOCK;
+    for (int output = 0; output < outputs; output += LANES)
+        for (int b = 0; b < blocks; b++) {
+            const int lanes = outputs - output < LANES ? outputs - output : LANES;
+            const size_t first = (size_t)output * inputs + b * CODE_BLOCK;
+            f32 block[CODE_BLOCK] = {0};
+            for (int lane = 0; lane < lanes; lane++)
+                for (int k = 0; k < CODE_BLOCK; k++) block[k][lane] = weights[first + (size_t)lane * inputs + k];
+            const struct affine by = search_affine(block, shares, count);
+            const f32 inverse = 1.0f / by.scale;
+            for (int k = 0; k < CODE_BLOCK; k++) {
+                const f32 code = code_of(block[k], by, inverse), rest = block[k] - (code * by.scale + by.offset);
+                for (int j = k + 1; feedback && j < CODE_BLOCK; j++) block[j] -= rest * feedback[k * CODE_BLOCK + j];
+                for (int lane = 0; lane < lanes; lane++) {
+                    codes[first + (size_t)lane * inputs + k] = (uint8_t)code[lane];
+                    if (feedback) left[first + (size_t)lane * inputs + k] = rest[lane];
+                }
+            }
+            for (int lane = 0; lane < lanes; lane++) {
+                scales[(size_t)(output + lane) * blocks + b] = by.scale[lane];
+                offsets[(size_t)(output + lane) * blocks + b] = by.offset[lane];
+            }
+        }
+}

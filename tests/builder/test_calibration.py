@@ -1,0 +1,144 @@
+"""Rounding to 4 bits with activations in view, on the demo pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundling import DEMO
+from checkpoints import write_checkpoint
+from numpy.typing import NDArray
+
+from benchmarks.precision.quality import Reading, make_spec, read_held_out, score_texts
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
+from draftwood.builder.quantization.calibration import LENGTH, MOST_WINDOWS, calibrate, feedback_of, read_windows
+from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
+from draftwood.cli.main import main
+from draftwood.models.bindings import DRAFT
+from draftwood.models.errors import ConfigError
+from draftwood.models.layers import EMBEDDING_WEIGHT
+from draftwood.runtime.engines.torch import TorchEngine
+from draftwood.runtime.text.tokenizer import Tokenizer
+
+HELD = 30  # lines that are scored; what is read while rounding comes after them
+
+
+def view_of(folder: Path) -> QuantizedCheckpoint:
+    return QuantizedCheckpoint(Checkpoint(folder), FORMATS["native", "int4"])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lines = (DEMO / "held_out.jsonl").read_text(encoding="utf-8").splitlines()[HELD:]
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n\n".join(json.loads(line)["prompt"] for line in lines), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def windows(text: Path) -> NDArray[np.int64]:
+    with Tokenizer.load(DEMO / "draft") as tokenizer:
+        return read_windows(text, tokenizer, 1024)
+
+
+def read(weights: Checkpoint | QuantizedCheckpoint) -> Reading:
+    return score_texts(TorchEngine(weights.tensor, make_spec(weights, DRAFT, "torch", "fp32")), read_held_out(HELD))
+
+
+def divergence(exact: Reading, own: Reading) -> float:
+    return float((exact.probs * np.log(exact.probs / own.probs)).sum(-1).mean())
+
+
+def test_a_text_in_view_halves_the_divergence_on_another_one(windows: NDArray[np.int64]) -> None:
+    view = view_of(DEMO / "draft")
+    steps: list[int] = []
+    rounded = calibrate(view, windows, lambda: steps.append(1))
+    assert len(steps) == view.config.num_layers + 1
+    assert rounded.keys() == {name for name in view._shapes if view.rounds(name)}
+    for stored in rounded.values():
+        assert stored.offsets is not None and stored.codes.min() >= 0 and stored.codes.max() <= 15
+    exact = read(Checkpoint(DEMO / "draft"))
+    calibrated = divergence(exact, read(QuantizedCheckpoint(view.source, view.form, rounded)))
+    assert calibrated < 0.5 * divergence(exact, read(view))
+
+
+def test_what_was_rounded_is_what_the_view_holds(windows: NDArray[np.int64], tmp_path: Path) -> None:
+    """Feed-forward channels that fill a block stay zero, and a tied embedding keeps its own precision."""
+    source = Checkpoint(write_checkpoint(tmp_path / "checkpoint", "tied"))
+    plain = QuantizedCheckpoint(source, FORMATS["native", "int4"])
+    rounded = calibrate(plain, windows[:2, :64] % source.config.vocab_size, lambda: None)
+    view = QuantizedCheckpoint(source, plain.form, rounded)
+    for name, stored in rounded.items():
+        np.testing.assert_array_equal(view.tensor(name), stored.dequantized())
+    inner, size = source.config.intermediate_size, view.config.intermediate_size
+    assert inner < size
+    assert (view.tensor("model.layers.0.mlp.up_proj.weight")[inner:] == 0).all()
+    np.testing.assert_array_equal(view.tensor(EMBEDDING_WEIGHT), source.tensor(EMBEDDING_WEIGHT))
+
+
+def test_rows_that_go_together_give_back_and_independent_ones_do_not() -> None:
+    import torch
+
+    rows = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0))
+    assert np.abs(np.triu(feedback_of(rows), 1)).max() < 0.1
+    rows[:, 3] = rows[:, 0]
+    assert feedback_of(rows)[0, 3] == pytest.approx(-1, abs=0.05)
+    assert np.isfinite(feedback_of(torch.zeros(10, 4))).all()
+
+
+def test_a_bundle_of_calibrated_engines_holds_what_the_reference_computes(text: Path, tmp_path: Path) -> None:
+    """For both roles; the build itself compares them."""
+    given = BuildOptions(
+        DEMO / "target", DEMO / "draft", tmp_path / "bundle", "native", "int4", draft_precision="int4", calibration=text
+    )
+    steps: list[str] = []
+
+    def begin(step: object) -> object:
+        steps.append(str(step))
+        return lambda: None
+
+    manifest = build(given, begin).manifest  # type: ignore[arg-type] # any callable serves
+    assert sum("tokens of text.txt in view" in step for step in steps) == 2
+    assert max(manifest.parity.values()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read .*No such file"),
+        (b"\xff\xfe\x00", "cannot be read .*utf-8"),
+        (b"short", rf"has \d tokens: give at least {LENGTH}, better {LENGTH * MOST_WINDOWS}"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with Tokenizer.load(DEMO / "draft") as tokenizer, pytest.raises(ConfigError, match=message):
+        read_windows(file, tokenizer, 1024)
+
+
+def test_a_folder_is_no_text(tmp_path: Path) -> None:
+    with Tokenizer.load(DEMO / "draft") as tokenizer, pytest.raises(ConfigError, match=r"cannot be read .*directory"):
+        read_windows(tmp_path, tokenizer, 1024)
+
+
+def test_only_the_beginning_of_a_text_is_read(text: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")
+    with Tokenizer.load(DEMO / "draft") as tokenizer:
+        assert read_windows(long, tokenizer, 1024).shape == (MOST_WINDOWS, LENGTH)
+        assert read_windows(long, tokenizer, 100).shape == (MOST_WINDOWS, 100)
+
+
+@pytest.mark.parametrize("options", [["--precision", "int8"], ["--backend", "onnxruntime", "--precision", "int4"]])
+def test_a_text_for_what_is_not_calibrated_is_refused(
+    options: list[str], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--output", str(tmp_path / "out")]
+    assert main(["build", *folders, *options, "--calibration", str(text)]) == 2
+    assert "--calibration is for int4 on the native backend" in capsys.readouterr().err
