@@ -1,4 +1,4 @@
-"""A checked checkpoint: what the model is, and its tensors as named arrays."""
+"""A checked checkpoint: what the model is, its tensors as named arrays, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -8,43 +8,53 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError
 from ...models.layers import network_of
-from .json_file import read_json
-from .safetensors import Safetensors
-from .source import TensorSource
+from ...runtime.text.tokenizer import Tokenizer
+from .folder import HuggingFaceFolder
+from .source import ModelFiles
 
 
 class Checkpoint:
     """Opening a checkpoint reads headers only; `tensor` reads one tensor at a time and keeps none."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
-        self.folder = folder
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder: give the path of a Hugging Face checkpoint folder")
-        self.config = LlamaConfig.from_hf(read_json(folder / "config.json"))
-        self._source: TensorSource = Safetensors(folder)
+        self.path = path
+        self._files = files_at(path)
+        self.config = self._files.config
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
-        array = self._source.tensor(name)
+        array = self._files.tensors.tensor(name)
         if not np.isfinite(array).all():
-            raise CheckpointError(f"{self.folder}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+            raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
         return array
 
+    def eos_token_ids(self) -> list[int]:
+        """Ids that end a text, in order; some may be none of the model's. Raises CheckpointError."""
+        return sorted({*self.config.eos_token_ids, *self._files.more_eos_ids()})
+
+    def write_tokenizer(self, destination: Path) -> Tokenizer:
+        """Write the tokenizer with its chat template into a folder, and open it there. Raises CheckpointError."""
+        return self._files.write_tokenizer(destination)
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        stored = self._source.stored(name)
+        stored = self._files.tensors.stored(name)
         if stored is None:
-            raise CheckpointError(f"{self.folder}: tensor {name} is missing; the checkpoint is incomplete")
+            raise CheckpointError(f"{self.path}: tensor {name} is missing; the checkpoint is incomplete")
         if not stored.is_read:
-            raise CheckpointError(
-                f"{self.folder}: tensor {name} is {stored.dtype}; use an fp32, fp16 or bf16 checkpoint"
-            )
+            raise CheckpointError(f"{self.path}: tensor {name} is {stored.dtype}; use an fp32, fp16 or bf16 checkpoint")
         if stored.shape != shape:
             raise CheckpointError(
-                f"{self.folder}: tensor {name} has shape {stored.shape}, config.json asks for {shape}"
+                f"{self.path}: tensor {name} has shape {stored.shape}, its configuration asks for {shape}"
             )
+
+
+def files_at(path: Path) -> ModelFiles:
+    """Whatever format a path is in. Raises CheckpointError."""
+    if path.is_dir():
+        return HuggingFaceFolder(path)
+    raise CheckpointError(f"{path} is not a folder: give the path of a Hugging Face checkpoint folder")

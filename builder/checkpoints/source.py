@@ -1,10 +1,15 @@
-"""TensorSource: the stored tensors of a model by the names that Hugging Face gives them, whatever file holds them."""
+"""What a checkpoint's path holds, whatever its format: a configuration, tensors by the names that Hugging Face gives them,
+and a tokenizer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
+
+from ...models.config import LlamaConfig
+from ...runtime.text.tokenizer import Tokenizer
 
 
 class Stored(NamedTuple):
@@ -24,3 +29,21 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> NDArray[Any]:
         """The tensor, fp32, fp16 or bf16. Raises CheckpointError."""
+
+
+class ModelFiles(Protocol):
+    """The files of one model in one format. Each method raises CheckpointError where they are missing or damaged."""
+
+    @property
+    def config(self) -> LlamaConfig:
+        """What the model is."""
+
+    @property
+    def tensors(self) -> TensorSource:
+        """Its weights."""
+
+    def more_eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text besides the configuration's `eos_token_ids`."""
+
+    def write_tokenizer(self, destination: Path) -> Tokenizer:
+        """Write the tokenizer with its chat template into a folder, and open it there."""

@@ -30,7 +30,7 @@ from ...runtime.bundle.staging import staging_folder
 from ..checkpoints.checkpoint import Checkpoint
 from ..pipeline import refuse_different_sizes
 from ..progress import Begin, Step
-from ..tokenizer import convert_tokenizer, same_vocabulary
+from ..tokenizer import same_vocabulary
 from .calibration import Floats, calibration, fit_temperature
 from .data import Examples, collect, load_frozen
 from .plots import training_svg
@@ -84,8 +84,8 @@ def encode(
             f"ask for fewer than {room + options.max_new_tokens}"
         )
     with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
-        tokenizer = convert_tokenizer(options.target, Path(target))
-        same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(draft)))
+        tokenizer = checkpoints[TARGET].write_tokenizer(Path(target))
+        same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(draft)))
     encoded = [tokenizer.encode(prompt)[-min(room, options.max_prompt_tokens) :] for prompt in prompts]
     if len(encoded) < 2:
         raise RequestError("a head needs at least 2 prompts: one to train on and one to hold out")
