@@ -99,7 +99,10 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
         yield f"Replacing the bundle in {options.output} at the end"
     target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
     if options.target.resolve() == options.draft.resolve():
-        yield "Warning: draft and target are the same checkpoint, so speculation can only cost time: choose a smaller draft"
+        yield (
+            "Warning: draft and target are the same checkpoint, so speculation can only cost time: choose a smaller "
+            "draft"
+        )
     elif draft > target:
         size = f"{draft / 1e6:.1f}M parameters to {target / 1e6:.1f}M"
         yield f"Warning: the draft is larger than its target ({size}), so speculation can only cost time"

@@ -57,4 +57,10 @@ def files_at(path: Path) -> ModelFiles:
     """Whatever format a path is in. Raises CheckpointError."""
     if path.is_dir():
         return HuggingFaceFolder(path)
-    raise CheckpointError(f"{path} is not a folder: give the path of a Hugging Face checkpoint folder")
+    if path.suffix.lower() == ".gguf":
+        from .gguf.file import GgufFile  # which imports the gguf package
+
+        return GgufFile(path)
+    raise CheckpointError(
+        f"{path} is not a folder: give the path of a Hugging Face checkpoint folder, or of a .gguf file"
+    )

@@ -1,5 +1,4 @@
-"""What a checkpoint's path holds, whatever its format: a configuration, tensors by the names that Hugging Face gives them,
-and a tokenizer."""
+"""What a checkpoint's path holds, whatever its format: a configuration, tensors by Hugging Face's names, tokenizer."""
 
 from __future__ import annotations
 
