@@ -23,7 +23,7 @@ from .header import Header, Tensor, read_header
 from .metadata import AGAIN, Metadata
 from .tokenizer import ends_of_text, write_tokenizer
 
-PLAIN = {
+PLAIN: dict[int, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
@@ -148,7 +148,7 @@ def read(tensor: Tensor) -> NDArray[Any]:
     rows = math.prod(tensor.shape[:-1])
     row_bytes = tensor.nbytes // rows
     kind = GGMLQuantizationType(tensor.kind)
-    array = np.empty((rows, width), PLAIN.get(kind, np.dtype(np.float32)))
+    array: NDArray[Any] = np.empty((rows, width), PLAIN.get(kind, np.dtype(np.float32)))
     step = max(1, CHUNK // width)
     try:
         with open_plain(tensor.file) as handle:
@@ -167,4 +167,5 @@ def numbers(content: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[A
     if kind in PLAIN:
         return content.view(PLAIN[kind])
     with np.errstate(all="ignore"):  # damaged scales overflow; the checkpoint refuses what is not finite
-        return gguf.quants.dequantize(content, kind)
+        dequantized: NDArray[np.float32] = gguf.quants.dequantize(content, kind)
+    return dequantized

@@ -29,7 +29,7 @@ DEFAULT_ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
 LEAST_ENTRY_BYTES, LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 BOOL, STRING, ARRAY = 7, 8, 9
-SCALARS = {  # by the number of a value's type
+SCALARS: dict[int, np.dtype[Any]] = {  # by the number of a value's type
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),

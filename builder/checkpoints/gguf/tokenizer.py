@@ -96,11 +96,13 @@ def byte_level(metadata: Metadata, tokens: list[str]) -> tuple[TokenizerJson, bo
             f"{metadata.file}: its tokenizer {says}, and {', '.join(sorted(SPLITS))} are known; {AGAIN}, or use the "
             "model's Hugging Face folder"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in texts(metadata, "merges")]
-    if any(len(merge) != 2 for merge in merges):
+    pairs = [merge.partition(" ") for merge in texts(metadata, "merges")]
+    if not all(first and second for first, _, second in pairs):
         raise CheckpointError(f"{metadata.file}: a merge of its tokenizer is no pair; {AGAIN}")
     vocabulary = {text: index for index, text in enumerate(tokens)}
-    tokenizer = TokenizerJson(models.BPE(vocabulary, merges, ignore_merges=split.whole))
+    tokenizer = TokenizerJson(
+        models.BPE(vocabulary, [(first, second) for first, _, second in pairs], ignore_merges=split.whole)
+    )
     split.apply(tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, split.bos

@@ -1,4 +1,4 @@
-"""GGUF files: configuration and weights as in the folder they were written from, logits as transformers computes them."""
+"""GGUF files: configuration and weights as in the folder they come from, logits as transformers computes them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from draftwood.models.llama import Llama
 from draftwood.models.rope import inverse_frequencies
 
 TOLERANCE = 2e-4
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
-ROUNDED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
+ROUNDED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 READ = [kind for kind in gguf.GGML_QUANT_SIZES if is_read(kind)]
 
 
@@ -198,7 +198,12 @@ def test_scales_are_where_the_table_says() -> None:
 
 def edited(key: str, value: Any) -> Any:
     def edit(writer: gguf.GGUFWriter) -> None:
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+        add: dict[type, Any] = {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            bool: writer.add_bool,
+        }
         writer.kv_data[0].pop(key, None)
         add[type(value)](key, value)
 
