@@ -22,7 +22,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_HEADER_BYTES = 256 << 20  # tokens and merges of the largest vocabularies take 20 MB
 MOST_ENTRIES = 1 << 17  # of metadata, and tensors
-MOST_ELEMENTS = 1 << 23  # of all arrays together: a vocabulary of 262,144 tokens has 1.3 million
+MOST_ELEMENTS = 1 << 22  # of all arrays together: a vocabulary of 262,144 tokens has 1.3 million
 MOST_DIMENSIONS = 4
 MOST_ALIGNMENT = 1 << 16
 DEFAULT_ALIGNMENT = 32
@@ -171,7 +171,7 @@ class HeaderReader:
         if kind != STRING:
             return self._numbers(key, kind, count)
         self._afford(count, 8, MOST_ELEMENTS, f"strings of {shown(key)}")
-        return [self._string() for _ in range(count)]
+        return self._strings(count)
 
     def _numbers(self, key: str, kind: int, count: int) -> Any:
         dtype = SCALARS.get(kind)
@@ -183,11 +183,22 @@ class HeaderReader:
         return np.frombuffer(content, dtype)
 
     def _string(self) -> str:
-        content = self._bytes(self._integer("<Q"))
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self._damaged(f"the text {shown(content)} is no UTF-8") from error
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """Millions of them may follow each other."""
+        read, found, most = self._handle.read, list[str](), min(self._size, MOST_HEADER_BYTES)
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            self._position += 8 + length
+            if self._position > most:
+                raise self._cut_off()
+            content = read(length)
+            try:
+                found.append(content.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise self._damaged(f"the text {shown(content)} is no UTF-8") from error
+        return found
 
     def _integer(self, form: str) -> int:
         value: int = struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
@@ -196,8 +207,11 @@ class HeaderReader:
     def _bytes(self, count: int) -> bytes:
         self._position += count
         if self._position > min(self._size, MOST_HEADER_BYTES):
-            raise self._damaged(f"its header is cut off, or has more than {MOST_HEADER_BYTES} bytes")
+            raise self._cut_off()
         return self._handle.read(count)
+
+    def _cut_off(self) -> CheckpointError:
+        return self._damaged(f"its header is cut off, or has more than {MOST_HEADER_BYTES} bytes")
 
     def _afford(self, count: int, least: int, most: int, what: str) -> None:
         """Refuse more items than a file may have, or than the rest of this one has room for."""

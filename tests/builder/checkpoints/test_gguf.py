@@ -198,14 +198,9 @@ def test_scales_are_where_the_table_says() -> None:
 
 def edited(key: str, value: Any) -> Any:
     def edit(writer: gguf.GGUFWriter) -> None:
-        add: dict[type, Any] = {
-            str: writer.add_string,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            bool: writer.add_bool,
-        }
         writer.kv_data[0].pop(key, None)
-        add[type(value)](key, value)
+        kind = {str: "string", int: "uint32", float: "float32"}[type(value)]
+        getattr(writer, f"add_{kind}")(key, value)
 
     return edit
 
