@@ -19,8 +19,8 @@ class BuildOptions:
     """What to build. Raises ConfigError for what this release cannot build.
 
     backend: one of BACKENDS; the command line's default asks `choose_backend`.
-    target, draft: Hugging Face checkpoint folders. output: the bundle's folder. max_length: tokens of prompt and output
-    together; None takes what both models were trained for, up to 8192. widths: rows a pass may have. max_batch:
+    target, draft: Hugging Face folders or GGUF files. output: the bundle's folder. max_length: tokens of prompt and
+    output; None takes what both models were trained for, up to 8192. widths: rows a pass may have. max_batch:
     requests that share the passes of a TensorRT plan, which has caches for so many; the CPU backends decide that when
     they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
     draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8, where its

@@ -114,22 +114,36 @@ class QuantizedCheckpoint:
         self.source, self.form = source, form
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
-        self._shapes = network_of(self.config).tensors()
-        for name, shape in self._shapes.items():
-            if self.rounds(name):
-                form.block_of(name, shape[1])
+        network = network_of(self.config)
+        self._shapes = network.tensors()
+        matrices = [*(matrix for layer in network.layers for matrix in layer.matrices), network.head]
+        self._blocks = {weight: self.block_of(matrix) for matrix in matrices for weight in matrix.weights}
 
     def rounds(self, name: str) -> bool:
         """Whether a tensor is stored in the format."""
         return len(self._shapes[name]) == 2 and name != EMBEDDING_WEIGHT
+
+    def block_of(self, matrix: Matrix) -> int:
+        """How many of its inputs share a scale: in a format of 8 bits the source's blocks, where all parts have the
+        same. Raises ConfigError when no block divides the inputs."""
+        stored = {self.source.block_of(stored_name(self.source, weight)) for weight in matrix.weights}
+        kept = stored.pop() if len(stored) == 1 and self.form.bits == 8 else None
+        return self.form.block_of(matrix.weights[0], matrix.inputs) if kept is None else kept
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it. Raises CheckpointError as the source does."""
         return self.quantized(name).dequantized() if self.rounds(name) else self.stored(name)
 
     def quantized(self, name: str) -> Quantized:
-        """Codes and scales of a matrix."""
-        return self.form.quantize(name, self.stored(name))
+        """Codes and scales of a matrix: the source's own, where they are in the format's blocks."""
+        source, block = stored_name(self.source, name), self._blocks[name]
+        if self.form.bits != 8 or self.source.block_of(source) != block:
+            return self.form.quantize(name, self.stored(name))
+        rows, inputs = self._shapes[name]
+        codes, scales = self.source.blocks(source)
+        more = (0, rows - len(codes)), (0, inputs - codes.shape[1])
+        ends = more[0], (0, inputs // block - scales.shape[1])
+        return Quantized(np.pad(codes, more), np.pad(scales, ends, constant_values=1.0))
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""
@@ -163,7 +177,7 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
     """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written. Codes
     are stored as [K, N], too: ONNX Runtime and TensorRT fuse that form."""
     form, inputs, outputs = checkpoint.form, matrix.inputs, sum(matrix.outputs)
-    block = form.block_of(name, inputs)
+    block = checkpoint.block_of(matrix)
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
 
     def merged() -> Quantized:

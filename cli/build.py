@@ -1,4 +1,4 @@
-"""draftwood build (and build_engines.py): two checkpoint folders -> an engine bundle."""
+"""draftwood build (and build_engines.py): two checkpoints -> an engine bundle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..builder.profile import CONTEXTS
 from ..models.errors import DraftwoodError, EngineError
 from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
-from .options import DRAFT_THREADS, PROVIDER, THREADS, given, integers
+from .options import DRAFT_THREADS, PROVIDER, THREADS, add_checkpoints, given, integers
 from .profile import profile
 from .progress import progress
 
@@ -25,8 +25,7 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the build, for both names it goes by."""
     hidden = argparse.SUPPRESS  # the defaults are BuildOptions' own
-    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the target")
-    parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the draft")
+    add_checkpoints(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument(
         "--backend",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
+from ..models.bindings import ROLES
 from ..runtime.sampling.sampler import SamplingParams
 from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
 
@@ -45,6 +47,13 @@ def add_field(
     suffix = "" if default is None or default == () else f" (default {shown})"
     flag = "--" + name.replace("_", "-")
     parser.add_argument(flag, type=type, default=argparse.SUPPRESS, help=help + suffix, **rest)
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """The two models, for commands that read checkpoints."""
+    for role in ROLES:
+        text = f"the {role}: its Hugging Face folder, or its .gguf file"
+        parser.add_argument(f"--{role}", type=Path, required=True, metavar="PATH", help=text)
 
 
 def given(args: argparse.Namespace, kind: Callable[..., T]) -> T:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..models.errors import EngineError
 from .bench import read_prompts
-from .options import given
+from .options import add_checkpoints, given
 from .progress import progress
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ WORTHWHILE = 1e-3  # nats per token a head should gain over a constant
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train-head", help="train a SpecDec++ acceptance head for a draft and its target")
     hidden = argparse.SUPPRESS  # the defaults are HeadTraining's own
-    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the target")
-    parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the draft")
+    add_checkpoints(parser)
     parser.add_argument(
         "--prompts", type=Path, required=True, metavar="F", help='JSON lines, each with a "prompt" (or "turns")'
     )

@@ -12,7 +12,7 @@ from ...models.errors import CheckpointError
 from ...models.layers import network_of
 from ...runtime.text.tokenizer import Tokenizer
 from .folder import HuggingFaceFolder
-from .source import ModelFiles
+from .source import Blocks, ModelFiles
 
 
 class Checkpoint:
@@ -29,9 +29,19 @@ class Checkpoint:
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
         array = self._files.tensors.tensor(name)
-        if not np.isfinite(array).all():
-            raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+        self._refuse_not_finite(name, array)
         return array
+
+    def block_of(self, name: str) -> int | None:
+        """How many inputs share a scale in a matrix that `blocks` hands over; None for any other tensor."""
+        return self._files.block_of(name)
+
+    def blocks(self, name: str) -> Blocks:
+        """A matrix that is stored as codes of 8 bits with a scale for each block, as it is stored. Raises
+        CheckpointError when a scale is NaN or infinite."""
+        blocks = self._files.blocks(name)
+        self._refuse_not_finite(name, blocks.scales)
+        return blocks
 
     def eos_token_ids(self) -> list[int]:
         """Ids that end a text, in order; some may be none of the model's. Raises CheckpointError."""
@@ -40,6 +50,10 @@ class Checkpoint:
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         """Write the tokenizer with its chat template into a folder, and open it there. Raises CheckpointError."""
         return self._files.write_tokenizer(destination)
+
+    def _refuse_not_finite(self, name: str, array: NDArray[Any]) -> None:
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self._files.tensors.stored(name)

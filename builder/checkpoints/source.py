@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
@@ -17,6 +18,13 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     is_read: bool = True
+
+
+class Blocks(NamedTuple):
+    """A matrix [N, K] as its file rounded it. codes: int8 [N, K]. scales: float32 [N, K / block], each one of fp16."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
 
 
 class TensorSource(Protocol):
@@ -40,6 +48,12 @@ class ModelFiles(Protocol):
     @property
     def tensors(self) -> TensorSource:
         """Its weights."""
+
+    def block_of(self, name: str) -> int | None:
+        """How many inputs share a scale in a matrix that `blocks` hands over; None for any other tensor."""
+
+    def blocks(self, name: str) -> Blocks:
+        """A matrix that is stored as codes of 8 bits with a scale for each block, as it is stored."""
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """Ids that end a text besides the configuration's `eos_token_ids`."""

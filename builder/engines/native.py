@@ -50,7 +50,8 @@ class Packer:
     def expected(self) -> dict[str, Stored]:
         """Every tensor of the file, in its order."""
         blocks = None if self.head is None else self.head.config.layers
-        return dict(expected_tensors(self.config, self.precision, self.positions, blocks))
+        block = self.checkpoint.block_of if isinstance(self.checkpoint, QuantizedCheckpoint) else None
+        return dict(expected_tensors(self.config, self.precision, self.positions, blocks, block))
 
     def contents(self) -> dict[str, Read]:
         """Each tensor by its name, read when it is written."""

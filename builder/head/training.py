@@ -18,7 +18,7 @@ CONTEXTS = ("mixed", "branched")
 class HeadTraining:
     """How to train a head. Raises ConfigError.
 
-    target, draft: Hugging Face checkpoint folders. output: the head's folder. layers, tied, reject_weight: see
+    target, draft: Hugging Face folders or GGUF files. output: the head's folder. layers, tied, reject_weight: see
     HeadConfig. contexts: what the draft has read when it is asked about its token in training: "mixed", as published, a
     text in which a share `mixing_ratio` (r) is the target's and the rest its own; or "branched", the target's own text,
     as in use.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,15 @@ def write_gguf(
     kind: Kind = Kind.F32,
     architecture: str = "llama",
     shards: int = 1,
+    others: Mapping[str, Kind] = {},
     edit: Edit = lambda writer: None,
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> Path:
     """Write a folder's model, and its tokenizer if it has one; matrices in `kind`, where their rows divide into its
-    blocks. shards: parts, of which the first one's path is returned. edit: adds to the metadata."""
+    blocks. others: types of tensors by GGUF's names. shards: parts, of which the first one's path is returned. edit:
+    adds to the metadata."""
     config = json.loads((folder / "config.json").read_text())
-    tensors = list(gguf_tensors(folder, config, kind, architecture))
+    tensors = list(gguf_tensors(folder, config, kind, architecture, others))
     each = -(-len(tensors) // shards) if shards > 1 else 0
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=each, endianess=endianess)
     add_settings(writer, config)
@@ -76,7 +78,7 @@ def write_gguf(
 
 
 def gguf_tensors(
-    folder: Path, config: dict[str, Any], kind: Kind, architecture: str
+    folder: Path, config: dict[str, Any], usual: Kind, architecture: str, others: Mapping[str, Kind]
 ) -> Iterator[tuple[str, NDArray[Any], Kind]]:
     """Name, content and type of every tensor."""
     arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
@@ -88,6 +90,7 @@ def gguf_tensors(
             array = permuted(array, heads[module])
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
+        kind = others.get(mapped, usual)
         block, _ = gguf.GGML_QUANT_SIZES[kind]
         if array.ndim == 2 and array.shape[1] % block == 0:
             yield mapped, blocks_of(array, kind, seed), kind

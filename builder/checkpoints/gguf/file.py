@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ....models.config import MOST, LlamaConfig
 from ....models.errors import CheckpointError
 from ....models.plain_files import open_plain
 from ....runtime.text.tokenizer import Tokenizer
-from ..source import Stored
+from ..source import Blocks, Stored
 from .config import FACTORS, FAMILIES, config_of, hugging_face_names, unpermuted
 from .header import Header, Tensor, read_header
 from .metadata import AGAIN, Metadata
@@ -50,6 +51,12 @@ class GgufFile:
         names = hugging_face_names(self._metadata, family, self.config.num_layers, header.tensors)
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if family.permuted else {}
         self.tensors.rename(names, heads)
+
+    def block_of(self, name: str) -> int | None:
+        return self.tensors.block_of(name)
+
+    def blocks(self, name: str) -> Blocks:
+        return self.tensors.blocks(name)
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """Those that GGUF has a key for, and tokens that end a turn or a text by their names."""
@@ -87,6 +94,20 @@ class GgufTensors:
         array = read(self._tensors[self._names[name]])
         heads = self._heads.get(name.split(".")[-2])
         return array if heads is None else unpermuted(array, heads)
+
+    def block_of(self, name: str) -> int | None:
+        """Of Q8_0, the type that is codes and a scale."""
+        is_kept = name in self._names and self._tensors[self._names[name]].kind == GGMLQuantizationType.Q8_0
+        return GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0][0] if is_kept else None
+
+    def blocks(self, name: str) -> Blocks:
+        tensor = self._tensors[self._names[name]]
+        content = np.concatenate([rows for _, rows in raw_rows(tensor)])
+        content = content.reshape(*tensor.shape[:-1], -1, GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0][1])
+        codes = np.ascontiguousarray(content[..., 2:]).view(np.int8).reshape(tensor.shape)
+        scales = np.ascontiguousarray(content[..., :2]).view("<f2")[..., 0].astype(np.float32)
+        heads = self._heads.get(name.split(".")[-2])
+        return Blocks(codes, scales) if heads is None else Blocks(unpermuted(codes, heads), unpermuted(scales, heads))
 
     def factors(self, name: str) -> NDArray[Any]:
         """A tensor that belongs to the configuration, by GGUF's name."""
@@ -144,22 +165,26 @@ def is_read(kind: int) -> bool:
 
 def read(tensor: Tensor) -> NDArray[Any]:
     """A tensor's numbers: as they are stored, or dequantised to fp32, a chunk at a time. Raises CheckpointError."""
-    width = tensor.shape[-1]
-    rows = math.prod(tensor.shape[:-1])
-    row_bytes = tensor.nbytes // rows
     kind = GGMLQuantizationType(tensor.kind)
-    array: NDArray[Any] = np.empty((rows, width), PLAIN.get(kind, np.dtype(np.float32)))
-    step = max(1, CHUNK // width)
+    array: NDArray[Any] = np.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), PLAIN.get(kind, np.float32))
+    for first, content in raw_rows(tensor):
+        array[first : first + len(content)] = numbers(content, kind)
+    return array.reshape(tensor.shape)
+
+
+def raw_rows(tensor: Tensor) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """A tensor's rows as bytes, uint8 [rows, bytes of a row], a chunk at a time, with the number of the first. Raises
+    CheckpointError."""
+    rows = math.prod(tensor.shape[:-1])
+    row_bytes, step = tensor.nbytes // rows, max(1, CHUNK // tensor.shape[-1])
     try:
         with open_plain(tensor.file) as handle:
             handle.seek(tensor.begin)
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                content = np.frombuffer(handle.read(count * row_bytes), np.uint8).reshape(count, row_bytes)
-                array[first : first + count] = numbers(content, kind)
+                yield first, np.frombuffer(handle.read(count * row_bytes), np.uint8).reshape(count, row_bytes)
     except (OSError, ValueError) as error:  # it changed since its header was read
         raise CheckpointError(f"{tensor.file} cannot be read ({error}): leave it alone during a build") from error
-    return array.reshape(tensor.shape)
 
 
 def numbers(content: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[Any]:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from ..base import EngineSpec
 # By safetensors' names. 16-bit floats and scales are kept as their bits.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
-# Inputs that share a scale: the largest that divide a matrix's. A feed-forward size is filled up to the first of them.
+# Inputs that share a scale: the largest that divide a matrix's, or fewer where a checkpoint was rounded so before. A
+# feed-forward size is filled up to the first of them.
 BLOCKS = {"int8": (128, 64, 32), "int4": (64, 32)}
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # a prefix of names
@@ -69,12 +71,17 @@ def packed_rows(matrix: Matrix) -> int:
 
 
 def expected_tensors(
-    config: LlamaConfig, precision: str, positions: int, head_blocks: int | None
+    config: LlamaConfig,
+    precision: str,
+    positions: int,
+    head_blocks: int | None,
+    block: Callable[[Matrix], int] | None = None,
 ) -> Iterator[tuple[str, Stored]]:
     """Name and form of every tensor, in the order a pass reads them; the embedding is last.
 
-    positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. Raises EngineError where a
-    matrix divides into no blocks, and as packed_network does.
+    positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. block: how many of a matrix's
+    inputs share a scale, None for what `block_of` says. Raises EngineError where a matrix divides into no blocks, and
+    as packed_network does.
     """
 
     def vector(size: int) -> Stored:
@@ -84,8 +91,9 @@ def expected_tensors(
         name, inputs, rows = part.name, part.inputs, packed_rows(part)
         count = rows // PANEL
         if precision in LOW_BIT:
+            size = block_of(precision, name, inputs) if block is None else block(part)
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
-            yield f"{name}.scales", Stored("U16", (count, inputs // block_of(precision, name, inputs), PANEL))
+            yield f"{name}.scales", Stored("U16", (count, inputs // size, PANEL))
         else:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs, PANEL))
         if part.bias:
@@ -109,6 +117,16 @@ def expected_tensors(
             yield f"{name}.weights", Stored("F32", (whole_panels(hidden) // PANEL, hidden, PANEL))
             yield f"{name}.bias", vector(hidden)
     yield EMBEDDING, Stored("F32", (config.vocab_size, hidden))
+
+
+def block_in(found: Mapping[str, Stored], precision: str, matrix: Matrix) -> int:
+    """How many of a matrix's inputs share a scale in a file, as the shape of its scales says; what `block_of` says
+    where that is none of BLOCKS."""
+    scales = found.get(f"{matrix.name}.scales")
+    for block in BLOCKS[precision]:
+        if scales is not None and len(scales.shape) == 3 and scales.shape[1] * block == matrix.inputs:
+            return block
+    return block_of(precision, matrix.name, matrix.inputs)
 
 
 def block_of(precision: str, name: str, inputs: int) -> int:
@@ -213,7 +231,8 @@ def check_tensors(file: str, found: Mapping[str, Stored], spec: EngineSpec) -> N
     blocks = sum(name.startswith(f"{ACCEPTANCE}block.") and name.endswith(".weights") for name in found)
     if blocks > MOST_BLOCKS:
         raise EngineError(f"{file}: an acceptance head of {blocks} layers is too deep: rebuild the bundle")
-    wanted = dict(expected_tensors(spec.model, spec.precision, spec.capacity, blocks if headed else None))
+    stored_block = partial(block_in, found, spec.precision)
+    wanted = dict(expected_tensors(spec.model, spec.precision, spec.capacity, blocks if headed else None, stored_block))
     for name, stored in wanted.items():
         if name not in found:
             raise EngineError(f"{file} lacks the tensor {name!r}: rebuild the bundle")
