@@ -12,7 +12,7 @@ from ...models.errors import CheckpointError
 from ...models.layers import network_of
 from ...runtime.text.tokenizer import Tokenizer
 from .folder import HuggingFaceFolder
-from .source import Blocks, ModelFiles
+from .source import Blocks, BlockSource, ModelFiles, TensorSource
 
 
 class Checkpoint:
@@ -23,23 +23,25 @@ class Checkpoint:
         self.path = path
         self._files = files_at(path)
         self.config = self._files.config
+        self._source: TensorSource = self._files.tensors
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
-        array = self._files.tensors.tensor(name)
+        array = self._source.tensor(name)
         self._refuse_not_finite(name, array)
         return array
 
     def block_of(self, name: str) -> int | None:
         """How many inputs share a scale in a matrix that `blocks` hands over; None for any other tensor."""
-        return self._files.block_of(name)
+        return self._source.block_of(name) if isinstance(self._source, BlockSource) else None
 
     def blocks(self, name: str) -> Blocks:
         """A matrix that is stored as codes of 8 bits with a scale for each block, as it is stored. Raises
         CheckpointError when a scale is NaN or infinite."""
-        blocks = self._files.blocks(name)
+        assert isinstance(self._source, BlockSource), name
+        blocks = self._source.blocks(name)
         self._refuse_not_finite(name, blocks.scales)
         return blocks
 
@@ -56,7 +58,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        stored = self._files.tensors.stored(name)
+        stored = self._source.stored(name)
         if stored is None:
             raise CheckpointError(f"{self.path}: tensor {name} is missing; the checkpoint is incomplete")
         if not stored.is_read:

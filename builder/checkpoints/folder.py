@@ -10,7 +10,6 @@ from ...runtime.text.tokenizer import Tokenizer
 from ..tokenizer import convert_tokenizer
 from .json_file import read_json
 from .safetensors import Safetensors
-from .source import Blocks
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -22,12 +21,6 @@ class HuggingFaceFolder:
         self._folder = folder
         self.config = LlamaConfig.from_hf(read_json(folder / CONFIG))
         self.tensors = Safetensors(folder)
-
-    def block_of(self, name: str) -> int | None:
-        return None
-
-    def blocks(self, name: str) -> Blocks:
-        raise AssertionError(f"{name} is not stored in blocks")
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """generation_config.json's: chat models list several there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,18 @@ class TensorSource(Protocol):
         """The tensor, fp32, fp16 or bf16. Raises CheckpointError."""
 
 
+@runtime_checkable
+class BlockSource(TensorSource, Protocol):
+    """A TensorSource that also hands over matrices as they are stored: codes of 8 bits with a scale for each block. One
+    that stands on it and changes tensors is none."""
+
+    def block_of(self, name: str) -> int | None:
+        """How many inputs share a scale in a matrix that `blocks` hands over; None for any other tensor."""
+
+    def blocks(self, name: str) -> Blocks:
+        """A matrix for which `block_of` is a number. Raises CheckpointError."""
+
+
 class ModelFiles(Protocol):
     """The files of one model in one format. Each method raises CheckpointError where they are missing or damaged."""
 
@@ -48,12 +60,6 @@ class ModelFiles(Protocol):
     @property
     def tensors(self) -> TensorSource:
         """Its weights."""
-
-    def block_of(self, name: str) -> int | None:
-        """How many inputs share a scale in a matrix that `blocks` hands over; None for any other tensor."""
-
-    def blocks(self, name: str) -> Blocks:
-        """A matrix that is stored as codes of 8 bits with a scale for each block, as it is stored."""
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """Ids that end a text besides the configuration's `eos_token_ids`."""

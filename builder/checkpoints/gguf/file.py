@@ -52,12 +52,6 @@ class GgufFile:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if family.permuted else {}
         self.tensors.rename(names, heads)
 
-    def block_of(self, name: str) -> int | None:
-        return self.tensors.block_of(name)
-
-    def blocks(self, name: str) -> Blocks:
-        return self.tensors.blocks(name)
-
     def more_eos_ids(self) -> tuple[int, ...]:
         """Those that GGUF has a key for, and tokens that end a turn or a text by their names."""
         return ends_of_text(self._metadata)
@@ -67,7 +61,7 @@ class GgufFile:
 
 
 class GgufTensors:
-    """The TensorSource of GGUF files. Block formats are dequantised to fp32 as the gguf package does it."""
+    """The BlockSource of GGUF files. Block formats are dequantised to fp32 as the gguf package does it."""
 
     def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
         self._path, self._tensors = path, tensors
