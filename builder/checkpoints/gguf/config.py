@@ -10,7 +10,7 @@ import numpy as np
 from ....models.errors import CheckpointError, shown
 from .header import Tensor
 from .metadata import AGAIN, Metadata
-from .rope import LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS, rope_parameters
+from .rope import LONG_FACTORS, ORIGINAL_LENGTH, ROPE_FREQS, SHORT_FACTORS, rope_parameters
 
 EMBEDDING, HEAD = "token_embd", "output"
 OUTSIDE = {EMBEDDING: "model.embed_tokens", "output_norm": "model.norm", HEAD: "lm_head"}
@@ -157,7 +157,7 @@ def further_settings(
     if window := metadata.get(f"{prefix}attention.sliding_window", int):
         more["sliding_window"] = window
     if architecture == "phi3":
-        more["original_max_position_embeddings"] = config["rope_parameters"].get("original_max_position_embeddings")
+        more["original_max_position_embeddings"] = metadata.get(f"{prefix}rope.{ORIGINAL_LENGTH}", int)
     if architecture == "smollm3":
         layers = range(1, config["num_hidden_layers"] + 1 if config["num_hidden_layers"] <= 1024 else 1)
         more |= {

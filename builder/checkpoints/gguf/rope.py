@@ -14,6 +14,7 @@ from .metadata import AGAIN, Metadata
 
 ROPE_FREQS = "rope_freqs.weight"  # a divisor for each pair's frequency: how convert_hf_to_gguf.py writes `llama3`
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ORIGINAL_LENGTH = "scaling.original_context_length"
 ORIGINAL = 8192  # llama3's three lengths are known up to a common factor; this one is what Llama 3 has
 TOLERANCE = 1e-4  # of a divisor that was computed in fp32
 YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
@@ -29,15 +30,14 @@ def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factor
     kind = metadata.get(f"{prefix}scaling.type", str) or "none"
     factor = metadata.get(f"{prefix}scaling.factor", float)
     linear = metadata.get(f"{prefix}scale_linear", float)  # how older files write linear scaling
-    original = metadata.get(f"{prefix}scaling.original_context_length", int)
+    original = metadata.get(f"{prefix}{ORIGINAL_LENGTH}", int)
+    scaled = {} if original is None else {"original_max_position_embeddings": original}
     metadata.get(f"{prefix}scaling.finetuned", bool)  # a remark
-    if original is not None:
-        parameters["original_max_position_embeddings"] = original
     if LONG_FACTORS in factors or SHORT_FACTORS in factors:
         metadata.get(f"{prefix}scaling.attn_factor", float)  # follows from the two lengths
         for name, key in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
             parameters[key] = factors[name].tolist() if name in factors else None
-        return parameters | {"rope_type": "longrope"}
+        return parameters | scaled | {"rope_type": "longrope"}
     if ROPE_FREQS in factors:
         if kind not in ("none", "llama3"):
             raise CheckpointError(f"{metadata.file}: it has both {ROPE_FREQS} and rope scaling {kind!r}; {AGAIN}")
@@ -48,6 +48,7 @@ def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factor
         return parameters
     parameters |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
+        parameters |= scaled
         for name, key in YARN.items():
             value = metadata.get(f"{prefix}scaling.{name}", float)
             if value is not None:

@@ -150,3 +150,20 @@ def one_tensor(folder: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return folder / "one.gguf"
+
+
+def test_yarn_is_what_config_json_would_say(tmp_path: Path) -> None:
+    values = {"general.architecture": "llama", "llama.embedding_length": 32, "llama.attention.head_count": 4}
+    values |= {"llama.feed_forward_length": 48, "llama.block_count": 1, "llama.context_length": 4096}
+    values |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.scaling.type": "yarn"}
+    values |= {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.original_context_length": 1024}
+    values |= {"llama.rope.scaling.yarn_beta_fast": 16.0, "llama.rope.scaling.yarn_attn_factor": 1.25}
+    tensors = {"token_embd.weight": read_shards(one_tensor(tmp_path)).tensors["token_embd.weight"]}
+    assert config_of(Metadata(tmp_path, values), tensors, {})["rope_parameters"] == {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 16.0,
+        "attention_factor": 1.25,
+    }
