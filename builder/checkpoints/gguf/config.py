@@ -154,6 +154,10 @@ def further_settings(
     for key in ("expert_count", "expert_used_count"):
         if metadata.get(prefix + key, int):
             raise CheckpointError(f"{metadata.file}: mixtures of experts are not supported; choose a dense model")
+    if architecture == "granite" and metadata.get(f"{prefix}rope.scaling.finetuned", bool) is False:
+        raise CheckpointError(
+            f"{metadata.file}: Granite without rotary positions is not supported; choose another model"
+        )
     if window := metadata.get(f"{prefix}attention.sliding_window", int):
         more["sliding_window"] = window
     if architecture == "phi3":

@@ -75,12 +75,12 @@ def expected_tensors(
     precision: str,
     positions: int,
     head_blocks: int | None,
-    block: Callable[[Matrix], int] | None = None,
+    block_size: Callable[[Matrix], int] | None = None,
 ) -> Iterator[tuple[str, Stored]]:
     """Name and form of every tensor, in the order a pass reads them; the embedding is last.
 
-    positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. block: how many of a matrix's
-    inputs share a scale, None for what `block_of` says. Raises EngineError where a matrix divides into no blocks, and
+    positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. block_size: how many of a
+    matrix's inputs share a scale, None for what `block_of` says. Raises EngineError where a matrix divides into no blocks, and
     as packed_network does.
     """
 
@@ -91,7 +91,7 @@ def expected_tensors(
         name, inputs, rows = part.name, part.inputs, packed_rows(part)
         count = rows // PANEL
         if precision in LOW_BIT:
-            size = block_of(precision, name, inputs) if block is None else block(part)
+            size = block_of(precision, name, inputs) if block_size is None else block_size(part)
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
             yield f"{name}.scales", Stored("U16", (count, inputs // size, PANEL))
         else:
