@@ -80,8 +80,8 @@ def expected_tensors(
     """Name and form of every tensor, in the order a pass reads them; the embedding is last.
 
     positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. block_size: how many of a
-    matrix's inputs share a scale, None for what `block_of` says. Raises EngineError where a matrix divides into no blocks, and
-    as packed_network does.
+    matrix's inputs share a scale, None for what `block_of` says. Raises EngineError where a matrix divides into no
+    blocks, and as packed_network does.
     """
 
     def vector(size: int) -> Stored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -22,13 +23,13 @@ from draftwood.plugins.native.packing import PANEL
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.engines.native.weights import read_weights
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 8}
+SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 def write_pair(root: Path) -> dict[str, Path]:
     """A target and a draft, each as a folder and as a file."""
-    paths = {}
+    paths: dict[str, Path] = {}
     for seed, role in enumerate(("target", "draft")):
         folder = write_checkpoint(root / role, seed=seed, hidden_size=64, intermediate_size=96)
         write_tokenizer(folder)
@@ -79,8 +80,8 @@ def test_a_native_bundle_has_the_files_own_codes(tmp_path: Path) -> None:
             found = unpacked(weights[f"layers.{layer}.{ours}.weights"], 128)
             np.testing.assert_array_equal(found[:, :inputs], codes)
             assert not found[:, inputs:].any()
-            kept = in_rows(weights[f"layers.{layer}.{ours}.scales"], 128)
-            np.testing.assert_array_equal(kept[:, : inputs // 32], scales[..., 0])
+            scale = in_rows(weights[f"layers.{layer}.{ours}.scales"], 128)
+            np.testing.assert_array_equal(scale[:, : inputs // 32], scales[..., 0])
     checkpoint = Checkpoint(file)
     view = QuantizedCheckpoint(checkpoint, FORMATS["native", "int8"])
     for name, shape in network_of(checkpoint.config).tensors().items():

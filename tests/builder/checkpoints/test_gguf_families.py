@@ -70,7 +70,8 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     architecture, root = request.param, tmp_path_factory.mktemp("family")
     config = transformers.AutoConfig.for_model(architecture, **SMALL, **MORE[architecture])
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    create: Any = transformers.AutoModelForCausalLM.from_config
+    model = create(config)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, 1.0)
     model.save_pretrained(root / "folder")
