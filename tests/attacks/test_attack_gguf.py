@@ -225,6 +225,7 @@ def test_a_chat_template_that_never_ends_is_no_part_of_a_build(tmp_path: Path) -
 COMMAND = [sys.executable, "build_engines.py", "--backend", "onnxruntime", "--no-profile"]
 
 
+@pytest.mark.full
 def test_the_command_line_ends_with_one_line_and_2(good: bytes, tmp_path: Path) -> None:
     """Also where the other checkpoint is a good one."""
     bad, fine = tmp_path / "bad.gguf", tmp_path / "fine.gguf"

@@ -153,6 +153,15 @@ def one_tensor(folder: Path) -> Path:
     return folder / "one.gguf"
 
 
+def test_granite_without_rotary_positions_is_refused(tmp_path: Path) -> None:
+    values = {"general.architecture": "granite", "granite.embedding_length": 32, "granite.attention.head_count": 4}
+    values |= {"granite.feed_forward_length": 48, "granite.block_count": 1, "granite.context_length": 64}
+    values |= {"granite.attention.layer_norm_rms_epsilon": 1e-5, "granite.rope.scaling.finetuned": False}
+    tensors = {"token_embd.weight": read_shards(one_tensor(tmp_path)).tensors["token_embd.weight"]}
+    with pytest.raises(CheckpointError, match="Granite without rotary positions is not supported"):
+        config_of(Metadata(tmp_path, values), tensors, {})
+
+
 def test_yarn_is_what_config_json_would_say(tmp_path: Path) -> None:
     values = {"general.architecture": "llama", "llama.embedding_length": 32, "llama.attention.head_count": 4}
     values |= {"llama.feed_forward_length": 48, "llama.block_count": 1, "llama.context_length": 4096}
