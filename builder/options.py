@@ -1,4 +1,4 @@
-"""BuildOptions: what a build is asked for, checked before anything is read, or torch and onnx are imported."""
+"""BuildOptions: the options of a build, checked before any file is read and before torch and onnx are imported."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ from ..models.errors import ConfigError, EngineError
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
 
-FINE_WIDTHS = 16  # where a pass computes no padding: every width up to here
-SPECULATIVE_PASSES = 4  # widest passes a cache has room for behind the longest text
+FINE_WIDTHS = 16  # backends that do not pad get every width up to this one
+SPECULATIVE_PASSES = 4  # a cache has slots for this many of the widest passes after the longest text
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What to build. Raises ConfigError for what this release cannot build.
+    """The options of a build. Raises ConfigError for options that this release does not support.
 
     backend: one of BACKENDS; the command line's default asks `choose_backend`.
-    target, draft: Hugging Face folders or GGUF files. output: the bundle's folder. max_length: tokens of prompt and
-    output; None takes what both models were trained for, up to 8192. widths: rows a pass may have. max_batch:
-    requests that share the passes of a TensorRT plan, which has caches for so many; the CPU backends decide that when
-    they run. acceptance_head: a folder of draftwood train-head, whose head becomes part of the draft's graph.
-    draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8, where its
-    matrices divide into blocks, and so is any beside int4: 8 bits cost no acceptance, and 4 bits do and gain no time.
-    graphs: a folder that keeps the ONNX graphs TensorRT's plans were compiled from. The rest is for the TensorRT
-    backends, too: see CompileOptions.
+    target, draft: Hugging Face folders or GGUF files. output: the bundle's folder. max_length: most tokens of prompt
+    and output; None takes the length for which both models were trained, up to 8192. widths: allowed numbers of
+    rows of a pass. max_batch: most requests that share a pass of a TensorRT plan, which has caches for this many; the
+    CPU backends have no such limit. acceptance_head: output folder of draftwood train-head; its head becomes part of
+    the draft's graph.
+    draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8 if its matrices
+    divide into blocks, and so is the draft of an int4 target: 8 bits cost no acceptance; 4 bits do and save no time.
+    lora, draft_lora: folders of LoRA adapters (PEFT), which are merged into the models. Each of these four may be an id
+    of the Hugging Face Hub instead (checkpoints/hub.py).
+    graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
+    TensorRT backends, too: see CompileOptions.
     """
 
     target: Path
     draft: Path
     output: Path
     backend: str = "onnxruntime"
-    precision: str | None = None  # None: the backend's first
+    precision: str | None = None  # None: the backend's first precision
     draft_backend: str | None = None
     draft_precision: str | None = None
     max_length: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
     max_batch: int = 1
     acceptance_head: Path | None = None
+    lora: Path | None = None
+    draft_lora: Path | None = None
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
     workspace: int | None = None
@@ -83,40 +88,44 @@ class BuildOptions:
             )
 
     def backend_of(self, role: str) -> str:
-        """What runs a role's engine, chosen or default."""
+        """The backend of a role's engine, explicit or default."""
         if role == TARGET:
             return self.backend
         return self.draft_backend or self.backend
 
     def precision_of(self, role: str) -> str:
-        """A role's precision, chosen or default."""
+        """A role's precision, explicit or default."""
         backend = BACKENDS[self.backend_of(role)]
         chosen = self.precision or backend.precisions[0]
         if role == TARGET:
             return chosen
         return self.draft_precision or backend.draft_precision or ("int8" if chosen == "int4" else chosen)
 
+    def lora_of(self, role: str) -> Path | None:
+        """The adapter that is merged into a role's model."""
+        return self.lora if role == TARGET else self.draft_lora
+
     def widths_of(self, role: str) -> tuple[int, ...]:
-        """Rows a pass of a role's engine may have."""
-        if not BACKENDS[self.backend_of(role)].pads:  # a width is only what a pass is measured at
+        """The allowed numbers of rows of a pass of a role's engine."""
+        if not BACKENDS[self.backend_of(role)].pads:  # widths are only the measured sizes of passes
             return tuple(sorted({*self.widths, *range(1, min(FINE_WIDTHS, self.widths[-1]) + 1)}))
-        # Kernels for one row add in another order than those for more, and low-bit matrices make much of the little
-        # difference. There, plain decoding takes two rows, too, and gives the text that speculative decoding gives.
+        # Kernels for one row add in another order than kernels for more rows, and low-bit matrices amplify the small
+        # difference. Therefore plain decoding uses two rows there, too, and gives the text of speculative decoding.
         low_bit = role == TARGET and self.precision_of(role) in LOW_BIT
         return tuple(sorted({max(2 if low_bit else 1, width) for width in self.widths}))
 
     def prompt_widths_of(self, role: str) -> tuple[int, ...]:
-        """Rows that only a pass over a prompt may have, as far as a cache has room for them."""
+        """Additional widths of passes over prompts, as far as the cache has room for them."""
         widths = BACKENDS[self.backend_of(role)].prompt_widths
         return tuple(width for width in widths if self.widths[-1] < width <= self.columns)
 
     @property
     def columns(self) -> int:
-        """Speculative slots a sequence has room for behind the longest text."""
+        """The number of speculative slots of a sequence, after the longest text."""
         return SPECULATIVE_PASSES * self.widths[-1]
 
     def compile_options(self, role: str = TARGET) -> CompileOptions:
-        """What TensorRT is to do. Raises ConfigError when it cannot."""
+        """The options of the TensorRT compilation. Raises ConfigError for impossible ones."""
         return CompileOptions(
             self.backend,
             self.precision_of(role),
@@ -131,7 +140,7 @@ class BuildOptions:
 
 
 def refuse_dynamic(precision: str) -> None:
-    """Raises ConfigError for int8 with one scale for all rows of a pass, which other programs call dynamic."""
+    """Raises ConfigError for int8 with one scale for all rows of a pass, which other programs call dynamic int8."""
     if precision in ("int8-dynamic", "dynamic-int8"):
         raise ConfigError(
             f"{precision} gives all rows of a pass one scale: a row's logits then depend on its siblings, and "

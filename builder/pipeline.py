@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_recor
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
 from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
 from .options import BuildOptions
 from .progress import Begin, Step
 from .quantize import FORMATS, QuantizedCheckpoint
-from .tokenizer import same_vocabulary
+from .tokenizer import check_same_vocabulary
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 
@@ -31,10 +33,11 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     Everything happens in a temporary folder beside the output, which is renamed when all of it succeeded. Raises
     CheckpointError, ConfigError or BundleError.
     """
+    asked, options = options, downloaded(options, begin)
     advance = begin(Step("Reading checkpoints", 2))
     checkpoints = {}
     for role, path in ((TARGET, options.target), (DRAFT, options.draft)):
-        checkpoints[role] = Checkpoint(path)
+        checkpoints[role] = Checkpoint(path, options.lora_of(role))
         advance()
     refuse_different_sizes(checkpoints)
     for remark in remarks(options, checkpoints):
@@ -49,7 +52,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         advance = begin(Step("Converting the tokenizer", 1))
         tokenizer = checkpoints[TARGET].write_tokenizer(staging)
         with tempfile.TemporaryDirectory() as other:
-            same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(other)))
+            check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(other)))
         advance()
         engines = {}
         parity = {}
@@ -66,8 +69,18 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             advance()
         eos = end_of_text(checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
-        write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files))
+        adapters = {role: name_of(lora) for role in ROLES if (lora := asked.lora_of(role)) is not None}
+        write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files, adapters))
     return EngineBundle.open(options.output)
+
+
+def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
+    """With a folder in place of each id of the Hugging Face Hub. Raises CheckpointError."""
+    lora, draft_lora = (
+        None if given is None else local_folder(given, ADAPTER, begin) for given in (options.lora, options.draft_lora)
+    )
+    target, draft = (local_folder(given, MODEL, begin) for given in (options.target, options.draft))
+    return replace(options, target=target, draft=draft, lora=lora, draft_lora=draft_lora)
 
 
 def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> str:
@@ -97,6 +110,8 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
     """What somebody who asks for this build should hear; none of it keeps it from being done."""
     if replaceable(options.output, MANIFEST) and (options.output / MANIFEST).is_file():
         yield f"Replacing the bundle in {options.output} at the end"
+    for role, checkpoint in checkpoints.items():
+        yield from (f"The {role}: {note}" for note in checkpoint.notes)
     target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
     if options.target.resolve() == options.draft.resolve():
         yield (
@@ -129,3 +144,9 @@ def end_of_text(checkpoint: Checkpoint, begin: Begin) -> tuple[int, ...]:
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
         begin(Step(f"Leaving out eos_token_id {unknown}: the model has {vocab_size} tokens", 1))()
     return tuple(token for token in ids if token not in unknown)
+
+
+def name_of(folder: Path) -> str:
+    """A folder's own name, printable."""
+    name = folder.name or folder.resolve().name
+    return name if name.isprintable() else ascii(name)

@@ -1,7 +1,8 @@
-"""draftwood profile: what passes cost on this machine, measured the way a round runs them.
+"""Measures the cost of passes on this machine under the conditions of a round.
 
-A round alternates the engines, and each finds the processor's caches full of the other's weights. So do the passes
-here: every measured pass of one engine follows a pass of the other. Medians, since other programs run, too.
+In a round the engines alternate, so each engine finds the processor's caches full of the other engine's weights. The
+same holds here: every measured pass of one engine follows a pass of the other. The results are medians, because other
+programs run at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..models.errors import ConfigError
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.backends import describe_backend
-from ..runtime.engines.base import Engine, TokenBatch, prefill
+from ..runtime.engines.base import Engine, TokenBatch
+from ..runtime.engines.passes import prefill
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
@@ -34,8 +36,8 @@ HOST_ROUNDS = 12
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both engines, opened as they will be used. max_length: tokens of prompt and output. machine: what they run on
-    and how, see `cost.fingerprint`."""
+    """Both engines, opened with the settings of their later use. max_length: most tokens of prompt and output. machine:
+    see `fingerprint` of `bundle/costs.py`."""
 
     engines: Mapping[str, Engine]
     max_length: int
@@ -43,17 +45,17 @@ class Pair:
 
 
 class Passes(NamedTuple):
-    """One engine's passes behind one context: of every width the median seconds, and how far repeats spread, as upper
-    quartile / least."""
+    """The measured passes of one engine after one context: for every width the median seconds, and the spread of the
+    repeats (upper quartile / least)."""
 
     seconds: tuple[float, ...]
     spreads: tuple[float, ...]
 
 
 def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeats: int = REPEATS) -> CostModel:
-    """Measure every width of both engines behind each context that fits; `begin` hears of every step.
+    """Measure every width of both engines after each context that fits. begin: called for every step.
 
-    Raises ConfigError when no context fits.
+    Raises ConfigError if no context fits.
     """
     if min(contexts, default=1) < 1:
         raise ConfigError(f"contexts must be at least 1, the tokens before a pass, not {min(contexts)}")
@@ -67,7 +69,7 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
     for context in fitting:
         widths = sorted({*pair.engines[TARGET].spec.widths, *pair.engines[DRAFT].spec.widths})
         advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
-        for role, passes in behind(pair, context, widths, repeats, advance).items():
+        for role, passes in measure_after(pair, context, widths, repeats, advance).items():
             seconds[role].append(passes.seconds)
             spreads += passes.spreads
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
@@ -79,10 +81,10 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
     return CostModel(costs[TARGET], costs[DRAFT], greedy, sampled, pair.machine, median(spreads))
 
 
-def behind(
+def measure_after(
     pair: Pair, context: int, widths: Sequence[int], repeats: int, advance: Callable[[], None]
 ) -> dict[str, Passes]:
-    """Each engine's passes behind `context` committed rows."""
+    """Measure each engine's passes after `context` committed rows."""
     caches: dict[str, Any] = {}
     for role, engine in pair.engines.items():
         caches[role] = engine.new_cache()
@@ -95,7 +97,7 @@ def behind(
             for role, engine in pair.engines.items():
                 if width not in engine.spec.widths:
                     continue
-                elapsed = timed(engine, caches[role], width)
+                elapsed = time_pass(engine, caches[role], width)
                 if repeat:  # the first pass of a width binds its buffers
                     times[role][width].append(elapsed)
             if repeat:
@@ -106,30 +108,30 @@ def behind(
     }
 
 
-def timed(engine: Engine, cache: Any, width: int) -> float:
-    """Seconds of one pass over a chain of `width` rows, which is then forgotten."""
+def time_pass(engine: Engine, cache: Any, width: int) -> float:
+    """Seconds of one pass over a chain of `width` rows, which are not committed."""
     positions = np.arange(cache.length, cache.length + width)
     batch = TokenBatch.padded([0] * width, positions, np.tri(width, dtype=np.bool_), width)
     start = perf_counter()
-    engine.forward(batch, cache)
+    engine.score(batch, cache)
     elapsed = perf_counter() - start
     cache.truncate(cache.length)
     return elapsed
 
 
 def spread(times: Sequence[float]) -> float:
-    """Upper quartile / least: near one where nothing else ran."""
+    """Upper quartile / least time; close to one on an idle machine."""
     return float(np.quantile(times, 0.75)) / min(times)
 
 
 def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
-    """A wider pass costs no less: it could run a narrower one's rows. Noise says otherwise at times."""
+    """Make times non-decreasing in the width. A wider pass never costs less; smaller measured times are noise."""
     return tuple(float(value) for value in np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1])
 
 
 def host(pair: Pair, temperature: float, advance: Callable[[], None]) -> HostCosts:
-    """Time outside the engines, of a round and of each proposed token: from a small chain and a larger tree, between
-    which proposals mostly are."""
+    """Measure the time outside the engines, per round and per proposed token, with a small chain and a larger tree:
+    most proposals are between these sizes."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
     frontier = min(4, pair.engines[DRAFT].spec.max_width)
     chain = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
@@ -143,7 +145,7 @@ def host(pair: Pair, temperature: float, advance: Callable[[], None]) -> HostCos
 
 
 def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float) -> float:
-    """Median host seconds of a round with such a proposal, or none."""
+    """Median host seconds of a round with this configuration; None means a plain round."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines[DRAFT], config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
     per_round = []

@@ -1,4 +1,4 @@
-"""How a build tells what it is doing."""
+"""Progress of a build: its steps and their units."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One step of a build: what is done, and the number of units it consists of."""
+    """One step of a build: a description, and the number of its units."""
 
     title: str
     units: int
 
 
-Begin = Callable[[Step], Callable[[], None]]  # announces a step; what it returns is called once per unit done
+Begin = Callable[[Step], Callable[[], None]]  # announces a step; returns a function that is called after each unit

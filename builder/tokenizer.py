@@ -1,4 +1,5 @@
-"""A checkpoint's tokenizer -> `tokenizer.json` in the bundle: copied, or converted from SentencePiece's own format."""
+"""Writes a checkpoint's tokenizer as `tokenizer.json` into the bundle: copied, or converted from SentencePiece's
+format."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, r
 from .sentencepiece import put_around, read_sentencepiece, tokenizer_of
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
+TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED)  # that are read of a checkpoint
 
 
 def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
     """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
     try:
-        for name in (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED):
-            checked(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
+        for name in TOKENIZER_FILES:
+            check_plain_file(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)
         elif (source / SENTENCEPIECE).is_file():
@@ -34,12 +36,12 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
             if (source / name).is_file():
                 shutil.copyfile(source / name, destination / name)
         return Tokenizer.load(destination)
-    except BundleError as error:  # the tokenizer's own reader; here the fault is the checkpoint's
+    except BundleError as error:  # Tokenizer raises errors of bundles, but here the checkpoint is wrong
         raise CheckpointError(f"the tokenizer of {source} cannot be used: {error}") from error
 
 
-def checked(file: Path, most: int) -> None:
-    """Raises CheckpointError for a file that is there and no plain one of at most `most` bytes."""
+def check_plain_file(file: Path, most: int) -> None:
+    """Raises CheckpointError if `file` exists and is no plain file of at most `most` bytes."""
     try:
         check_plain(file, most)
     except FileNotFoundError:
@@ -48,7 +50,7 @@ def checked(file: Path, most: int) -> None:
         raise CheckpointError(f"{file} is not read: {error}; copy the model's own file there") from error
 
 
-def same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises CheckpointError unless every token has the same id on both sides."""
     ours, theirs = target.vocabulary(), draft.vocabulary()
     different = {token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)}
@@ -80,7 +82,7 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
 
 
 def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken]:
-    """Tokens that were added after the SentencePiece model was trained, by id, as either of two files lists them."""
+    """Tokens that were added after the training of the SentencePiece model, by id; one of two files lists them."""
     try:
         found = {
             int(index): AddedToken(text, normalized=False, special=False)

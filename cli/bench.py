@@ -1,4 +1,4 @@
-"""draftwood bench: configurations against plain decoding, on the user's own prompts and machine."""
+"""draftwood bench: compares configurations with plain decoding, on the user's own prompts and machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..runtime.speculation.planning.cost import CostModel, assumed
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, write
 from .live import costs_note
-from .options import add_engines, add_sampling, given, integers, positive
+from .options import add_engines, add_sampling, integers, positive, read_options
 
 PLAIN = "plain"
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
@@ -40,9 +40,9 @@ CONFIGS = "plain,chain:4,topk:12,auto"
 
 
 class Row(NamedTuple):
-    """One configuration's figures. speed: seconds per token of plain decoding divided by this configuration's, the
-    median over prompts and repeats, measured alternately; without reading the prompt, which takes a draft longer, and
-    speed_whole with it. same_text: share of outputs equal to plain decoding's."""
+    """One configuration's figures. speed: seconds per token of plain decoding divided by this configuration's, without
+    the time of the prompt; the median over prompts and repeats, which are measured alternately. speed_whole: the same
+    with the time of the prompt, which is longer with a draft. same_text: share of outputs equal to plain decoding's."""
 
     config: str
     mean_acceptance_length: float
@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = given(args, SamplingParams)
+    params = read_options(args, SamplingParams)
     if args.output is not None:
         check_writable(args.output, "--output")
     bundle = EngineBundle.open(args.bundle)
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
                 seed = params.seed if params.seed is not None else index
                 for _ in decoder.generate(prompt, sampler, seeded_streams(seed), stats):
                     pass
-                if repeat:  # the first round warms caches and binds buffers
+                if repeat:  # the first repeat warms caches and binds buffers
                     runs[name].append(Run(sampler.output, stats))
     rows = [summarise(name, runs[name], runs[PLAIN]) for name in configs]
     report = {
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def costs_of(bundle: EngineBundle, target: Engine, draft: Engine, args: argparse.Namespace) -> CostModel:
-    """What rounds are planned by; says so when it was measured on another machine or bundle."""
+    """The costs by which rounds are planned. Prints a note if they were measured on another machine or bundle."""
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
         Console(stderr=True).print(f"── {costs_note(stale)}", markup=False)
@@ -137,7 +137,7 @@ class Run(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Per token, without the prompt."""
+        """Seconds per token, without the prompt."""
         return self.stats.decode_seconds / self.stats.num_tokens
 
     @property
@@ -146,7 +146,7 @@ class Run(NamedTuple):
 
 
 def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
-    """One configuration's row; runs[i] and plain[i] are the same prompt, one after the other."""
+    """One configuration's row. runs[i] and plain[i] are of the same prompt, one after the other."""
     tokens = sum(run.stats.num_tokens for run in runs)
     both = list(zip(plain, runs, strict=True))
     drafts = sum(run.stats.num_drafts for run in runs)
@@ -166,7 +166,7 @@ def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
 
 
 def table(rows: Sequence[Row], greedy: bool) -> Table:
-    """The rows for a person. Sampled texts differ from plain decoding's by chance, so only greedy ones are compared."""
+    """The rows as a table. Only greedy texts are compared, because sampled texts differ by chance."""
     columns = [
         "",
         "mean\naccepted\nlength",
@@ -189,10 +189,11 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
 
 
 def parse_config(text: str) -> SpeculativeConfig | None:
-    """ "plain" (None), or a grower and perhaps its tokens ("chain:4", "topk:12"), then settings: "dyspec:16/key=draft".
+    """Parse "plain" (None), or a grower with an optional size ("chain:4", "topk:12") and settings
+    ("dyspec:16/key=draft").
 
-    A number is the depth of a chain, or the tokens of a tree, and is kept to exactly; budget=cost makes it a limit.
-    Settings are SpeculativeConfig's fields.
+    The size is the depth of a chain, or the tokens of a tree. Every proposal has this size, unless budget=cost makes it
+    a limit. Settings are SpeculativeConfig's fields.
     """
     shape, *settings = text.split("/")
     grow, _, size = shape.partition(":")

@@ -1,4 +1,4 @@
-"""draftwood build (and build_engines.py): two checkpoints -> an engine bundle."""
+"""draftwood build (and build_engines.py): makes an engine bundle from two checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from ..builder.profile import CONTEXTS
+from ..models.bindings import ROLES
 from ..models.errors import DraftwoodError, EngineError
 from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
-from .options import DRAFT_THREADS, PROVIDER, THREADS, add_checkpoints, given, integers
+from .options import DRAFT_THREADS, PROVIDER, THREADS, integers, read_options
 from .profile import profile
 from .progress import progress
 
@@ -23,34 +24,43 @@ def add_parser(commands: Any) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the build, for both names it goes by."""
-    hidden = argparse.SUPPRESS  # the defaults are BuildOptions' own
-    add_checkpoints(parser)
+    """Add the options of a build, for both of its commands."""
+    hidden = argparse.SUPPRESS  # the defaults are those of BuildOptions
+    path = "the {}: Hugging Face folder, .gguf file, or id on the Hub, org/name or org/name@revision"
+    for role in ROLES:
+        text = path.format(role)
+        parser.add_argument(f"--{role}", type=folder_or_id, required=True, metavar="PATH", help=text)
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    parser.add_argument(
+        "--lora", type=folder_or_id, default=hidden, metavar="DIR", help="LoRA folder (PEFT) to merge into the target"
+    )
+    parser.add_argument(
+        "--draft-lora", type=folder_or_id, default=hidden, metavar="DIR", help="LoRA folder to merge into the draft"
+    )
     parser.add_argument(
         "--backend",
         default=AUTO,
-        help=f"what runs the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this "
-        "processor, where there is a C compiler and the processor has AVX-512, else onnxruntime",
+        help=f"backend of the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this "
+        "processor, if there is a C compiler and the processor has AVX-512, else onnxruntime",
     )
     parser.add_argument(
         "--precision",
         default=hidden,
-        help="of the weights: fp32 (default), int8 or int4; native: fp16 and bf16, too; on TensorRT fp16 (default), "
+        help="of the weights: fp32 (default), int8 or int4; native also fp16 and bf16; TensorRT fp16 (default), "
         "bf16 or fp32",
     )
-    parser.add_argument("--draft-backend", default=hidden, help="the target's if not given")
+    parser.add_argument("--draft-backend", default=hidden, help="default: the target's")
     parser.add_argument(
-        "--draft-precision", default=hidden, help="int8 if not given, natively and beside int4; elsewhere the target's"
+        "--draft-precision", default=hidden, help="default: int8 if native or if the target is int4, else the target's"
     )
     parser.add_argument(
         "--max-length", type=int, default=hidden, metavar="N", help="tokens of prompt and output (default: the models')"
     )
     parser.add_argument(
-        "--widths", type=integers, default=hidden, metavar="1,2,4,...", help="rows a pass may have, separated by commas"
+        "--widths", type=integers, default=hidden, metavar="1,2,4,...", help="numbers of rows of a pass, with commas"
     )
     parser.add_argument(
-        "--acceptance-head", type=Path, default=hidden, metavar="DIR", help="what draftwood train-head wrote"
+        "--acceptance-head", type=Path, default=hidden, metavar="DIR", help="output folder of draftwood train-head"
     )
     group = parser.add_argument_group("TensorRT")
     group.add_argument(
@@ -72,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=hidden,
         metavar="N",
-        help="requests that may share a pass; the plan's caches are for so many (default: 1)",
+        help="most requests that share a pass; the plan has caches for this many (default: 1)",
     )
     group.add_argument(
         "--workspace", type=int, default=hidden, metavar="MIB", help="limit of an engine's scratch memory"
@@ -91,27 +101,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-profile",
         dest="profile",
         action="store_false",
-        help="do not measure this machine's costs at the end (draftwood profile measures them later)",
+        help="do not measure the costs of passes at the end (draftwood profile measures them later)",
     )
     parser.set_defaults(run=run)
 
 
+def folder_or_id(text: str) -> Path:
+    """A path. One that begins with a dot stays a path: without the dot it could be an id."""
+    return Path.cwd() / text if text.startswith(".") else Path(text)
+
+
 class AsTuple(argparse.Action):
-    """Several values as a tuple, which is what a frozen dataclass holds."""
+    """Stores several values as a tuple, for a frozen dataclass."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, tuple(values))
 
 
 def run(args: argparse.Namespace) -> int:
-    # Here, so that the other commands need neither torch nor onnx.
+    # Imported here, so that the other commands need neither torch nor onnx.
     try:
         from ..builder.options import BuildOptions
 
         choice = choose_backend() if args.backend == AUTO else None
         if choice is not None:
             args.backend = choice.backend
-        options = given(args, BuildOptions)  # refused within a second, before torch is imported
+        options = read_options(args, BuildOptions)  # invalid options are refused before torch is imported
         from ..builder.pipeline import build
     except ModuleNotFoundError as error:
         raise EngineError(f"building needs {error.name}: pip install 'draftwood[build,cpu]'") from error
@@ -124,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if args.profile:
         try:
             profile(bundle, THREADS, DRAFT_THREADS, provider=PROVIDER, contexts=CONTEXTS, console=console)
-        except DraftwoodError as error:  # the bundle is complete, and may be for another machine
+        except DraftwoodError as error:  # the bundle is complete, and may be intended for another machine
             console.print(f"Costs were not measured: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print(describe(bundle))
     plans = [spec.plan for spec in bundle.manifest.engines.values() if spec.plan is not None]

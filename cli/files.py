@@ -1,4 +1,4 @@
-"""Files a command writes at its end: refused at its beginning when they could not be written."""
+"""Output files of commands. Whether they can be written is checked at the beginning of a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..runtime.bundle.staging import advice
 
 
 def check_writable(file: Path, option: str) -> None:
-    """Raises RequestError, naming the option, when `file` could not be written; leaves nothing behind."""
+    """Raises RequestError that names the option if `file` cannot be written. Leaves no file behind."""
     existed = file.exists()
     try:
         with file.open("a"):
@@ -21,7 +21,7 @@ def check_writable(file: Path, option: str) -> None:
 
 
 def write(file: Path, option: str, text: str) -> None:
-    """Raises RequestError when the disk is full, or the folder gone since it was checked."""
+    """Write `text`. Raises RequestError if the disk is full, or the folder was removed after the check."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

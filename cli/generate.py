@@ -1,4 +1,4 @@
-"""draftwood generate: text from a bundle, live in a terminal, plain in a pipe, one JSON object for programs."""
+"""draftwood generate: generates text, with a live view in a terminal, plain in a pipe, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..runtime.sampling.sampler import SamplingParams
 from ..runtime.text.tokenizer import token_texts
 from .files import check_writable, write
 from .live import LiveView, PlainView, costs_note, summary
-from .options import add_engines, add_sampling, add_speculation, given, speculative
+from .options import add_engines, add_sampling, add_speculation, read_options, speculative
 
 
 def add_parser(commands: Any) -> None:
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = given(args, SamplingParams)
+    params = read_options(args, SamplingParams)
     config = speculative(args)
     text = prompt_text(args)
     if args.audit:
@@ -91,7 +91,7 @@ def verdict(report: AuditReport) -> str:
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """The prompt of whichever option was used. Raises RequestError when its file cannot be read."""
+    """The prompt of the used option. Raises RequestError if its file cannot be read."""
     if args.prompt_file is None:
         return str(args.prompt if args.chat is None else args.chat)
     try:

@@ -1,7 +1,7 @@
-"""draftwood inspect: what a bundle holds, and whether this machine can run it.
+"""draftwood inspect: shows the content of a bundle, and whether this machine can run the bundle.
 
-Nothing of the bundle is executed, however it was made: no engine is opened, unless --open asks for it, and no chat
-template is rendered. Only data is compared.
+Nothing of the bundle is executed: no engine is opened, except with --open, and no chat template is rendered. Only data
+is compared.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Trial(NamedTuple):
-    """What came of opening an engine, or of comparing it with this machine. obstacle: why it cannot run here; None when
-    it can. memory: bytes by use, where an open engine knows them."""
+    """The result of opening an engine, or of comparing it with this machine. obstacle: the reason why it cannot run
+    here; None if it can. memory: bytes by use, if an open engine reports them."""
 
     obstacle: str | None
     memory: dict[str, int] | None
 
 
 def compare(bundle: EngineBundle, role: str) -> Trial:
-    """What can be known without opening an engine."""
+    """Compare an engine with this machine without opening the engine."""
     spec = bundle.manifest.engines[role]
     backend, path = BACKENDS[spec.backend], bundle.folder / spec.file
     try:
@@ -93,15 +93,15 @@ def open_once(bundle: EngineBundle, role: str) -> Trial:
 
 
 class Costs(NamedTuple):
-    """The costs that speculation is planned by. source: HERE, ELSEWHERE or ASSUMED. differences: how this machine
-    differs from the one they were measured on, in words."""
+    """The costs by which rounds are planned. source: HERE, ELSEWHERE or ASSUMED. differences: between this machine and
+    the machine of the measurement, in words."""
 
     source: str
     differences: list[str]
 
 
 def costs_of(bundle: EngineBundle) -> Costs:
-    """For engines with the default numbers of threads. Raises BundleError when the table is damaged."""
+    """The costs for engines with the default numbers of threads. Raises BundleError if the table is damaged."""
     measured, found = stored_costs(bundle, PROVIDER, THREADS, DRAFT_THREADS)
     if measured is None:
         return Costs(ASSUMED, [])
@@ -126,6 +126,8 @@ def describe(bundle: EngineBundle) -> Table:
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],
         "largest error": [f"{manifest.parity[role]:.0e} of the largest logit" for role in manifest.engines],
     }
+    if manifest.adapters:
+        rows["merged adapter"] = [printable(manifest.adapters.get(role, "")) for role in manifest.engines]
     plans = [spec.plan for spec in engines if spec.plan is not None]
     if plans:
         rows |= {
@@ -145,20 +147,20 @@ def describe(bundle: EngineBundle) -> Table:
 
 
 def cache_slots(spec: EngineSpec) -> str:
-    """Of a sequence or of all that a plan was built for, and their bytes."""
+    """The cache slots of a sequence, or of all sequences of a TensorRT plan, and their bytes."""
     slots = f"{spec.capacity}" if spec.max_batch == 1 else f"{spec.max_batch} × {spec.capacity}"
     return f"{slots}, {cache_bytes(spec) / 1e6:.1f} MB when full"
 
 
 def cache_bytes(spec: EngineSpec) -> int:
-    """Keys and values of every sequence that a plan was built for, or of one, when they fill their cache."""
+    """Bytes of the keys and values of one sequence, or of all sequences of a TensorRT plan, when the cache is full."""
     itemsize = 4 if activations(spec.precision, BACKENDS[spec.backend].form) == "fp32" else 2
     model = spec.model
     return 2 * model.num_layers * model.num_kv_heads * spec.max_batch * spec.capacity * model.head_dim * itemsize
 
 
 def attention(plan: Plan) -> str:
-    """Whose attention a plan computes."""
+    """The implementation of attention in a TensorRT plan."""
     if plan.kernel is None:
         return f"TensorRT's own, {plan.layers.attention or 'no'} fused layers of {plan.layers.total}"
     return f"kernel {plan.kernel.fingerprint[:12]}, {plan.layers.plugin} layers of {plan.layers.total}"

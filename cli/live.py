@@ -1,4 +1,4 @@
-"""Views of a text while it is generated: coloured by who wrote each token, or plain."""
+"""Views of a text while it is generated: plain, or coloured by the model that proposed each token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAFTED, OWN, PROMPT = "green", "bold", "dim"
 
 
 class PlainView:
-    """Text as it comes, for pipes and files."""
+    """Prints text as it is generated, for pipes and files."""
 
     def show(self, chunk: StreamChunk) -> None:
         sys.stdout.write(chunk.text)
@@ -35,9 +35,9 @@ class PlainView:
 
 
 class LiveView:
-    """Finished lines scroll by; the line being written and the running figures stay below them.
+    """Finished lines scroll up. The unfinished line and the running figures stay below them.
 
-    Accepted draft tokens are green, the target's own bold.
+    Accepted draft tokens are green, the target's own tokens bold.
     """
 
     def __init__(self, console: Console, prompt: str) -> None:
@@ -65,19 +65,19 @@ class LiveView:
 
 
 def costs_note(stale: Sequence[str]) -> str:
-    """What to say when LLM.stale_costs is not empty."""
+    """The note for a non-empty LLM.stale_costs."""
     return f"costs were measured elsewhere ({printable('; '.join(stale))}): run draftwood profile"
 
 
 def running(stats: SpecDecodeStats) -> str:
-    """The figures that change while a text is written."""
+    """The figures that change while a text is generated."""
     per_pass = stats.num_tokens / max(1, stats.target_passes)
     figures = f"{stats.num_tokens} tokens, {per_pass:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s"
     return f"{figures}, acceptance {stats.acceptance_rate:.0%}" if stats.num_drafts else figures
 
 
 def summary(stats: SpecDecodeStats) -> str:
-    """One line for the end of a text."""
+    """The summary line at the end of a text."""
     parts = [f"── {running(stats)}"]
     if stats.num_drafts:
         parts.append(

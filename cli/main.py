@@ -1,4 +1,4 @@
-"""draftwood: parses arguments, runs one command, turns errors into exit codes (2: bad input, 130: interrupted, 143:
+"""draftwood: parses arguments, runs one command and turns errors into exit codes (2: bad input, 130: interrupted, 143:
 terminated)."""
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ COMMANDS = (build, inspect, profile, generate, bench, train_head, serve, triton)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     parser = Parser(prog="draftwood", description="Lossless speculative decoding over compiled engines")
-    parser.add_argument("--version", action=ShowVersion, nargs=0, help="and those of the installed backends")
+    parser.add_argument(
+        "--version", action=ShowVersion, nargs=0, help="versions of draftwood and of installed backends"
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
-    args = parser.parse_args(joined_lists(sys.argv[1:] if argv is None else argv))
+    args = parser.parse_args(join_lists(sys.argv[1:] if argv is None else argv))
     try:
         with termination_unwinds():
             code: int = args.run(args)
@@ -39,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("draftwood: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader went away, as in `draftwood generate ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `draftwood generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the choice that was probably meant; the parsers of the commands are of this kind, too."""
+    """A parser whose errors suggest the most similar choice; used for the commands, too."""
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
@@ -55,8 +57,8 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message + "".join(f"; did you mean {name}?" for name in near)))
 
 
-def joined_lists(argv: Sequence[str]) -> list[str]:
-    """`--topology -1,0` as `--topology=-1,0`: argparse takes a list that begins with a minus for an option."""
+def join_lists(argv: Sequence[str]) -> list[str]:
+    """`--topology -1,0` as `--topology=-1,0`: argparse would take a list that begins with a minus for an option."""
     joined: list[str] = []
     for argument in argv:
         if joined and re.fullmatch(r"--[a-z][a-z-]*", joined[-1]) and re.fullmatch(r"-\d+(,-?\d*)+", argument):
@@ -67,7 +69,7 @@ def joined_lists(argv: Sequence[str]) -> list[str]:
 
 
 class ShowVersion(argparse.Action):
-    """Looked up when it is asked for: every command parses arguments."""
+    """Looks up the versions only when they are printed, because every command parses arguments."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         installed = [found for backend in BACKENDS if (found := release(backend)) != backend]

@@ -1,4 +1,4 @@
-"""draftwood profile: measure what passes cost on this machine and store it in the bundle."""
+"""draftwood profile: measures the cost of passes on this machine and stores the table in the bundle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..runtime.speculation.planning.cost import CostModel, PassCosts
 from .options import add_engines, integers
 from .progress import progress
 
-# Of repeated passes, upper quartile / least: 1.10 to 1.25 undisturbed (real-time priority) on two cores, 1.46 to 9.7
+# Upper quartile / least time of repeated passes: 1.10 to 1.25 on two idle cores (real-time priority), 1.46 to 9.7
 # beside eight busy processes (21 November 2026).
 BUSY = 1.35
 
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("bundle", type=Path)
     shown = ",".join(map(str, CONTEXTS))
     parser.add_argument(
-        "--contexts", type=integers, default=CONTEXTS, help=f"committed tokens to measure behind (default {shown})"
+        "--contexts", type=integers, default=CONTEXTS, help=f"committed tokens before a pass (default {shown})"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engines(parser)
@@ -81,7 +81,7 @@ def profile(
 
 
 def table(costs: CostModel) -> Table:
-    """Milliseconds of a pass, one line for each number of rows."""
+    """A table of milliseconds of a pass, with one line per number of rows."""
     roles = {TARGET: costs.target, DRAFT: costs.draft}
     columns = [f"{role}\nbehind {context}" for role, passes in roles.items() for context in passes.contexts]
     result = Table("rows of a pass", *columns, box=box.SIMPLE, pad_edge=False)
@@ -94,14 +94,14 @@ def table(costs: CostModel) -> Table:
 
 
 def milliseconds(passes: PassCosts, width: int) -> list[str]:
-    """One engine's cells of a line."""
+    """The cells of one engine in a line."""
     if width not in passes.widths:
         return [""] * len(passes.contexts)
     return [f"{1e3 * row[passes.widths.index(width)]:.2f}" for row in passes.seconds]
 
 
 def summary(costs: CostModel) -> str:
-    """The rest, in words."""
+    """The other figures, in words."""
     lines = [f"Milliseconds on {costs.machine['processor']}, {costs.machine['cores']} cores."]
     for name, host in (("temperature 0", costs.greedy), ("higher temperatures", costs.sampled)):
         rounds = f"{1e3 * host.plain:.2f} a plain round, {1e3 * host.round:.2f} one with a proposal"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Begin]:
-    """What a builder announces its steps to."""
+    """A function to which a builder announces its steps; it shows their progress bars."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bars:
 

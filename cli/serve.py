@@ -1,4 +1,4 @@
-"""draftwood serve: a bundle behind OpenAI's HTTP interface."""
+"""draftwood serve: serves a bundle through OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from ..models.errors import ConfigError
 from ..runtime.decoding.loop import MAX_RUNNING
 from ..runtime.engines.shared.memory import CACHE_SHARE, share_arenas
-from ..runtime.llm import LLM
-from ..runtime.requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS, AsyncLLM
+from ..runtime.llm import LLM, PREFIX_CACHE_SLOTS
+from ..runtime.requests.async_llm import MAX_WAITING, AsyncLLM
 from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.http.hosts import AllowedHosts, is_loopback
@@ -24,12 +24,12 @@ from .live import costs_note
 from .options import add_engines, add_speculation, speculative
 
 API_KEY = "DRAFTWOOD_API_KEY"
-NAMELESS = "default"  # the client whose key is the only one, or beside those of a file
+NAMELESS = "default"  # the client's name of the key of --api-key
 MAX_BODY_BYTES = 4 << 20
 
 
 def seconds(text: str) -> float:
-    """A length of time."""
+    """A positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -40,7 +40,7 @@ def seconds(text: str) -> float:
 
 
 def network(text: str) -> str:
-    """An address, or a network of them."""
+    """An address, or a network of addresses."""
     try:
         return str(ip_network(text, strict=False))
     except ValueError as error:
@@ -52,10 +52,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("bundle", type=Path)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
-    http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
-    http.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: the folder)")
+    http.add_argument("--port", type=int, default=8000, help="0 takes a free port (default 8000)")
+    http.add_argument("--served-model-name", metavar="NAME", help="the model's name in requests (default: the folder)")
     http.add_argument(
-        "--api-key", metavar="KEY", help=f"what clients must send (default: the variable {API_KEY}, if it is set)"
+        "--api-key", metavar="KEY", help=f"the key of clients (default: the variable {API_KEY}, if it is set)"
     )
     http.add_argument(
         "--api-keys-file",
@@ -68,8 +68,8 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help="names this server goes by, such as llm.example.com, *.example.com or * for any; it always answers to "
-        "localhost and, unless it listens on this machine only, to addresses (default: with a key, any)",
+        help="host names of this server, such as llm.example.com, *.example.com or * for any; always allowed are "
+        "localhost and, unless it listens on this machine only, addresses (default with a key: any)",
     )
     http.add_argument(
         "--trusted-proxies",
@@ -77,62 +77,62 @@ def add_parser(commands: Any) -> None:
         type=network,
         default=(),
         metavar="ADDRESS",
-        help="proxies whose X-Forwarded-For says where a request is from, such as 10.0.0.0/8 (default: none)",
+        help="proxies whose X-Forwarded-For names the sender of a request, such as 10.0.0.0/8 (default: none)",
     )
     http.add_argument(
         "--max-connections",
         type=int,
         default=MAX_CONNECTIONS,
-        help=f"beyond them idle ones are closed (default {MAX_CONNECTIONS})",
+        help=f"beyond this limit idle connections are closed (default {MAX_CONNECTIONS})",
     )
     http.add_argument(
-        "--max-body-bytes", type=int, default=MAX_BODY_BYTES, help=f"of one request (default {MAX_BODY_BYTES})"
+        "--max-body-bytes", type=int, default=MAX_BODY_BYTES, help=f"limit of one request (default {MAX_BODY_BYTES})"
     )
     http.add_argument(
         "--allowed-origins",
         nargs="+",
         default=(),
         metavar="ORIGIN",
-        help="web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)",
+        help="origins of web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)",
     )
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--max-running", type=int, default=MAX_RUNNING, help=f"requests that take turns (default {MAX_RUNNING})"
+        "--max-running", type=int, default=MAX_RUNNING, help=f"requests that run together (default {MAX_RUNNING})"
     )
     load.add_argument(
         "--max-waiting",
         type=int,
         default=MAX_WAITING,
-        help=f"further ones, before others are told to come back (default {MAX_WAITING})",
+        help=f"requests that may wait; further ones are refused (default {MAX_WAITING})",
     )
     load.add_argument(
         "--kv-cache-bytes",
         type=int,
-        help="lowers --max-running to what fits into this memory (default: requests wait while their caches do not fit "
-        f"into {CACHE_SHARE:.0%} of the memory that is available)".replace("%", "%%"),
+        help="lower --max-running to the caches that fit into this memory (default: requests wait until caches fit "
+        f"into {CACHE_SHARE:.0%} of the available memory)".replace("%", "%%"),
     )
     load.add_argument(
         "--prefix-cache-slots",
         type=int,
         default=PREFIX_CACHE_SLOTS,
         metavar="SLOTS",
-        help=f"to keep what ended requests read, for others; 0: nothing is shared (default {PREFIX_CACHE_SLOTS})",
+        help=f"slots for prompts of ended requests, which others reuse; 0: no reuse (default {PREFIX_CACHE_SLOTS})",
     )
     load.add_argument(
-        "--request-timeout", type=seconds, metavar="SECONDS", help="until a request is ended (default: none)"
+        "--request-timeout", type=seconds, metavar="SECONDS", help="time limit of a request (default: none)"
     )
     load.add_argument(
         "--drain-timeout",
         type=seconds,
         default=60,
         metavar="SECONDS",
-        help="to finish requests on SIGTERM (default 60)",
+        help="time to finish requests after SIGTERM (default 60)",
     )
     load.add_argument(
         "--private-weights",
         action="store_true",
-        help="copy weights into memory instead of mapping files: what happens to the bundle cannot reach the server",
+        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach the server",
     )
     add_speculation(parser)
     add_engines(parser)
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def api_keys(option: str | None, variable: str | None, file: Path | None) -> tuple[ApiKey, ...]:
-    """Every key that is asked for. Raises ConfigError for an empty one, which would ask for nothing."""
+    """All API keys. Raises ConfigError for an empty key, with which the server would need no key."""
     keys = [] if file is None else read_keys(file)
     if option is not None:
         keys.append(ApiKey.of(NAMELESS, option, "--api-key"))

@@ -1,4 +1,4 @@
-"""Commands that are told to stop unwind: nothing half-written stays behind, whatever was under way."""
+"""Stop signals end a command by an exception, so that no half-written files stay behind."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SAME_S = 1.0  # timeout(1) sends its signal twice at once; whoever repeats one later means it
+SAME_S = 1.0  # a signal that repeats within this time counts as one: timeout(1) sends its signal twice at once
 
 
 @contextmanager
 def termination_unwinds() -> Iterator[None]:
-    """Ends the block by SystemExit (143) at SIGTERM and by KeyboardInterrupt at Ctrl-C.
+    """End the block with SystemExit (143) at SIGTERM and with KeyboardInterrupt at Ctrl-C.
 
-    Libraries do not always let such an exception through: an extension module that was being imported makes an
-    ImportError of it, a callback may swallow it. What leaves the block is the one that belongs to the signal all the
-    same. A repetition within a second does not disturb what the first one set off. Outside of the main thread, which
-    alone may handle signals, nothing happens.
+    Libraries may change such an exception: the import of an extension module turns it into an ImportError, and a
+    callback may drop it. The block nevertheless ends with the exception of the signal. A repetition within a second is
+    ignored. Outside of the main thread, which alone may handle signals, this function does nothing.
     """
-    received: list[tuple[int, float]] = []  # signals and when, in s
+    received: list[tuple[int, float]] = []  # signals and their times, in s
 
     def unwind(number: int, frame: object) -> None:
         now = time.monotonic()
@@ -44,5 +43,5 @@ def termination_unwinds() -> Iterator[None]:
 
 
 def ending(number: int) -> BaseException:
-    """What Python itself raises at Ctrl-C, and for another signal the shell's exit code."""
+    """The exception for a signal: KeyboardInterrupt for Ctrl-C, else SystemExit with the shell's exit code."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

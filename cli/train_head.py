@@ -1,4 +1,4 @@
-"""draftwood train-head: a SpecDec++ acceptance head for a pair, with its loss curve and calibration."""
+"""draftwood train-head: trains a SpecDec++ acceptance head for a pair, and shows its loss curve and calibration."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..models.bindings import ROLES
 from ..models.errors import EngineError
 from .bench import read_prompts
-from .options import add_checkpoints, given
+from .options import read_options
 from .progress import progress
 
 if TYPE_CHECKING:
     from ..builder.head.training import HeadResult
 
 
-WORTHWHILE = 1e-3  # nats per token a head should gain over a constant
+WORTHWHILE = 1e-3  # nats per token that a head should gain over a constant prediction
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train-head", help="train a SpecDec++ acceptance head for a draft and its target")
-    hidden = argparse.SUPPRESS  # the defaults are HeadTraining's own
-    add_checkpoints(parser)
+    hidden = argparse.SUPPRESS  # the defaults are those of HeadTraining
+    for role in ROLES:
+        text = f"the {role}: Hugging Face folder or .gguf file"
+        parser.add_argument(f"--{role}", type=Path, required=True, metavar="PATH", help=text)
     parser.add_argument(
         "--prompts", type=Path, required=True, metavar="F", help='JSON lines, each with a "prompt" (or "turns")'
     )
@@ -50,24 +53,24 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--contexts",
         default=hidden,
-        help="what the draft has read in training: mixed texts (default, as published) or branched off the target's",
+        help="texts that the draft reads in training: mixed (default, as published) or branched off the target's texts",
     )
     parser.add_argument(
-        "--untied", dest="tied", action="store_false", default=hidden, help="a matrix of its own for every ResBlock"
+        "--untied", dest="tied", action="store_false", default=hidden, help="every ResBlock has its own matrix"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    # Here, so that the other commands need neither torch nor onnx.
+    # Imported here, so that the other commands need neither torch nor onnx.
     try:
         from ..builder.head.train import train_head
         from ..builder.head.training import HeadTraining
     except ModuleNotFoundError as error:
         raise EngineError(f"training needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 
-    options = given(args, HeadTraining)
+    options = read_options(args, HeadTraining)
     prompts = read_prompts(args.prompts)
     console = Console(stderr=args.json)
     with progress(console) as begin:

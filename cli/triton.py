@@ -1,4 +1,4 @@
-"""draftwood triton: a bundle as a Triton Inference Server model, and a local server for it."""
+"""draftwood triton: writes a bundle as a model of Triton Inference Server, and can start a local server for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.console import Console
 
 from ..models.errors import EngineError
 from ..runtime.decoding.loop import MAX_RUNNING
-from ..runtime.requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
+from ..runtime.llm import PREFIX_CACHE_SLOTS
+from ..runtime.requests.async_llm import MAX_WAITING
 from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model
 from ..runtime.serving.triton.server import Distribution, Ports, TritonServer
@@ -22,7 +23,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("triton", help="write a model for Triton Inference Server, and run one")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--output", metavar="REPOSITORY", type=Path, required=True, help="the model repository")
-    parser.add_argument("--name", default="draftwood", help="of the model (default draftwood)")
+    parser.add_argument("--name", default="draftwood", help="name of the model (default draftwood)")
     parser.add_argument("--copy-bundle", action="store_true", help="make the repository independent of the bundle")
     placement = parser.add_argument_group("placement")
     placement.add_argument("--instances", type=int, default=1, help="processes per device, each with its own engines")
@@ -38,17 +39,17 @@ def add_parser(commands: Any) -> None:
         "--max-waiting",
         type=int,
         default=MAX_WAITING,
-        help=f"requests that may wait for a place; more are refused (default {MAX_WAITING})",
+        help=f"requests that may wait; further ones are refused (default {MAX_WAITING})",
     )
     limits.add_argument(
-        "--kv-cache-bytes", type=int, default=0, help="lowers --max-running to what fits into this memory"
+        "--kv-cache-bytes", type=int, default=0, help="lower --max-running to the caches that fit into this memory"
     )
     limits.add_argument(
         "--prefix-cache-slots",
         type=int,
         default=PREFIX_CACHE_SLOTS,
         metavar="SLOTS",
-        help=f"to keep what ended requests read, for others; 0: nothing is shared (default {PREFIX_CACHE_SLOTS})",
+        help=f"slots for prompts of ended requests, which others reuse; 0: no reuse (default {PREFIX_CACHE_SLOTS})",
     )
     local = parser.add_argument_group("local server")
     local.add_argument("--run", dest="start", action="store_true", help="start tritonserver and serve until Ctrl-C")
@@ -74,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
     )
     placement = Placement(args.instances, args.gpus)
     if args.start:
-        Distribution.find()  # before anything is written
+        Distribution.find()  # raises before anything is written
     folder = write_model(args.bundle, args.output, args.name, settings, placement, args.copy_bundle)
     console = Console()
     console.print(f"Model written to {folder}; its README.md says how to start it.", highlight=False, soft_wrap=True)
     if not args.start:
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a container ends the server in order, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopping a container sends SIGTERM
     ports = Ports(args.http_port, args.grpc_port, args.metrics_port)
     with TritonServer(args.output, ports, args.host, [args.name]) as server:
         console.print(

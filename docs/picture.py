@@ -1,4 +1,4 @@
-"""Draw the README's picture: one real generation of the demo bundle, coloured as the live view colours it.
+"""Draw the README's picture: one real generation of the demo bundle, with the colours of the live view.
 
 python docs/picture.py bundles/demo-110m docs/generate.svg
 """

@@ -1,12 +1,13 @@
-"""The acceptance head of SpecDec++ (arXiv 2405.19715, section 4): will the target accept the token the draft just read?
+"""The acceptance head of SpecDec++ (arXiv 2405.19715, section 4): estimates whether the target accepts a draft token.
 
     ResBlock(x) = x + SiLU(W x + b)        head(x) = Linear_2(ResBlock^L(x))        class 1: accept, class 0: reject
 
-x is the draft's last hidden state after the final norm. The authors build `[ResBlock] * L`, one object L times: as
-published the blocks share W and b. Trained with rejections weighted by w_rej, the head's best odds are the true odds
-divided by w_rej, so adding log(w_rej) to the accept logit removes the bias exactly; a temperature does the rest.
+x is the draft's last hidden state after the final norm. The authors' code `[ResBlock] * L` contains one object L times,
+so in the published head the blocks share W and b. Training weights rejections by w_rej. The head's best odds are then
+the true odds divided by w_rej, and adding log(w_rej) to the accept logit removes this bias exactly. A temperature
+corrects the remaining error of calibration.
 
-A trained head is a folder of `head.safetensors` and `head.json`; nothing is ever unpickled.
+A trained head is a folder with `head.safetensors` and `head.json`; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class HeadConfig:
 
     @property
     def blocks(self) -> int:
-        """Blocks with weights of their own."""
+        """The number of blocks that have their own weights."""
         return min(self.layers, 1) if self.tied else self.layers
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -85,14 +86,15 @@ class HeadConfig:
     def logit_projection(
         self, weight: NDArray[np.float32], bias: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The same, folded into the last layer: its [2, d] and [2] become [d, 1] and [1], for an exported graph."""
+        """`logit` merged into the last layer, for an exported graph: weight [2, d] and bias [2] become [d, 1] and
+        [1]."""
         odds = (weight[ACCEPT] - weight[REJECT]) / self.temperature
         shift = (bias[ACCEPT] - bias[REJECT] + math.log(self.reject_weight)) / self.temperature
         return odds[:, None].astype(np.float32), np.array([shift], np.float32)
 
 
 class TrainedHead(NamedTuple):
-    """A head as it is stored: fp32 weights by the names of `HeadConfig.shapes`."""
+    """A stored head: fp32 weights by the names of `HeadConfig.shapes`."""
 
     config: HeadConfig
     weights: Mapping[str, NDArray[np.float32]]
@@ -113,7 +115,7 @@ class ResBlock(nn.Module):
 
 
 class AcceptanceHead(nn.Module):
-    """The trainable head; fresh, it says one half everywhere."""
+    """The trainable head. A new head predicts 1/2 for every token."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class AcceptanceHead(nn.Module):
         return logits
 
     def acceptance(self, hidden: Tensor) -> Tensor:
-        """Calibrated probability [...] that the target accepts the token each hidden state belongs to."""
+        """Calibrated probability [...] that the target accepts the token of each hidden state."""
         return torch.sigmoid(self.config.logit(self(hidden)))
 
     @classmethod
@@ -144,7 +146,7 @@ class AcceptanceHead(nn.Module):
         return module
 
     def trained(self, config: HeadConfig) -> TrainedHead:
-        """The weights as they are now, copied, under the calibration of `config`."""
+        """A copy of the current weights, with the calibration of `config`."""
         weights = {name: tensor.detach().cpu().numpy().copy() for name, tensor in self.state_dict().items()}
         return TrainedHead(config, weights)
 
@@ -152,7 +154,7 @@ class AcceptanceHead(nn.Module):
 def from_reference(state: Mapping[str, Tensor], reject_weight: float, temperature: float = 1.0) -> TrainedHead:
     """A state dict of the authors' `Sequential(*[ResBlock(d)] * L, Linear(d, 2))`, perhaps prefixed with "model.".
 
-    Shared blocks may be there once or L times. Raises CheckpointError when it is anything else.
+    Shared blocks may occur once or L times. Raises CheckpointError for any other state dict.
     """
     tensors = {name.removeprefix("model."): tensor.detach().float().numpy() for name, tensor in state.items()}
     try:

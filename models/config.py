@@ -158,11 +158,6 @@ def refuse_unknown(config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"config.json: sliding_window {brief(config['sliding_window'])} is not supported; only full attention is"
         )
-    if config.get("quantization_config"):
-        raise CheckpointError(
-            "config.json: quantization_config is not supported; "
-            "use the fp32, fp16 or bf16 checkpoint and let the builder quantise"
-        )
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,9 +1,9 @@
-"""LLaMA in torch: the numeric reference, the model that heads are trained on, and what the torch engine runs.
+"""LLaMA in torch: the numeric reference, the model for the training of heads, and the model of the torch engine.
 
-Parameters carry the names of Hugging Face checkpoints, so `load_state_dict` takes one as it is. There are two ways in:
-`full` reads whole sequences causally and can be differentiated; `forward` scores the rows of a token tree behind a
-key/value cache that it extends in place. `forward_static` does the same over tensors whose shapes and addresses never
-change, so that a CUDA graph of it can be replayed: what varies from pass to pass lies in device memory.
+Parameters have the names of Hugging Face checkpoints, so `load_state_dict` accepts a checkpoint unchanged. There are
+three functions. `full` reads whole sequences causally and can be differentiated. `forward` scores the rows of a token
+tree after a key/value cache, which it extends in place. `forward_static` does the same with tensors whose shapes and
+addresses never change, so that its CUDA graph can be replayed: all numbers that vary are in device memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .rope import rope_tables
 
 
 class LlamaOutput(NamedTuple):
-    """logits: [B, R, V] of the model's dtype. hidden: [B, R, hidden_size], what the vocabulary projection read, that
-    is, after the final norm."""
+    """logits: [B, R, V] of the model's dtype. hidden: [B, R, hidden_size], the input of the vocabulary projection after
+    the final norm."""
 
     logits: Tensor
     hidden: Tensor
@@ -35,7 +35,7 @@ class Rotary(NamedTuple):
     sine: Tensor
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Turn [B, H, T, D] by position; a pair is (i, i + D/2), as in Hugging Face checkpoints."""
+        """Rotate [B, H, T, D] by position; a pair is (i, i + D/2), as in Hugging Face checkpoints."""
         first, second = heads.chunk(2, dim=-1)
         cosine, sine = self.cosine.to(heads.dtype), self.sine.to(heads.dtype)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
@@ -49,7 +49,8 @@ TreeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor
 def dense_tree_attention(
     query: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, tree_mask: Tensor, scale: float
 ) -> Tensor:
-    """TreeAttention in standard operations, which read every slot of the cache. A row that sees nothing gives zeros."""
+    """TreeAttention in standard operations, which read every slot of the cache. A row without visible slots gives
+    zeros."""
     rows, columns = tree_mask.shape[1:]
     begun = sequences[:, :1] <= torch.arange(rows, device=keys.device)  # [N, T]
     first_slot, length, tree_slot = sequences[begun.sum(0) - 1, 1:, None].unbind(1)  # [T, 1]
@@ -64,15 +65,15 @@ def dense_tree_attention(
 
 
 class LayerAttention(Protocol):
-    """What the rows of a pass attend to. Called once per layer."""
+    """The attention of a pass. Called once per layer."""
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """query [B, H, T, D] and this pass's own keys and values [B, H_kv, T, D], rotated -> [B, H, T, D]. scale: of
-        the products of queries and keys."""
+        """query [B, H, T, D] and the pass's own keys and values [B, H_kv, T, D], rotated -> [B, H, T, D]. scale: factor
+        on the products of queries and keys."""
 
 
 def causal(layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """The rows are whole sequences, and see only each other."""
+    """Causal attention: the rows are whole sequences, and attend only to each other."""
     grouped = query.shape[1] != keys.shape[1]
     return functional.scaled_dot_product_attention(
         query, keys, values, None, is_causal=True, scale=scale, enable_gqa=grouped
@@ -80,8 +81,8 @@ def causal(layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
 
 
 class GrowingCache(NamedTuple):
-    """Rows are appended at slot `start` of a cache [2 * layers, B, H_kv, C, D] and see its slots through an additive
-    mask [B or 1, 1, T, start + T]."""
+    """Attention over a cache [2 * layers, B, H_kv, C, D] to which the rows are appended at slot `start`. mask, [B or 1,
+    1, T, start + T], is added to the scores."""
 
     cache: Tensor
     start: int
@@ -100,8 +101,8 @@ class GrowingCache(NamedTuple):
 
 
 class StaticCache(NamedTuple):
-    """Rows are written to `slots`, int64 [T], of a cache [2 * layers, 1, H_kv, C, D] and see it as TreeAttention says:
-    nothing here depends on a number the host would have to know."""
+    """TreeAttention over a cache [2 * layers, 1, H_kv, C, D]. The rows are written to `slots`, int64 [T]. No operation
+    depends on a number that the host must know."""
 
     cache: Tensor
     slots: Tensor
@@ -118,7 +119,7 @@ class StaticCache(NamedTuple):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the mean is taken in fp32 whatever the model's dtype."""
+    """x / rms(x) * weight. The mean is computed in fp32 for every dtype of the model."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, rows: Tensor) -> Tensor:
-        if rows.is_cuda:  # one launch instead of eight, of some forty in a layer
+        if rows.is_cuda:  # one kernel launch instead of eight, of about forty in a layer
             return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
         wide = rows.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
@@ -138,7 +139,7 @@ def norm_of(norm: Norm | None, config: LlamaConfig) -> nn.Module:
 
 
 def linears(matrix: Matrix) -> list[nn.Linear]:
-    """One for each source of a merged matrix."""
+    """One Linear for each tensor of a merged matrix."""
     return [nn.Linear(matrix.inputs, outputs, matrix.bias) for outputs in matrix.outputs]
 
 
@@ -186,7 +187,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """What models/layers.py says of a layer, step by step."""
+    """A layer as models/layers.py describes it, operation by operation."""
 
     def __init__(self, layer: Layer, config: LlamaConfig) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A whole LLaMA. `positions`: how many position ids the rotary tables cover."""
+    """A whole LLaMA. positions: number of position ids in the rotary tables."""
 
     rope_cosine: Tensor
     rope_sine: Tensor
@@ -233,7 +234,7 @@ class Llama(nn.Module):
         network = network_of(config)
         self.multiplier = network.logits_multiplier
         self.model = Decoder(network, config)
-        # A checkpoint with tied embeddings holds no lm_head, and neither does this.
+        # A checkpoint with tied embeddings contains no lm_head, and neither does this model.
         self.lm_head = None if config.tie_embeddings else linears(network.head)[0]
         cosine, sine = rope_tables(config, positions)
         self.register_buffer("rope_cosine", torch.from_numpy(cosine), persistent=False)
@@ -253,11 +254,12 @@ class Llama(nn.Module):
         write_index: int,
         output_rows: Tensor,
     ) -> LlamaOutput:
-        """Score T rows that see the cache and each other through `mask`, and append them to the cache.
+        """Score T rows, which attend to the cache and to each other through `mask`, and append them to the cache.
 
         token_ids, position_ids: int64 [B, T]. mask: [B or 1, 1, T, write_index + T], added to the attention scores:
-        0 sees, `bindings.MASKED` does not. cache: [2 * layers, B, H_kv, C, D], keys and values of a layer one after the
-        other; slots `write_index` to `write_index + T` are overwritten. output_rows: int64 [R], the rows to score.
+        0 for visible slots, `bindings.MASKED` for others. cache: [2 * layers, B, H_kv, C, D], first the keys and then
+        the values of each layer; slots `write_index` to `write_index + T` are overwritten. output_rows: int64 [R], the
+        rows to score.
         """
         rows = self.model(token_ids, self.rotary(position_ids), GrowingCache(cache, write_index, mask))
         return self.score(rows[:, output_rows])
@@ -273,11 +275,11 @@ class Llama(nn.Module):
         output_rows: Tensor,
         attend: TreeAttention = dense_tree_attention,
     ) -> LlamaOutput:
-        """Score T rows and write them to the cache, in work that a CUDA graph can repeat.
+        """Score T rows and write them to the cache, with operations that a CUDA graph can replay.
 
-        sequences: int32 [N, 4], whose rows they are, see TreeAttention. tree_mask: bool [1, T, S], S at least the
-        speculative rows so far and T together. write_indices: int64 [1], the slot of the first row. The rest is as for
-        `forward`.
+        sequences: int32 [N, 4], the sequences of the rows, see TreeAttention. tree_mask: bool [1, T, S]; S is at least
+        T plus the earlier speculative rows. write_indices: int64 [1], the slot of the first row. The other arguments
+        are those of `forward`.
         """
         slots = write_indices + torch.arange(token_ids.shape[1], device=token_ids.device)
         attention = StaticCache(cache, slots, sequences, tree_mask, attend)

@@ -2,10 +2,10 @@
 
 from ..models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, RequestError
 from .bundle.bundle import EngineBundle
+from .decoding.scheduler import QueueFullError
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM
 from .requests.async_llm import AsyncLLM
-from .requests.scheduler import QueueFullError
 from .sampling.sampler import SamplingParams
 from .speculation.config import SpeculativeConfig
 from .text.result import GenerationResult

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -15,15 +16,17 @@ from ..models.errors import ConfigError
 from .bundle.bundle import EngineBundle
 from .bundle.costs import stored_costs
 from .bundle.fit import fitted
-from .decoding.decoder import SpeculativeDecoder, Steps, alone, drive
-from .decoding.loop import MAX_RUNNING, drive_together
+from .decoding.chunk import TokenChunk
+from .decoding.decoder import SpeculativeDecoder, alone
+from .decoding.loop import MAX_RUNNING, Job, Loop, drive
 from .decoding.round import Observer
+from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend
-from .engines.base import Engine, ForwardOutput, Pass
-from .engines.shared.memory import refuse_without_memory
+from .engines.base import Engine
+from .engines.passes import Steps
+from .engines.shared.memory import CacheBudget, cache_budget, refuse_without_memory
 from .engines.shared.pool import PooledEngine
-from .engines.static.engine import StaticEngine
 from .prompt import checked_prompt, too_long
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler, SamplingParams
@@ -35,6 +38,7 @@ from .text.result import GenerationResult, result_of
 from .text.tokenizer import Tokenizer
 from .text.writer import StreamChunk, TextWriter
 
+PREFIX_CACHE_SLOTS = 1024  # unless told otherwise
 Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
 
@@ -46,6 +50,19 @@ class Engines(NamedTuple):
     target: Engine
     draft: Engine | None
     sharing: Callable[[], int] = alone
+
+
+class Shared(NamedTuple):
+    """What many requests run on: engines, those whose caches are shared, and what requests may fill of these."""
+
+    engines: Engines
+    pools: tuple[PooledEngine, ...]
+    budget: CacheBudget
+
+    def close(self) -> None:
+        """Free the shared caches; the engines stay open."""
+        for pool in self.pools:
+            pool.close()
 
 
 class LLM:
@@ -116,24 +133,28 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Complete a prompt; one chunk per round. Everything is checked before the first chunk is asked for, and no
         cache is held until then. speculative: how this one request speculates. Raises RequestError or ConfigError."""
-        return drive(self.steps(prompt, params, observe, speculative))
+        return drive(self.job(prompt, params, observe, speculative))
 
-    def steps(
+    def job(
         self,
         prompt: Prompt,
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         observe: Observer | None = None,
         speculative: Speculation = "own",
         engines: Engines | None = None,
-    ) -> Steps[StreamChunk]:
-        """`stream` for whoever runs the passes: also yields each pass it needs, to be answered with its output.
-
-        engines: what to run on instead of this LLM's own, such as its `pools`.
-        """
+    ) -> Job[StreamChunk]:
+        """`stream` as a job for a loop. engines: what to run on instead of this LLM's own, such as those of `share`."""
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
         sampler = Sampler(params, tokens, self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size)
-        return self._rounds(tokens, sampler, config, observe, engines)
+        stats = SpecDecodeStats()
+        steps = self._rounds(tokens, sampler, stats, config, observe, engines)
+
+        @cache
+        def writer() -> TextWriter:  # made by the thread that decodes: it reads the prompt's end
+            return TextWriter(self.tokenizer, tokens, params)
+
+        return Job(steps=steps, write=lambda chunk: writer().write(chunk, stats), stats=stats)
 
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
         """How a request really speculates: "own" by name, limits fitted to the engines. Raises ConfigError."""
@@ -181,23 +202,27 @@ class LLM:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether its engines' caches grow, so that `pools` share them."""
+        """Whether its engines' caches grow, so that several requests can share one."""
         return describe_backend(self._target.spec.backend).grows
 
-    def pools(self, requests: int, slots: int | None = None) -> Engines | None:
-        """Engines whose passes serve up to so many requests at a time, see `engines.pool` and `engines.static_pool`;
-        None where plans were built for one. slots: of each cache that grows, at most."""
+    def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> Shared:
+        """What up to so many requests at a time run on: engines whose passes serve several, where they can.
+
+        kv_cache_bytes: see `cache_budget`. prefix_cache_slots: see PooledEngine.share_prefixes; 0: no request takes
+        over the rows of another. Raises ConfigError when there is no memory for a single request.
+        """
+        own = [engine for engine in (self._target, self._draft) if engine is not None]
         if not self.is_pooled:
-            if self.max_batch is None:
-                return None
-            target, draft = cast(StaticEngine, self._target), cast(StaticEngine | None, self._draft)
-            return Engines(target.pool, None if draft is None else draft.pool)
-
-        def pooled(engine: Engine) -> Engine:
+            return Shared(self.engines, (), CacheBudget(None, self._target.spec.capacity, self._target.spec.max_width))
+        budget = cache_budget([engine.spec for engine in own], kv_cache_bytes)
+        pools = []
+        for engine in own:
             full = requests * engine.spec.capacity
-            return PooledEngine(engine, full if slots is None else min(full, slots))
-
-        return Engines(pooled(self._target), None if self._draft is None else pooled(self._draft))
+            pool = PooledEngine(engine, full if budget.allocated is None else min(full, budget.allocated))
+            if prefix_cache_slots:
+                pool.share_prefixes(prefix_cache_slots)
+            pools.append(pool)
+        return Shared(Engines(pools[0], pools[1] if len(pools) > 1 else None), tuple(pools), budget)
 
     @property
     def max_batch(self) -> int | None:
@@ -220,7 +245,8 @@ class LLM:
     def close(self) -> None:
         """Release both engines, and end the processes that write conversations."""
         self.tokenizer.close()
-        self._idle.clear()
+        while (decoder := self._idle_decoder()) is not None:
+            decoder.close()
         self._target.close()
         if self._draft is not None:
             self._draft.close()
@@ -252,56 +278,48 @@ class LLM:
         self, prompts: Sequence[list[int]], params: SamplingParams, observe: Observer | None
     ) -> list[GenerationResult]:
         """The same for each of several prompts."""
-        pools = self.pools(MAX_RUNNING) if len(prompts) > 1 and observe is None else None
-        if pools is not None:
-            return self._complete_together(prompts, params, pools)
+        shares = self.is_pooled or self.max_batch is not None
+        if len(prompts) > 1 and observe is None and shares:
+            return self._complete_together(prompts, params)
         return [self._complete(prompt, params, observe) for prompt in prompts]
 
-    def _complete_together(
-        self, prompts: Sequence[list[int]], params: SamplingParams, pools: Engines
-    ) -> list[GenerationResult]:
+    def _complete_together(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationResult]:
         """The same for several prompts, which share passes."""
         at_most = min(self.max_batch or MAX_RUNNING, len(prompts))
-        if params.greedy or params.seed is None:  # then plans may know of each other: the text cannot depend on it
-            pools = pools._replace(sharing=lambda: at_most)
-        texts: list[list[StreamChunk]] = [[] for _ in prompts]
-        steps = [self.steps(prompt, params, engines=pools) for prompt in prompts]
-        order = [engine for engine in (pools.draft, pools.target) if engine is not None]
-        for number, chunk in drive_together(steps, order, at_most):
-            texts[number].append(chunk)
-        return [result_of(prompt, chunks) for prompt, chunks in zip(prompts, texts, strict=True)]
+        shared = self.share(at_most, prefix_cache_slots=PREFIX_CACHE_SLOTS)
+        with closing(shared):
+            loop: Loop[Job[StreamChunk], StreamChunk]
+            loop = Loop(Scheduler(at_most, len(prompts)), shared.pools, shared.budget)
+            engines = shared.engines._replace(sharing=lambda: loop.num_sharing)
+            texts: dict[Job[StreamChunk], list[StreamChunk]] = {}
+            for prompt in prompts:
+                job = self.job(prompt, params, engines=engines)
+                job.num_slots = shared.budget.needed(len(prompt), params.max_tokens)
+                texts[job] = []
+            for job, chunk in loop.run(list(texts)):
+                texts[job].append(chunk)
+        return [result_of(prompt, chunks) for prompt, chunks in zip(prompts, texts.values(), strict=True)]
 
     def _rounds(
         self,
         prompt: list[int],
         sampler: Sampler,
+        stats: SpecDecodeStats,
         config: SpeculativeConfig | None,
         observe: Observer | None,
         engines: Engines | None,
-    ) -> Steps[StreamChunk]:
-        stats = SpecDecodeStats()
-        writer = TextWriter(self.tokenizer, prompt, sampler.params)
-        # Other caches take the idle ones' place; and where there are only so many, nobody keeps one he does not use.
+    ) -> Steps[TokenChunk]:
+        # An idle decoder keeps its caches for the next text; not where there are only so many caches.
         reusable = engines is None and config == self.speculative and self.max_batch is None
-        idle = self._idle_decoder() if engines is None else None
-        decoder = idle if idle is not None and reusable else self._new_decoder(config, engines or self.engines)
-        steps = decoder.steps(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe)
-        answer: ForwardOutput | None = None
+        idle = self._idle_decoder() if reusable else None
+        decoder = idle or self._new_decoder(config, engines or self.engines)
         try:
-            with closing(steps):
-                while True:
-                    step = steps.send(answer)
-                    if isinstance(step, Pass):
-                        answer = yield step
-                        continue
-                    answer = None
-                    written = writer.write(step, stats)
-                    yield written
-                    if written.finish_reason is not None:
-                        return
+            yield from decoder.steps(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe)
         finally:
             if reusable:
                 self._idle.append(decoder)
+            else:
+                decoder.close()
 
     def _idle_decoder(self) -> SpeculativeDecoder | None:
         try:

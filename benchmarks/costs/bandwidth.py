@@ -22,8 +22,9 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.layers import num_parameters
-from draftwood.runtime.engines.base import EngineSpec, TokenBatch, prefill
+from draftwood.runtime.engines.base import EngineSpec, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import prefill
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32)
 CONTEXT, REPEATS = 256, 15
@@ -91,7 +92,7 @@ def measure(engine: OnnxRuntimeEngine) -> tuple[float, dict[int, float]]:
     for _ in range(REPEATS):
         for width, batch in batches.items():
             start = perf_counter()
-            engine.forward(batch, cache)
+            engine.score(batch, cache)
             passes[width].append(perf_counter() - start)
             cache.commit([])
     return 4 * len(memory) / min(reads), {width: median(seconds) for width, seconds in passes.items()}

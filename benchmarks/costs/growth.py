@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
-from draftwood.builder.profile import Pair, behind
+from draftwood.builder.profile import Pair, measure_after
 from draftwood.builder.quantize import FORMATS
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET
 from draftwood.models.layers import num_parameters
@@ -153,7 +153,7 @@ def measure(folder: Path, meter: SpeedMeter) -> dict[str, Any]:
     pair = Pair(engines, longest, {})
     passes = {}
     for context in (each for each in CONTEXTS if each <= longest):
-        taken, speeds = meter.measure_during(partial(behind, pair, context, spec.widths, REPEATS, lambda: None))
+        taken, speeds = meter.measure_during(partial(measure_after, pair, context, spec.widths, REPEATS, lambda: None))
         lowest = [compute_floor(spec, width, context, speeds) for width in spec.widths]
         passes[str(context)] = {
             "speeds": {name: round(speed) for name, speed in speeds._asdict().items()},

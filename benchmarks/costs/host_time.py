@@ -25,7 +25,7 @@ from draftwood.runtime import SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, TokenBatch
+from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.sampling.softmax import softmax_of
@@ -49,7 +49,7 @@ TAIL = 8.0  # nats; the added tokens are less probable by so much, together less
 REPEATS = 7
 
 
-class WidenedEngine:
+class WidenedEngine(SoloEngine):
     """An engine with a larger vocabulary: its own tokens, repeated at a lower probability."""
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
@@ -58,14 +58,14 @@ class WidenedEngine:
         self.softmax = softmax_of(engine)
         self.spec: EngineSpec = replace(engine.spec, model=replace(engine.spec.model, vocab_size=vocab_size))
 
-    def new_cache(self) -> Any:
+    def new_cache(self) -> KVCache:
         return self._engine.new_cache()
 
     def close(self) -> None:
         self._engine.close()
 
-    def forward(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
-        output = self._engine.forward(replace(batch, token_ids=batch.token_ids % self._own), cache)
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        output = self._engine.score(replace(batch, token_ids=batch.token_ids % self._own), cache)
         logits = output.logits.take(np.arange(self.spec.model.vocab_size) % self._own, axis=1)
         logits[:, self._own :] -= np.float32(TAIL)
         return output._replace(logits=logits)

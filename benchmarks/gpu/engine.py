@@ -19,7 +19,8 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
+from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
+from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.torch import TorchEngine, Weights
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -120,10 +121,10 @@ def compute_tree_logits(engine: Engine, cache: Any) -> NDArray[np.float32]:
     tokens = text[140:148]
     first = TokenBatch.padded(tokens[:5], 140 + depths[:5], visible[:5, :5], engine.spec.width_for(5))
     second = TokenBatch.padded(tokens[5:], 140 + depths[5:], visible[5:], engine.spec.width_for(3))
-    logits = [engine.forward(batch, cache).logits[: batch.num_tokens].copy() for batch in (first, second)]
+    logits = [engine.score(batch, cache).logits[: batch.num_tokens].copy() for batch in (first, second)]
     cache.commit([0, 2, 4, 6, 7])
     behind = TokenBatch.padded(text[148:], np.arange(145, 147), np.tri(2, dtype=np.bool_), engine.spec.width_for(2))
-    return np.concatenate((*logits, engine.forward(behind, cache).logits[:2]))
+    return np.concatenate((*logits, engine.score(behind, cache).logits[:2]))
 
 
 def check_same_text(device: str, max_tokens: int, count: int) -> Findings:

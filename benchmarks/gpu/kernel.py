@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.gpu.report import Findings, NotPossible, require
 from draftwood.plugins.tree_attention.operands import Operands
-from draftwood.plugins.tree_attention.plan import Shape, bytes_moved, plan
+from draftwood.plugins.tree_attention.plan import Shape, bytes_moved, plan_launch
 from draftwood.plugins.tree_attention.reference import tree_attention as oracle
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -78,7 +78,7 @@ def attend_interpreted(
     tensors = (query, key, value, sequences, tree_mask)
     shape = Shape.of([tensor.shape for tensor in tensors], DTYPE_NAMES[query.dtype])
     launcher = InterpreterLauncher(multiprocessors=4)
-    layout = plan(shape, launcher.multiprocessors)
+    layout = plan_launch(shape, launcher.multiprocessors)
     output = torch.full_like(query, torch.nan)
     workspace = torch.full((max(1, layout.workspace_bytes),), 255, dtype=torch.uint8)
     addresses = [tensor.data_ptr() for tensor in (*tensors, output, workspace)]

@@ -23,8 +23,8 @@ import numpy as np
 from simpy import Environment, Event
 
 from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.engines.shared.pool import LIVE_SHARE
-from draftwood.runtime.requests.scheduler import Scheduler
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 
 CONTEXT_STEP = 32  # slots; a longer context changes the cost of a pass in steps of this size

@@ -31,7 +31,7 @@ from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, TokenBatch
+from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, SoloEngine, TokenBatch
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
@@ -44,22 +44,18 @@ PLAIN_EVERY = 3  # configurations between two measurements of plain decoding: th
 SECOND_SHARE = 0.5  # of the cases in which the first guess is wrong: the second guess is right
 
 
-class SteeredDraft:
+class SteeredDraft(SoloEngine):
     """An engine with the passes of the draft, and a chosen share of right answers.
 
     text: prompt and output of plain decoding. ranks: at each position, the rank of the right next token.
     """
 
     def __init__(self, engine: Engine, acceptance: float) -> None:
-        self.engine, self.acceptance = engine, acceptance
+        self.engine, self.acceptance, self.spec = engine, acceptance, engine.spec
         self.text: NDArray[np.int64] = np.zeros(0, np.int64)
         self.ranks: NDArray[np.int64] = np.zeros(0, np.int64)
 
-    @property
-    def spec(self) -> EngineSpec:
-        return self.engine.spec
-
-    def new_cache(self) -> Any:
+    def new_cache(self) -> KVCache:
         return self.engine.new_cache()
 
     def close(self) -> None:
@@ -72,8 +68,8 @@ class SteeredDraft:
         first, second = rng.random(len(text)) < self.acceptance, rng.random(len(text)) < SECOND_SHARE
         self.ranks = np.where(first, 0, np.where(second, 1, 2))
 
-    def forward(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
-        output = self.engine.forward(batch, cache)
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        output = self.engine.score(batch, cache)
         if output.top_ids is None or output.top_logprobs is None:
             raise TypeError("only a draft can be steered")
         rows = batch.output_rows

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
 from draftwood.runtime.bundle.costs import read_costs
-from draftwood.runtime.speculation.planning.controller import Controller, Experience, Plan
+from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.speculation.planning.estimate import Choice, Shapes
+from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
 
 ACCEPTANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)
 LENGTHS = (1, 2, 3, 4, 6, 8, 10)
@@ -77,16 +77,16 @@ def grow_tree(acceptance: float, depth: int, size: int, chain: bool) -> Tree:
     return rows
 
 
-def follow_text(tree: Tree, ranks: NDArray[np.int64]) -> tuple[list[int], list[Choice]]:
+def follow_text(tree: Tree, ranks: NDArray[np.int64]) -> tuple[list[int], list[VerifierChoice]]:
     """The accepted rows of a tree, and what verification chose at each of their parents."""
     rows: list[int] = []
-    choices: list[Choice] = []
+    choices: list[VerifierChoice] = []
     path: tuple[int, ...] = ()
     for rank in (*ranks.tolist(), -1):
         offered = sum((*path, child) in tree for child in range(SHAPES.frontier))
         found = (*path, rank) in tree
         if offered:
-            choices.append(Choice(rank if found else None, offered))
+            choices.append(VerifierChoice(rank if found else None, offered))
         if not found:
             break
         path = (*path, rank)
@@ -101,7 +101,7 @@ def draw_texts(acceptance: float, tokens: int, count: int) -> Iterator[NDArray[n
         yield np.where(rng.random(tokens) < acceptance, 0, rng.geometric(NEXT_RANK_SHARE, tokens))
 
 
-def price_round(costs: CostModel, greedy: bool, plan: Plan, sharing: int, context: int, everybody: bool) -> float:
+def price_round(costs: CostModel, greedy: bool, plan: RoundPlan, sharing: int, context: int, everybody: bool) -> float:
     """Seconds of a round. everybody: all requests that share its passes have the same plan."""
     host = costs.greedy if greedy else costs.sampled
     if not plan.depth:
@@ -116,7 +116,7 @@ def price_round(costs: CostModel, greedy: bool, plan: Plan, sharing: int, contex
 
 
 def simulate_fixed(
-    costs: CostModel, greedy: bool, acceptance: float, ranks: NDArray[np.int64], plan: Plan, sharing: int
+    costs: CostModel, greedy: bool, acceptance: float, ranks: NDArray[np.int64], plan: RoundPlan, sharing: int
 ) -> float:
     """Seconds of a text with the same proposal in every round."""
     position, seconds = 0, 0.0
@@ -154,11 +154,11 @@ def simulate_controller(
     return seconds
 
 
-def list_fixed_plans() -> dict[str, Plan]:
+def list_fixed_plans() -> dict[str, RoundPlan]:
     """Plain decoding, chains of all LENGTHS, and trees of all TREE_SIZES."""
-    plain = {"plain": Plan(0, 0, 1.0, 0.0, 1.0, probe=False)}
-    chains = {f"K = {length}": Plan(length, length, 0.0, 0.0, 0.0, False, chain=True) for length in LENGTHS}
-    trees = {f"tree {size}": Plan(4, size, 0.0, 0.0, 0.0, False) for size in TREE_SIZES[1:]}
+    plain = {"plain": RoundPlan(0, 0, 1.0, 0.0, 1.0, probe=False)}
+    chains = {f"K = {length}": RoundPlan(length, length, 0.0, 0.0, 0.0, False, chain=True) for length in LENGTHS}
+    trees = {f"tree {size}": RoundPlan(4, size, 0.0, 0.0, 0.0, False) for size in TREE_SIZES[1:]}
     return plain | chains | trees
 
 

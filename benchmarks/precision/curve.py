@@ -28,7 +28,8 @@ from benchmarks.tools.processor import read_busy_seconds
 from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.models.bindings import TARGET
-from draftwood.runtime.engines.base import Engine, TokenBatch, prefill
+from draftwood.runtime.engines.base import Engine, TokenBatch
+from draftwood.runtime.engines.passes import prefill
 
 ROWS = (1, 2, 4, 8, 12, 16, 32)
 CONTEXT, CAPACITY = 128, 1024
@@ -105,10 +106,10 @@ def measure(engines: dict[tuple[str, str], Engine], count: int) -> dict[int, lis
         batch = TokenBatch.padded(
             np.arange(rows) + 5, positions, np.tri(rows, dtype=np.bool_), engine.spec.width_for(rows)
         )
-        engine.forward(batch, cache)  # brings its weights back into the caches, and binds buffers the first time
+        engine.score(batch, cache)  # brings its weights back into the caches, and binds buffers the first time
         cache.commit([])
         start, worked = perf_counter(), process_time()
-        engine.forward(batch, cache)
+        engine.score(batch, cache)
         timing = Timing(perf_counter() - start, process_time() - worked)
         cache.commit([])
         return timing

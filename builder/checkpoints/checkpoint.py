@@ -9,21 +9,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
-from ...models.layers import network_of
+from ...models.layers import HEAD_WEIGHT, network_of
 from ...runtime.text.tokenizer import Tokenizer
 from .folder import HuggingFaceFolder
+from .lora import Merged
 from .source import Blocks, BlockSource, ModelFiles, TensorSource
 
 
 class Checkpoint:
     """Opening a checkpoint reads headers only; `tensor` reads one tensor at a time and keeps none."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
+    def __init__(self, path: Path, lora: Path | None = None) -> None:
+        """lora: an adapter that is merged into the model's tensors.
+
+        Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
         self.path = path
         self._files = files_at(path)
         self.config = self._files.config
+        self.notes = self._files.notes  # what somebody who builds from it should hear
         self._source: TensorSource = self._files.tensors
+        if lora is not None:
+            merged = Merged(self._source, lora, frozenset((HEAD_WEIGHT,) if self.config.tie_embeddings else ()))
+            self._source, self.notes = merged, (*self.notes, *merged.notes)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
 

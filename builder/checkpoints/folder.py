@@ -9,7 +9,10 @@ from ...models.config import LlamaConfig, token_ids
 from ...runtime.text.tokenizer import Tokenizer
 from ..tokenizer import convert_tokenizer
 from .json_file import read_json
+from .packed import Dequantised
+from .quantised import layout_of
 from .safetensors import Safetensors
+from .source import TensorSource
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -19,8 +22,13 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.config = LlamaConfig.from_hf(read_json(folder / CONFIG))
-        self.tensors = Safetensors(folder)
+        content = read_json(folder / CONFIG)
+        self.config = LlamaConfig.from_hf(content)
+        self.tensors: TensorSource = Safetensors(folder)
+        self.notes: tuple[str, ...] = ()
+        if layout := layout_of(content):
+            self.tensors = Dequantised(self.tensors, layout)
+            self.notes = (f"its weights are {layout.name}, and are dequantised", *layout.notes)
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """generation_config.json's: chat models list several there."""

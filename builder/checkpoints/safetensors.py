@@ -6,10 +6,12 @@ Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors then returns
+import ml_dtypes  # registers bfloat16 with numpy, too, which safetensors then returns
+import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
@@ -20,6 +22,7 @@ from .json_file import read_json
 from .source import Stored
 
 DTYPES = ("F32", "F16", "BF16")
+FLOAT8 = "F8_E4M3"
 MOST_SHARDS = 1024
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -27,9 +30,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 class Safetensors:
     """The TensorSource of a folder. Raises CheckpointError where the files are missing or damaged."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._stored = folder, dict[str, Stored]()
-        self._files = weight_files(folder)
+    def __init__(self, folder: Path, files: Mapping[str, Path] | None = None) -> None:
+        """files: the file of each tensor; None looks for a model's."""
+        self._stored = dict[str, Stored]()
+        self._files = weight_files(folder) if files is None else files
         for file in dict.fromkeys(self._files.values()):
             handle = open_safetensors(file)
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
@@ -38,28 +42,43 @@ class Safetensors:
                     dtype = header.get_dtype()
                     self._stored[name] = Stored(tuple(header.get_shape()), dtype, dtype in DTYPES)
 
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return tuple(self._stored)
+
     def stored(self, name: str) -> Stored | None:
         return self._stored.get(name)
 
     def tensor(self, name: str) -> NDArray[Any]:
+        """Of any dtype: a source that stands on this one may dequantise it. float8 is ml_dtypes' own."""
         # Opened each time: a mapping that stays open keeps every page it ever read in this process's memory.
+        if self._stored[name].dtype == FLOAT8:  # numpy has no such dtype, and safetensors asks it
+            import torch
+
+            tensor = open_safetensors(self._files[name], "pt").get_tensor(name)
+            return np.asarray(tensor.view(torch.uint8).numpy()).view(ml_dtypes.float8_e4m3fn)
         array: NDArray[Any] = open_safetensors(self._files[name]).get_tensor(name)
         return array
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index of a sharded checkpoint."""
+    found = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder / INDEX}: no weight_map; download the file again")
+    if not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{folder / INDEX}: weight_map must name a file for each tensor; download it again")
+    if (files := len(set(found.values()))) > MOST_SHARDS:
+        raise CheckpointError(f"{folder / INDEX}: {files} files, more than {MOST_SHARDS}; merge some of them")
+    return found
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file, from the single file or from the sharded index."""
     if os.path.lexists(folder / INDEX):
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{folder / INDEX}: no weight_map; download the file again")
-        names = set(weight_map.values()) if all(isinstance(file, str) for file in weight_map.values()) else set()
-        if weight_map and not names:
-            raise CheckpointError(f"{folder / INDEX}: weight_map must name a file for each tensor; download it again")
-        if len(names) > MOST_SHARDS:
-            raise CheckpointError(f"{folder / INDEX}: {len(names)} files, more than {MOST_SHARDS}; merge some of them")
-        files = {name: inside(folder, name) for name in names}
-        return {name: files[file] for name, file in weight_map.items()}
+        names = weight_map(folder)
+        files = {file: inside(folder, file) for file in set(names.values())}
+        return {name: files[file] for name, file in names.items()}
     if (folder / WEIGHTS).is_file():
         handle = open_safetensors(folder / WEIGHTS)
         return dict.fromkeys(handle.keys(), folder / WEIGHTS)
@@ -85,10 +104,10 @@ def inside(folder: Path, relative: str) -> Path:
     return path
 
 
-def open_safetensors(file: Path) -> Any:
+def open_safetensors(file: Path, framework: str = "numpy") -> Any:
     """A handle that has read and checked the header: offsets that neither overlap nor leave the file."""
     try:
         check_plain(file)
-        return safe_open(str(file), framework="numpy")
+        return safe_open(str(file), framework=framework)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file ({error}); download it again") from error

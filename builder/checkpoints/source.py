@@ -61,6 +61,10 @@ class ModelFiles(Protocol):
     def tensors(self) -> TensorSource:
         """Its weights."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What somebody who builds from it should hear."""
+
     def more_eos_ids(self) -> tuple[int, ...]:
         """Ids that end a text besides the configuration's `eos_token_ids`."""
 

@@ -1,4 +1,4 @@
-"""How far a predicted probability can be believed: binary KL, reliability, expected calibration error, temperature."""
+"""Calibration of predicted probabilities: binary KL, reliability, expected calibration error, temperature."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Floats = NDArray[np.float64]
 
 
 class Bin(NamedTuple):
-    """Predictions of one tenth of [0, 1]: how many, their mean, and the mean of what they predicted."""
+    """Predictions in one tenth of [0, 1]: their number, their mean, and the mean of the labels."""
 
     tokens: int
     predicted: float
     observed: float
 
 
-class Calibration(NamedTuple):
+class CalibrationFigures(NamedTuple):
     """Figures of one set of predictions. nll: cross-entropy with the soft labels, in nats per token. binary_kl: its
     part above the labels' own entropy. ece: mean distance of predicted and observed over the bins, by tokens."""
 
@@ -32,12 +32,12 @@ class Calibration(NamedTuple):
     bins: tuple[Bin, ...]
 
 
-def calibration(logits: Floats, labels: Floats) -> Calibration:
-    """Judge log-odds [N] by soft labels [N]."""
+def calibration(logits: Floats, labels: Floats) -> CalibrationFigures:
+    """Compare log-odds [N] with soft labels [N]."""
     nll = negative_log_likelihood(logits, labels)
     bins = reliability(sigmoid(logits), labels)
     ece = sum(each.tokens * abs(each.predicted - each.observed) for each in bins) / len(labels)
-    return Calibration(nll, max(0.0, nll - entropy(labels)), ece, tuple(bins))
+    return CalibrationFigures(nll, max(0.0, nll - entropy(labels)), ece, tuple(bins))
 
 
 def reliability(predicted: Floats, labels: Floats) -> Sequence[Bin]:

@@ -1,15 +1,15 @@
-"""What the acceptance head learns from (SpecDec++, arXiv 2405.19715, section 4 and appendix): texts, labels, mixing.
+"""Training data of the acceptance head (SpecDec++, arXiv 2405.19715, section 4 and appendix): texts, labels, mixing.
 
-For each prompt the target p writes X. The draft q reads prompt + X and draws one token beside each of X's:
+For each prompt the target p generates X. The draft q reads prompt + X and draws one token beside each token of X:
 
     Y_t ~ q(· | prompt, X_<t)        p_acc_t = min(1, p(Y_t) / q(Y_t))        both under that prefix, raw softmax
 
-The draft then reads prompt + Z, where Z_t is X_t with probability r and else Y_t: in use, its context holds its own
-tokens, too. The hidden state of a Y_t in Z is an example, with that token's own p_acc_t as its soft label.
+The draft then reads prompt + Z, where Z_t is X_t with probability r and else Y_t, because the draft's context contains
+its own tokens in decoding, too. The hidden state of each Y_t in Z is an example with the soft label p_acc_t ("mixed").
 
-But a head is only asked about Y_t when everything before it was accepted, and such a context reads like X, while Z
-strings together tokens that were each drawn behind another text. "Branched" examples read every Y_t behind prompt +
-X_<t itself, all of them in one pass under a tree mask; what is held out always is.
+In decoding, the head's estimate of Y_t only matters when all tokens before it are accepted. Such a context is similar
+to X, while the tokens of Z were each drawn after another text. Therefore "branched" examples read every Y_t after
+prompt + X_<t itself, all in one pass with a tree mask. Held-out examples are always branched.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from ..checkpoints.checkpoint import Checkpoint
 
 
 class Responses(NamedTuple):
-    """Texts of the target. prefix int64 [B, P]: prompts, padded on the left. padding int64 [B]. x int64 [B, T]: what
-    the target wrote. p float32 [B, T, V]: its logits before each token. valid bool [B, T]: up to the end of text."""
+    """Texts of the target. prefix int64 [B, P]: prompts, padded on the left. padding int64 [B]. x int64 [B, T]: the
+    generated tokens. p float32 [B, T, V]: logits of the target before each token. valid bool [B, T]: true up to the end
+    of the text."""
 
     prefix: Tensor
     padding: Tensor
@@ -38,21 +39,21 @@ class Responses(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """y int64 [B, T]: one draft token at each place. p_acc float32 [B, T]: probability that the target accepts it."""
+    """y int64 [B, T]: one draft token per position. p_acc float32 [B, T]: probability that the target accepts it."""
 
     y: Tensor
     p_acc: Tensor
 
 
 class Examples(NamedTuple):
-    """hidden float32 [N, d]: the draft's state after reading a token of its own. p_acc float32 [N]."""
+    """hidden float32 [N, d]: the draft's state after reading one of its own tokens. p_acc float32 [N]."""
 
     hidden: Tensor
     p_acc: Tensor
 
 
 class Reader:
-    """Texts of a batch, padded on the left, behind one model's KV cache; each is read as if it stood alone."""
+    """Reads a batch of texts, padded on the left, with one model and its KV cache. Texts do not affect each other."""
 
     def __init__(self, model: Llama, padding: Tensor, capacity: int) -> None:
         config = model.config
@@ -61,7 +62,7 @@ class Reader:
         self._cache = torch.zeros(shape)
 
     def read(self, tokens: Tensor, output_rows: Tensor) -> LlamaOutput:
-        """Append int64 [B, T] to every text and score `output_rows` of them."""
+        """Append tokens, int64 [B, T], to the texts and score their `output_rows`."""
         start, end = self._read, self._read + tokens.shape[1]
         rows, columns = torch.arange(start, end)[None, :, None], torch.arange(end)[None, None, :]
         seen = (columns <= rows) & (columns >= self._padding[:, None, None])
@@ -82,11 +83,11 @@ def collect(
     mixing_ratio: float | None,
     generator: torch.Generator,
 ) -> Examples:
-    """All examples of one batch of prompts; branched ones without a `mixing_ratio`."""
+    """All examples of one batch of prompts. mixing_ratio: r of mixed examples; None makes branched ones."""
     responses = sample_responses(target, prompts, max_new_tokens, temperature, generator)
     prefix, padding, x, p, valid = responses
     capacity, rows = prefix.shape[1] + x.shape[1], prefix.shape[1] + torch.arange(x.shape[1])
-    # The logits that chose x[t] are those of the row before it.
+    # The logits for x[t] are those of the row before it.
     q = Reader(draft, padding, capacity).read(torch.cat((prefix, x), 1), rows - 1).logits
     y, p_acc = soft_labels(p, q, generator)
     if mixing_ratio is None:
@@ -101,7 +102,8 @@ def collect(
 def sample_responses(
     target: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, generator: torch.Generator
 ) -> Responses:
-    """The target continues every prompt, one token of each at a time, until all ended. temperature: 0 is greedy."""
+    """Continue every prompt with the target, one token at a time, until all texts have ended. temperature: 0 is
+    greedy."""
     longest = max(map(len, prompts))
     padding = torch.tensor([longest - len(prompt) for prompt in prompts])
     prefix = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
@@ -125,7 +127,7 @@ def sample_responses(
 
 
 def soft_labels(p: Tensor, q: Tensor, generator: torch.Generator) -> Labels:
-    """Y_t ~ q and min(1, p(Y_t) / q(Y_t)) from both models' logits [B, T, V]."""
+    """Draw Y_t ~ q, and compute min(1, p(Y_t) / q(Y_t)), from the logits [B, T, V] of both models."""
     log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
     y = torch.multinomial(log_q.exp().flatten(0, 1), 1, generator=generator).view(*q.shape[:2], 1)
     ratio = (log_p.gather(-1, y) - log_q.gather(-1, y)).clamp(max=0).exp()
@@ -133,17 +135,17 @@ def soft_labels(p: Tensor, q: Tensor, generator: torch.Generator) -> Labels:
 
 
 def mix(x: Tensor, y: Tensor, ratio: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Z [B, T], and where it took Y: at each place X with probability `ratio`."""
+    """Z [B, T], and a mask of the positions with Y. Each position has X with probability `ratio`, else Y."""
     drafted = torch.rand(x.shape, generator=generator) >= ratio
     return torch.where(drafted, y, x), drafted
 
 
 def branched(draft: Llama, responses: Responses, y: Tensor) -> Tensor:
-    """The draft's hidden state [B, T, d] after each y[t] behind the prompt and x[:t]: y's rows are leaves of a tree
-    whose trunk is the text."""
+    """The draft's hidden state [B, T, d] after each y[t] with the context prompt + x[:t]. The rows of y are leaves of a
+    tree whose trunk is the text."""
     prefix, padding, x, _, _ = responses
     trunk, leaves = prefix.shape[1] + x.shape[1], prefix.shape[1] + torch.arange(x.shape[1])
-    positions = torch.cat((torch.arange(trunk), leaves))  # a leaf stands where the token beside it does
+    positions = torch.cat((torch.arange(trunk), leaves))  # a leaf has the position of the text's token beside it
     rows = torch.arange(len(positions))
     ancestors = (rows < trunk) & (rows < positions[:, None]) | (rows == rows[:, None])
     seen = ancestors & (rows >= padding[:, None, None])
@@ -161,8 +163,8 @@ def branched(draft: Llama, responses: Responses, y: Tensor) -> Tensor:
 
 
 def load_frozen(checkpoint: Checkpoint, positions: int) -> Llama:
-    """A checkpoint as a model that is not trained."""
-    with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
+    """A checkpoint as a model whose weights are not trained."""
+    with torch.device("meta"):  # takes neither memory nor time for weights that are replaced below
         model = Llama(checkpoint.config, positions)
     state = {name: torch.from_numpy(np.array(checkpoint.tensor(name), np.float32)) for name in model.state_dict()}
     model.load_state_dict(state, assign=True)

@@ -1,4 +1,4 @@
-"""The picture of a training: loss curve and reliability diagram, as one SVG that needs nothing else."""
+"""The picture of a training: loss curve and reliability diagram, as one self-contained SVG."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xml.sax.saxutils import escape
 from .calibration import Bin
 
 WIDTH, HEIGHT = 920, 400
-TOP, SIDE = 56, 280  # both plots begin at TOP and are SIDE high
+TOP, SIDE = 56, 280  # upper edge and height of both plots
 COLOURS = ("#9aa5b1", "#d97706", "#1d4ed8")
 TICKS = 4
-SMOOTHED = 60  # points a noisy curve is averaged to
+SMOOTHED = 60  # number of points of a smoothed curve
 Curve = Sequence[tuple[float, float]]
 
 
@@ -25,14 +25,14 @@ class Plot(NamedTuple):
     y: tuple[float, float]
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Data -> pixels."""
+        """Convert data coordinates to pixels."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         return self.left + across * self.width, TOP + (1 - up) * SIDE
 
 
 def training_svg(curves: Mapping[str, Curve], reliability: Mapping[str, Sequence[Bin]]) -> str:
-    """curves: (step, loss) by name. reliability: bins by name, drawn in the same order of colours."""
+    """The picture. curves: (step, loss) by name. reliability: bins by name. Both use the same order of colours."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="system-ui, sans-serif" font-size="12" fill="#1f2933" role="img">',
@@ -117,7 +117,7 @@ def line(points: Sequence[tuple[float, float]], colour: str, name: str) -> str:
 
 
 def smooth(curve: Curve) -> list[tuple[float, float]]:
-    """Means of equal stretches, so that the noise of single steps does not hide the curve."""
+    """The means of equal intervals, so that the noise of single steps does not hide the curve."""
     size = -(-len(curve) // SMOOTHED)
     chunks = [curve[first : first + size] for first in range(0, len(curve), size)]
     return [(sum(x for x, _ in chunk) / len(chunk), sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]

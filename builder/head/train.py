@@ -1,10 +1,10 @@
-"""SpecDec++ (arXiv 2405.19715): train the acceptance head of a pair, calibrate it, write it with its curves.
+"""SpecDec++ (arXiv 2405.19715): trains the acceptance head of a pair, calibrates it, and writes it with its curves.
 
     loss = Σ[w_rej (1 - p_acc)(-log P_0) + p_acc (-log P_1)] / Σ[w_rej (1 - p_acc) + p_acc]
 
-Both models stay frozen, so the draft's hidden states are computed once and the head trains on them alone. What ours
-adds: prompts held out of training, read in the contexts of use, on which the best epoch is chosen and the de-biased
-head's temperature is fitted.
+Both models stay frozen, so the draft's hidden states are computed once, and the head is trained on these states alone.
+Unlike the paper, some prompts are held out of training and read in the contexts of decoding. On these prompts the best
+epoch is chosen, and the temperature of the de-biased head is fitted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...runtime.bundle.staging import staging_folder
 from ..checkpoints.checkpoint import Checkpoint
 from ..pipeline import refuse_different_sizes
 from ..progress import Begin, Step
-from ..tokenizer import same_vocabulary
+from ..tokenizer import check_same_vocabulary
 from .calibration import Floats, calibration, fit_temperature
 from .data import Examples, collect, load_frozen
 from .plots import training_svg
@@ -38,14 +38,14 @@ from .training import HeadResult, HeadTraining, Point
 
 FIGURES, PLOT = "training.json", "training.svg"
 TRAINING, HELD_OUT = "training", "held-out"
-ROWS_PER_STEP = 512  # examples of one optimizer step
-WARM_UP = 0.03  # share of the steps, as published
+ROWS_PER_STEP = 512  # examples per optimizer step
+WARM_UP = 0.03  # share of the steps with a rising learning rate, as published
 WEIGHT_DECAY = 0.01
-SMALL_MODEL = 30_000_000  # parameters
+SMALL_MODEL = 30_000_000  # models with fewer parameters train on one thread
 
 
 def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> HeadResult:
-    """Train a head and write its folder, all or nothing; `begin` hears of every step.
+    """Train a head and write its folder atomically. begin: called for every step.
 
     The same options, prompts and number of threads give the same head. Raises CheckpointError, ConfigError or
     RequestError.
@@ -76,7 +76,7 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
 def encode(
     options: HeadTraining, checkpoints: Mapping[str, Checkpoint], prompts: Sequence[str]
 ) -> Sequence[Sequence[int]]:
-    """Token ids of every prompt, cut on the left so that prompt and answer fit both models."""
+    """Token ids of every prompt, truncated on the left so that prompt and answer fit both models."""
     room = min(checkpoint.config.max_position for checkpoint in checkpoints.values()) - options.max_new_tokens
     if room < 1:
         raise ConfigError(
@@ -85,7 +85,7 @@ def encode(
         )
     with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
         tokenizer = checkpoints[TARGET].write_tokenizer(Path(target))
-        same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(draft)))
+        check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(draft)))
     encoded = [tokenizer.encode(prompt)[-min(room, options.max_prompt_tokens) :] for prompt in prompts]
     if len(encoded) < 2:
         raise RequestError("a head needs at least 2 prompts: one to train on and one to hold out")
@@ -97,7 +97,7 @@ def encode(
 def split(
     options: HeadTraining, prompts: Sequence[Sequence[int]], generator: torch.Generator
 ) -> list[tuple[Sequence[Sequence[int]], int, str]]:
-    """Prompts to train on and prompts to hold out, at least one each, and how many texts to write from them."""
+    """Split the prompts into training and held-out prompts, at least one each, with the number of texts for each."""
     order = torch.randperm(len(prompts), generator=generator).tolist()
     count = min(max(1, round(options.held_out * len(prompts))), len(prompts) - 1)
     texts = min(max(1, round(options.held_out * options.texts)), options.texts - 1)
@@ -114,8 +114,9 @@ def gather(
     begin: Begin,
     generator: torch.Generator,
 ) -> Examples:
-    """Write `texts` texts from the prompts in turn and read them: every example of this part."""
-    chosen = sorted((prompts[index % len(prompts)] for index in range(texts)), key=len)  # little padding in a batch
+    """Generate `texts` texts from the prompts in turn, and collect their examples."""
+    # Sorted by length, for little padding in a batch.
+    chosen = sorted((prompts[index % len(prompts)] for index in range(texts)), key=len)
     batches = [chosen[first : first + options.batch_size] for first in range(0, texts, options.batch_size)]
     advance = begin(Step(f"Sampling and labelling {texts} {kind} texts", len(batches)))
     positions = max(map(len, chosen)) + options.max_new_tokens
@@ -132,7 +133,7 @@ def gather(
 
 
 def acceptance_loss(logits: Tensor, p_acc: Tensor, w_rej: float) -> Tensor:
-    """The weighted cross-entropy of logits [N, 2] with soft labels [N]; see the top of this file."""
+    """The weighted cross-entropy of logits [N, 2] with soft labels [N]; see the module's docstring."""
     log_P = logits.log_softmax(-1)
     reject, accept = w_rej * (1 - p_acc), p_acc
     return -(reject * log_P[:, REJECT] + accept * log_P[:, ACCEPT]).sum() / (reject + accept).sum()
@@ -146,10 +147,10 @@ def fit(
     begin: Begin,
     generator: torch.Generator,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """AdamW with warm-up and cosine decay; leaves the weights of the best epoch. Returns both loss curves."""
+    """Train with AdamW, warm-up and cosine decay; keep the weights of the best epoch. Returns both loss curves."""
     advance = begin(Step(f"Training the head on {len(train.p_acc)} tokens", options.epochs))
     w_rej = options.reject_weight
-    # Begin at the best constant, so that a head that learns nothing is an unbiased one.
+    # Training begins at the best constant prediction, so that a head that learns nothing is unbiased.
     mean = train.p_acc.mean().clamp(1e-4, 1 - 1e-4)
     with torch.no_grad():
         head.output.bias[ACCEPT] = mean.logit() - math.log(w_rej)
@@ -177,7 +178,7 @@ def fit(
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the learning rate: linear warm-up, then half a cosine to zero."""
+    """The factor on the learning rate: linear warm-up, then half a cosine to zero."""
     warm_up = max(1, round(WARM_UP * steps))
     if step < warm_up:
         return (step + 1) / warm_up
@@ -222,8 +223,9 @@ def judge(
 
 @contextmanager
 def torch_threads(threads: int, target: LlamaConfig) -> Iterator[None]:
-    """So many threads inside the block. A small model computes less in a pass than threads cost to wake, and they stall
-    each other when something else wants a core: 0 gives it one, and leaves torch's own choice to a large one."""
+    """Use `threads` threads inside the block. 0 means one thread for a small target and torch's default for a large
+    one: waking threads costs more than a small model's passes, and threads stall each other if another program uses a
+    core."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or (1 if num_parameters(target) < SMALL_MODEL else before))
     try:

@@ -1,4 +1,4 @@
-"""What goes into the training of an acceptance head, and what comes out of it."""
+"""The options and the results of the training of an acceptance head."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 
 from ...models.acceptance_head import HeadConfig
 from ...models.errors import ConfigError
-from .calibration import Calibration
+from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTraining:
-    """How to train a head. Raises ConfigError.
+    """The options of a training. Raises ConfigError.
 
     target, draft: Hugging Face folders or GGUF files. output: the head's folder. layers, tied, reject_weight: see
-    HeadConfig. contexts: what the draft has read when it is asked about its token in training: "mixed", as published, a
-    text in which a share `mixing_ratio` (r) is the target's and the rest its own; or "branched", the target's own text,
-    as in use.
+    HeadConfig. contexts: the text that the draft reads before a token of its own in training. "mixed", as published: a
+    text with a share `mixing_ratio` (r) of the target's tokens and otherwise the draft's; "branched": the target's
+    text, as in decoding.
 
-    texts: how many the target writes, prompts taken in turn; max_new_tokens: length of one; max_prompt_tokens: a longer
-    prompt loses its beginning. temperature: at which the target writes, 0 is greedy; labels are always those of
-    temperature 1. batch_size: texts written at a time. epochs: times the head sees every example. learning_rate: at its
-    highest. held_out: share of the prompts that is kept from training, for calibration. threads: of torch, 0 chooses by
-    the target's size.
+    texts: number of texts that the target generates, with prompts in turn. max_new_tokens: their length.
+    max_prompt_tokens: longer prompts lose their beginning. temperature: of the target's texts, 0 is greedy; labels are
+    always those of temperature 1. batch_size: texts generated at a time. epochs: passes over all examples.
+    learning_rate: greatest value. held_out: share of the prompts that is kept from training, for calibration. threads:
+    of torch; 0 chooses by the target's size.
     """
 
     target: Path
@@ -71,12 +71,12 @@ class HeadTraining:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
 
     def head(self, hidden_size: int) -> HeadConfig:
-        """The head before training."""
+        """The configuration of the untrained head."""
         return HeadConfig(hidden_size, self.layers, self.tied, self.reject_weight)
 
 
 class Point(NamedTuple):
-    """Weighted loss after so many optimizer steps."""
+    """The weighted loss after `step` optimizer steps."""
 
     step: int
     loss: float
@@ -84,26 +84,26 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """A trained head's figures. training, validation: weighted loss over steps; validation has one point an epoch, the
-    smallest of which, `loss`, is that of the weights that were kept. raw, debiased, calibrated: held-out figures of the
-    probability as trained, after adding log w_rej, and after the temperature. constant: of one probability for every
-    token, the training labels' mean, which a head must beat. examples, held_out: tokens. mean_acceptance: of all
-    labels, 1 - TV(p, q) on average. seconds: of the whole training."""
+    """The figures of a trained head. training, validation: weighted loss over steps; validation has one point per
+    epoch, and the least of them, `loss`, belongs to the weights that were kept. raw, debiased, calibrated: held-out
+    figures of the probability as trained, after adding log w_rej, and after the temperature. constant: held-out figures
+    of a constant prediction, the mean of the training labels, which a head must beat. examples, held_out: numbers of
+    tokens. mean_acceptance: mean of all labels, which is 1 - TV(p, q) on average. seconds: of the whole training."""
 
     config: HeadConfig
     training: tuple[Point, ...]
     validation: tuple[Point, ...]
     loss: float
-    constant: Calibration
-    raw: Calibration
-    debiased: Calibration
-    calibrated: Calibration
+    constant: CalibrationFigures
+    raw: CalibrationFigures
+    debiased: CalibrationFigures
+    calibrated: CalibrationFigures
     examples: int
     held_out: int
     mean_acceptance: float
     seconds: float
 
-    def stages(self) -> dict[str, Calibration]:
+    def stages(self) -> dict[str, CalibrationFigures]:
         """Held-out figures in the order of the corrections."""
         return {"as trained": self.raw, "de-biased": self.debiased, "calibrated": self.calibrated}
 
@@ -112,7 +112,7 @@ class HeadResult:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields["config"] = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
         for name in ("constant", "raw", "debiased", "calibrated"):
-            figures: Calibration = getattr(self, name)
+            figures: CalibrationFigures = getattr(self, name)
             fields[name] = {**figures._asdict(), "bins": [each._asdict() for each in figures.bins]}
         for name in ("training", "validation"):
             fields[name] = [point._asdict() for point in getattr(self, name)]

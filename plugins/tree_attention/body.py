@@ -1,8 +1,8 @@
 """TreeAttention's body in standard ONNX operators, for runtimes without a kernel for it.
 
-fp16, bf16: one standard Attention node, which runtimes have fused kernels for. fp32: its parts, because TensorRT-RTX
-has no fused fp32 attention and cannot take the operator apart by itself. Either multiplies invisible values by zero, so
-that every slot of a cache must be finite; the plugin's kernel does not read invisible slots at all.
+fp16, bf16: one standard Attention node, for which runtimes have fused kernels. fp32: its elementary operators, because
+TensorRT-RTX has no fused fp32 attention and cannot decompose the operator. Both multiply invisible values by zero, so
+every slot of a cache must be finite. The plugin's kernel does not read invisible slots at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FunctionBuilder:
         return ir.Function(DOMAIN, NAME, graph=graph, attributes=[ir.Attr("scale", ir.AttributeType.FLOAT, None)])
 
     def visible(self, sequences: ir.Value, tree_mask: ir.Value) -> ir.Value:
-        """[1, T, C], bool: each row's committed slots, and the compact mask moved to where its columns are.
+        """[1, T, C], bool: each row's committed slots, and the compact mask at the slots of its columns.
 
         The slots' numbers are a constant and not a Range: TensorRT-RTX 1.7 fails on a Range used by several layers.
         """
@@ -66,7 +66,7 @@ class FunctionBuilder:
         return self.node("Or", [committed, seen], "visible")
 
     def of_each_row(self, sequences: ir.Value, tree_mask: ir.Value, slots: ir.Value) -> tuple[ir.Value, ...]:
-        """What `sequences` says of each row's sequence, without its first row: three times [T, 1], int32."""
+        """The three numbers of each row's sequence in `sequences`, without `first_row`: each [T, 1], int32."""
         count = self.node("Shape", [tree_mask], "row_count_of_mask", [ir.AttrInt64("start", 1), ir.AttrInt64("end", 2)])
         numbers = self.node("Slice", [slots, self.integers([0]), count], "row_numbers")  # [T]
         starts, *wanted = (
@@ -99,14 +99,14 @@ class FunctionBuilder:
         scores = self.node("MatMul", [query, key], "scores")
         scores = self.node("Reshape", [scores, split], "split_scores")  # [B, H_kv, G, T, C]
         mask = self.node("Unsqueeze", [visible, self.integers([1, 2])], "mask_by_group")
-        least = self.constant("least_score", np.finfo(np.float32).min)  # finite: a row that sees nothing has no NaN
+        least = self.constant("least_score", np.finfo(np.float32).min)  # finite: no NaN without visible slots
         weights = self.node("Softmax", [self.node("Where", [mask, scores, least], "masked_scores")], "weights")
         merged = self.node("Concat", [zero, heads, minus_one, self.integers([self.capacity])], "merged_shape", axis)
         weights = self.node("Reshape", [weights, merged], "merged_weights")
         return self.node("Reshape", [self.node("MatMul", [weights, value], "weighted_values"), shape], "attended")
 
     def zero_blind_rows(self, attended: ir.Value, visible: ir.Value) -> ir.Value:
-        """Rows that see nothing are padding; what a softmax over nothing gives must not leave this function."""
+        """Set rows without visible slots to zero: they are padding, and their softmax is meaningless."""
         numbers = self.cast(visible, ir.DataType.INT32, "visible_int32")
         count = self.node("ReduceMax", [numbers, self.integers([2])], "sees_any_int32", [ir.AttrInt64("keepdims", 1)])
         sees = self.node("Unsqueeze", [self.cast(count, ir.DataType.BOOL, "sees_any"), self.integers([1])], "sighted")

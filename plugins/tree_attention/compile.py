@@ -1,4 +1,5 @@
-"""The child process of `library.compile_library`: variants on stdin as JSON, a KernelLibrary on stdout."""
+"""The child process of `library.compile_library`: reads variants as JSON from stdin, writes a KernelLibrary to
+stdout."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from triton.compiler import ASTSource
 from . import kernel
 from .library import PTX, KernelImage, KernelLibrary
 from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
-from .plan import Plan, Shape, Variant
+from .plan import LaunchPlan, Shape, Variant
 
-PTX_VERSION = 80  # of CUDA 12.0: every driver that has the devices' TensorRT takes it
-LEAST_SHARED = 86  # the capability of the least shared memory among those that take the PTX
+PTX_VERSION = 80  # of CUDA 12.0; every driver that supports the devices' TensorRT accepts it
+LEAST_SHARED = 86  # the capability with the least shared memory among those that accept the PTX
 SCALARS = {int: "i32", float: "fp32"}
 
 
@@ -23,12 +24,14 @@ def main() -> None:
     request = json.load(sys.stdin)
     variants = [Variant(**each) for each in request["variants"]]
     target = request["format"], request["capability"]
-    images = [compiled(ATTENTION, variant, *target) for variant in variants]
-    images += [compiled(COMBINE, variant, *target) for variant in sorted({each.combined for each in variants}, key=str)]
+    images = [compile_kernel(ATTENTION, variant, *target) for variant in variants]
+    images += [
+        compile_kernel(COMBINE, variant, *target) for variant in sorted({each.combined for each in variants}, key=str)
+    ]
     sys.stdout.buffer.write(KernelLibrary(tuple(images), triton.__version__).to_bytes())
 
 
-def compiled(name: str, variant: Variant, format: str, capability: int) -> KernelImage:
+def compile_kernel(name: str, variant: Variant, format: str, capability: int) -> KernelImage:
     """Compile one kernel of one variant."""
     function = getattr(kernel, name)
     constants = variant.constants if name == ATTENTION else variant.combine_constants
@@ -53,10 +56,10 @@ def compiled(name: str, variant: Variant, format: str, capability: int) -> Kerne
 
 
 def example(name: str, variant: Variant) -> tuple[Argument, ...]:
-    """Arguments of the types that every launch passes."""
+    """Example arguments, with the types of every launch."""
     shape = Shape(1, variant.group, 1, 1, 1, 1, variant.head_dim, variant.dtype)
     operands = Operands(0, 0, 0, 0, 0, 0, 0, (0, 0), (0, 0))
-    attention, combine = arguments(Plan(shape, variant, 1), operands, 1.0)
+    attention, combine = arguments(LaunchPlan(shape, variant, 1), operands, 1.0)
     return {ATTENTION: attention, COMBINE: combine}[name]
 
 
@@ -69,7 +72,8 @@ def signature(name: str, variant: Variant, parameters: list[str]) -> dict[str, s
 
 
 def alignment(name: str, variant: Variant, parameters: list[str]) -> dict[tuple[int], list[list[object]]]:
-    """Addresses of rows are multiples of 16 bytes, and strides of 16 elements where the head size is one."""
+    """Alignment for the compiler: row addresses are multiples of 16 bytes; strides of 16 elements if the head size
+    is."""
     aligned = {"query", "key", "value", "output", "partial", "logsum"}
     if variant.head_dim % 16 == 0:
         aligned |= {f"{tensor}_{axis}" for tensor in ("query", "output") for axis in ("head", "row")}

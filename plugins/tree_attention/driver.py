@@ -1,4 +1,4 @@
-"""The launcher of compiled kernels: through the CUDA driver, without a compiler on the machine."""
+"""DriverLauncher: launches kernels that were compiled ahead of time, through the CUDA driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .library import KernelImage, KernelLibrary
 from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
-from .plan import Plan, Variant
+from .plan import LaunchPlan, Variant
 
 C_TYPES = {Pointer: ctypes.c_void_p, int: ctypes.c_int32, float: ctypes.c_float}
 HIDDEN = (Pointer(0, "u8"), Pointer(0, "u8"))  # Triton ends every parameter list with two scratch pointers, here unused
@@ -22,9 +22,9 @@ class LoadedKernel(NamedTuple):
 
 
 class DriverLauncher:
-    """Through the CUDA driver, from a library compiled ahead of time: no compiler on the machine that runs it.
+    """Launches the kernels of a library through the CUDA driver; the machine needs no compiler.
 
-    Modules are loaded when a kernel is launched for the first time in a CUDA context, and stay.
+    Modules are loaded when a kernel is launched for the first time in a CUDA context, and stay loaded.
     """
 
     def __init__(self, library: KernelLibrary) -> None:
@@ -35,8 +35,8 @@ class DriverLauncher:
     def multiprocessors(self) -> int:
         return device_attribute("MULTIPROCESSOR_COUNT")
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
-        """See Launcher.launch. Raises ValueError when the library lacks the plan's variant."""
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
+        """See Launcher.launch. Raises ValueError if the library lacks the plan's variant."""
         attention, combine = arguments(plan, operands, scale)
         self._launch(ATTENTION, plan.variant, plan.grid, attention, stream)
         if plan.num_splits > 1:
@@ -52,29 +52,29 @@ class DriverLauncher:
         packed = tuple(value.address if isinstance(value, Pointer) else value for value in every)
         types = tuple(C_TYPES[type(value)] for value in every)
         block = (32 * loaded.image.num_warps, 1, 1)
-        checked(
+        check_status(
             driver.cuLaunchKernel(loaded.function, *grid, *block, loaded.image.shared_bytes, stream, (packed, types), 0)
         )
 
     def _kernel(self, kernel: str, variant: Variant) -> LoadedKernel:
         from cuda.bindings import driver
 
-        key = int(checked(driver.cuCtxGetCurrent())), kernel, variant
+        key = int(check_status(driver.cuCtxGetCurrent())), kernel, variant
         if key not in self._loaded:
             self._loaded[key] = load(self._library.candidates(kernel, variant, current_capability()))
         return self._loaded[key]
 
 
 def load(candidates: Sequence[KernelImage]) -> LoadedKernel:
-    """The first image that the driver takes. Raises RuntimeError with the driver's reason when it takes none."""
+    """Load the first image that the driver accepts. Raises RuntimeError with the driver's reason if it accepts none."""
     from cuda.bindings import driver
 
     for image in candidates:
         error, module = driver.cuModuleLoadData(image.code)
         if error == driver.CUresult.CUDA_SUCCESS:
-            function = checked(driver.cuModuleGetFunction(module, image.entry.encode()))
+            function = check_status(driver.cuModuleGetFunction(module, image.entry.encode()))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(function, attribute, image.shared_bytes))
+            check_status(driver.cuFuncSetAttribute(function, attribute, image.shared_bytes))
             return LoadedKernel(image, function)
     raise RuntimeError(f"the CUDA driver takes no image of {image.entry} ({error.name}): update the driver")
 
@@ -89,11 +89,11 @@ def device_attribute(name: str) -> int:
     from cuda.bindings import driver
 
     attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    return int(checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuCtxGetDevice()))))
+    return int(check_status(driver.cuDeviceGetAttribute(attribute, check_status(driver.cuCtxGetDevice()))))
 
 
-def checked(answer: tuple[Any, ...]) -> Any:
-    """What a driver call returned beside its status. Raises RuntimeError when the status is an error."""
+def check_status(answer: tuple[Any, ...]) -> Any:
+    """The result of a driver call without its status. Raises RuntimeError if the status is an error."""
     status, *values = answer
     if status.value != 0:
         raise RuntimeError(f"CUDA driver: {status.name}")

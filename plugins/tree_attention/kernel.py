@@ -2,12 +2,12 @@
 
 The query heads that share a key/value head, times a sequence's rows, form the rows of one matrix (GQA packing): a key
 or value is read once per key/value head and block of rows, and only for rows of its own sequence. Long caches are cut
-into splits, each with a softmax of its own, and `combine_splits` adds them up (Flash-Decoding). Which rows and slots a
-program reads follows from `sequences` on the device, the grid does not, so that a launch may be captured in a CUDA
+into splits, each with its own softmax, and `combine_splits` combines their results (Flash-Decoding). The rows and slots
+of a program depend on `sequences` on the device, but the grid does not, so that a launch can be captured in a CUDA
 graph.
 
-Scores are in units of log2, so that the exponential is one instruction. Imported with TRITON_INTERPRET=1 set, the same
-code runs on host memory; a process that did so cannot compile it.
+Scores are in units of log2, so that the exponential is one instruction. If this file is imported with
+TRITON_INTERPRET=1 set, the code runs on host memory, and the process cannot compile it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -56,14 +56,14 @@ def tree_attention(
     sequence = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
     split = tl.program_id(2)
-    # Everything is kept within bounds: a build measures kernels on arbitrary contents.
+    # All indices are clamped, because a build measures kernels on arbitrary contents.
     entry = sequences + 4 * sequence
     first_row = tl.minimum(tl.maximum(tl.load(entry), 0), rows)
     is_last = (sequence + 1) * kv_heads == tl.num_programs(1)
     end_row = tl.minimum(tl.load(entry + 4, mask=is_last == 0, other=rows), rows)
     packed = tl.program_id(0) * BLOCK_M
     if packed >= (end_row - first_row) * GROUP:
-        return  # the grid has room for every row in one sequence, whichever it is
+        return  # the grid has programs for all rows in any single sequence
     packed += tl.arange(0, BLOCK_M)
     row = first_row + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -73,7 +73,7 @@ def tree_attention(
     offsets = head * query_head + row * query_row
     queries = tl.load(query + offsets[:, None] + dim[None, :], mask=in_rows & in_head, other=0.0)
 
-    # The committed slots and the mask's columns are numbered through, wherever in the cache they lie.
+    # The committed slots and the mask's columns are numbered consecutively, independently of their place in the cache.
     first_slot = tl.minimum(tl.maximum(tl.load(entry + 1), 0), capacity)
     length = tl.minimum(tl.maximum(tl.load(entry + 2), 0), capacity - first_slot)
     tree_slot = tl.minimum(tl.maximum(tl.load(entry + 3), 0), capacity)
@@ -91,7 +91,7 @@ def tree_attention(
     total = tl.zeros((BLOCK_M,), tl.float32)
     attended = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
 
-    # Every row sees every slot of these blocks: no mask is read.
+    # Every row attends to every slot of these blocks: no mask is read.
     for block in range(first, tl.minimum(last, committed_blocks)):
         slot = first_slot + block * BLOCK_N + tl.arange(0, BLOCK_N)
         tile = slot[:, None] * HEAD_DIM + dim[None, :]
@@ -111,7 +111,7 @@ def tree_attention(
         visible = in_rows & within & (committed | (marked != 0))
         seen = tl.max(visible.to(tl.int32), axis=0)
         if tl.max(seen, axis=0) > 0:
-            # Slots that none of these rows sees are not read, whatever they hold.
+            # Slots to which none of these rows attends are not read.
             wanted = (seen > 0)[:, None] & in_head
             tile = slot[:, None] * HEAD_DIM + dim[None, :]
             keys = tl.load(key + tile, mask=wanted, other=0.0)
@@ -135,7 +135,7 @@ def tree_attention(
 
 @triton.jit
 def accumulate(scores, values, peak, total, attended):
-    """One step of the online softmax. A row that has seen nothing so far keeps -inf, 0 and zeros, free of NaN."""
+    """One step of the online softmax. A row without visible slots so far keeps -inf, 0 and zeros, without NaN."""
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - base[:, None])
@@ -157,7 +157,8 @@ def combine_splits(
     HEAD_BLOCK: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):
-    """Grid (T, H): weigh the splits' results by their share of the softmax. Splits that saw nothing are not read."""
+    """Grid (T, H): weight the splits' results by their share of the softmax. Splits without visible slots are not
+    read."""
     row, head = tl.program_id(0), tl.program_id(1)
     item = head * tl.num_programs(0) + row
     items = tl.num_programs(0) * tl.num_programs(1)

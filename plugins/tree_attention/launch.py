@@ -1,4 +1,4 @@
-"""The kernel through Triton itself: on torch's CUDA tensors, or in Triton's interpreter on host memory.
+"""Launches the kernel by Triton: on torch's CUDA tensors, or in Triton's interpreter on host memory.
 
 Importing this file needs torch and Triton.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import kernel
 from .operands import Argument, Operands, Pointer, Strides, arguments
-from .plan import Plan, Shape, plan, power_of_two
+from .plan import LaunchPlan, Shape, plan_launch, power_of_two
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -33,7 +33,7 @@ def tree_attention(
     shape = Shape.of([tensor.shape for tensor in tensors], DTYPES[query.dtype])
     device = query.device
     launcher = torch_launcher(device)
-    layout = plan(shape, launcher.multiprocessors)
+    layout = plan_launch(shape, launcher.multiprocessors)
     stream = torch.cuda.current_stream(device).cuda_stream
     memory = workspace(power_of_two(max(1, layout.workspace_bytes)), device, stream)
     rows = (1, shape.rows, shape.heads, shape.head_dim)
@@ -77,20 +77,20 @@ def torch_launcher(device: torch.device) -> TorchLauncher:
 
 @functools.cache
 def workspace(size: int, device: torch.device, stream: int) -> Tensor:
-    """Memory for the splits of all plans of one size class: calls on one stream follow each other. It is never freed,
-    because captured graphs hold its address."""
+    """Memory for the splits of all launch plans of one size class, which calls on one stream use in turn. It is never
+    freed, because captured graphs contain its address."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 class TorchLauncher:
-    """By Triton's just-in-time compiler, on the device that is current in torch."""
+    """Launches by Triton's just-in-time compiler, on torch's current device."""
 
     def __init__(self, capability: int, multiprocessors: int) -> None:
         """capability: the device's, 90 for 9.0."""
         self._capability = capability
         self.multiprocessors = multiprocessors
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
         """See Launcher.launch; Triton launches on torch's current stream, which `stream` must be."""
         attention, combine = arguments(plan, operands, scale)
         variant = plan.variant
@@ -101,17 +101,17 @@ class TorchLauncher:
 
 
 class InterpreterLauncher:
-    """In Triton's interpreter on host memory: the kernel's numbers without a GPU. Set TRITON_INTERPRET=1 before this
-    file is imported.
+    """Runs the kernel in Triton's interpreter on host memory, without a GPU. Set TRITON_INTERPRET=1 before this file is
+    imported.
 
-    Not for bf16, whose bit patterns the interpreter of Triton 3.9 multiplies as if they were integers.
+    bf16 is not supported: the interpreter of Triton 3.9 multiplies its bit patterns as if they were integers.
     """
 
     def __init__(self, multiprocessors: int = 1) -> None:
         self.multiprocessors = multiprocessors
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
-        """See Launcher.launch; runs at once, and a stream means nothing to it. Raises ValueError for bf16."""
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
+        """See Launcher.launch; runs at once and ignores the stream. Raises ValueError for bf16."""
         if plan.variant.dtype == "bf16":
             raise ValueError("Triton's interpreter cannot multiply bf16: take fp16 or fp32")
         attention, combine = arguments(plan, operands, scale)
@@ -121,8 +121,7 @@ class InterpreterLauncher:
 
 
 def host_tensor(argument: Argument) -> Tensor | int | float:
-    """A torch tensor at a host address: the interpreter takes nothing else, and looks at no more than its address and
-    dtype."""
+    """A torch tensor at a host address. The interpreter accepts only tensors, and uses only their address and dtype."""
     if not isinstance(argument, Pointer):
         return argument
     types = {name: dtype for dtype, name in DTYPES.items()} | {"i32": torch.int32, "u8": torch.uint8}

@@ -1,7 +1,6 @@
-"""Kernels compiled ahead of time, without a GPU: cubins for the devices asked for, and PTX that newer ones compile.
+"""Kernels compiled ahead of time, without a GPU: cubins for the requested devices, and PTX for newer devices.
 
-Compilation runs in child processes: one for each compute capability, and away from a parent that may have Triton's
-interpreter switched on.
+Compilation runs in child processes, one for each compute capability, because the parent may use Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ class KernelLibrary:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of every image, what it is for, and the compiler's version."""
+        """SHA-256 of every image with its description, and of the compiler's version."""
         return hashlib.sha256(self._content()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Compressed, since every layer of an engine holds a copy."""
+        """The compressed content: every layer of an engine stores a copy."""
         return MAGIC + zlib.compress(self._content(), level=9)
 
     def _content(self) -> bytes:
@@ -76,7 +75,7 @@ class KernelLibrary:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> KernelLibrary:
-        """What `to_bytes` wrote. Raises ValueError when it is damaged or another release's."""
+        """The inverse of `to_bytes`. Raises ValueError for damaged bytes, and for those of another release."""
         if not content.startswith(MAGIC):
             raise ValueError("these bytes are no kernel library of this release: build the engines again")
         try:

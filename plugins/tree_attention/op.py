@@ -5,20 +5,20 @@
 query [1, H, T, D]; key, value [1, H_kv, C, D], whole static caches with this pass's rows already written; sequences
 [N, 4], int32; tree_mask [1, T, S], bool; output [1, H, T, D].
 
-The T rows are those of up to N sequences, one after the other. sequences[b] holds what `SequenceRow` names: rows from
-first_row up to the next sequence's are b's, and the last one's end with the pass; one without rows begins at T. Row i
-of sequence b sees the slots first_slot .. first_slot + length - 1, which are committed, and slot tree_slot + j where
-tree_mask[0, i, j]. A row that sees nothing gives zeros.
+The T rows belong to up to N sequences, one after the other. sequences[b] has the fields of `SequenceRow`. The rows of
+sequence b begin at its first_row and end before the next sequence's first_row, or with the pass; a sequence without
+rows has first_row T. Row i of sequence b attends to the committed slots first_slot .. first_slot + length - 1, and to
+slot tree_slot + j if tree_mask[0, i, j] is true. A row without visible slots gives zeros.
 
-In a graph it is an ONNX *local function*: a runtime without a kernel for it inlines the body (`body.py`), a TensorRT
-parser with our creator registered and ENABLE_PLUGIN_OVERRIDE takes the plugin instead.
+In a graph the operator is an ONNX *local function*: a runtime without a kernel for it inlines the body (`body.py`). A
+TensorRT parser with our registered creator and ENABLE_PLUGIN_OVERRIDE uses the plugin instead.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # running an engine needs the names alone
+if TYPE_CHECKING:  # running an engine needs only the names
     import onnx_ir as ir
 
 DOMAIN, NAME, VERSION = "draftwood", "TreeAttention", 1
@@ -28,8 +28,8 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 
 
 class SequenceRow(NamedTuple):
-    """One row of `sequences`: the sequence's first row of the pass, the first slot of its committed rows and how many
-    they are, and the slot that the first column of the mask stands for."""
+    """One row of `sequences`: the sequence's first row in the pass, the first slot and the number of its committed
+    rows, and the slot of the mask's first column."""
 
     first_row: int
     first_slot: int

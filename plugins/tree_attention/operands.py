@@ -1,11 +1,11 @@
-"""What one launch gets: addresses, turned into the arguments of both kernels in one place for every launcher."""
+"""The operands of one launch, and their conversion to the arguments of both kernels for every launcher."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple, Protocol
 
-from .plan import Plan
+from .plan import LaunchPlan
 
 ATTENTION, COMBINE = "tree_attention", "combine_splits"  # the functions of kernel.py
 Strides = tuple[int, int]  # of the axes head and row, in elements; the head dimension is contiguous
@@ -14,7 +14,7 @@ Strides = tuple[int, int]  # of the axes head and row, in elements; the head dim
 class Operands(NamedTuple):
     """Addresses of the tensors of one call; key, value, sequences and tree_mask are contiguous.
 
-    All but sequences and tree_mask are 16-byte aligned. workspace: at least `Plan.workspace_bytes`, 0 for none.
+    All but sequences and tree_mask are 16-byte aligned. workspace: at least `LaunchPlan.workspace_bytes`, 0 for none.
     """
 
     query: int
@@ -31,14 +31,14 @@ class Operands(NamedTuple):
 class Launcher(Protocol):
     @property
     def multiprocessors(self) -> int:
-        """Of the device it launches on, for `plan`."""
+        """The number of multiprocessors of its device, for `plan_launch`."""
 
-    def launch(self, plan: Plan, operands: Operands, scale: float, stream: int) -> None:
-        """Enqueue one call; returns before it has run. stream: a CUstream. Raises RuntimeError when CUDA refuses."""
+    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
+        """Enqueue one call and return before it has run. stream: a CUstream. Raises RuntimeError for CUDA errors."""
 
 
 class Pointer:
-    """An address with a dtype by Triton's name, which is all that Triton asks of a tensor."""
+    """An address with a dtype by Triton's name: the only properties of a tensor that Triton uses."""
 
     def __init__(self, address: int, dtype: str) -> None:
         self.address = address
@@ -58,8 +58,8 @@ class Arguments(NamedTuple):
     combine: tuple[Argument, ...]
 
 
-def arguments(plan: Plan, operands: Operands, scale: float) -> Arguments:
-    """The kernels' arguments; the workspace is cut into `partial` and `logsum` here and nowhere else."""
+def arguments(plan: LaunchPlan, operands: Operands, scale: float) -> Arguments:
+    """The kernels' arguments; the workspace is divided into `partial` and `logsum` only here."""
     shape, dtype = plan.shape, plan.variant.dtype
     partial = Pointer(operands.workspace, "fp32")
     logsum = Pointer(operands.workspace + plan.partial_bytes, "fp32") if operands.workspace else partial

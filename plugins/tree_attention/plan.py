@@ -1,7 +1,7 @@
-"""How one tree attention is laid out on a GPU: kernel variant, blocks, splits, workspace; and the bytes it must move.
+"""LaunchPlan: kernel variant, blocks, splits and workspace of one attention call on a GPU; and its memory traffic.
 
-Everything here follows from shapes and the size of the device, never from the contents of a tensor: a plan is made once
-and its launches can be captured in a CUDA graph.
+A launch plan depends only on shapes and the size of the device, never on the contents of a tensor. Therefore it is made
+once, and its launches can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What one binary of the kernel is compiled for; block_rows counts rows of T times heads of a group."""
+    """The compile-time parameters of one binary of the kernel. block_rows: rows of T times heads of a group."""
 
     head_dim: int
     group: int
@@ -101,7 +101,7 @@ class Variant:
 
     @property
     def head_block(self) -> int:
-        """head_dim as the kernel holds it: a power of two, at least what tl.dot multiplies."""
+        """head_dim padded to a power of two, at least the minimum of tl.dot."""
         return max(16, power_of_two(self.head_dim))
 
     @property
@@ -126,7 +126,7 @@ class Variant:
 
     @property
     def combined(self) -> Variant:
-        """The variant whose reduction this one shares: that depends on the head size and the dtype alone."""
+        """The variant that has the same reduction, which depends only on the head size and the dtype."""
         return Variant(self.head_dim, 1, self.dtype, BLOCK_ROWS)
 
     @property
@@ -137,15 +137,15 @@ class Variant:
     def num_stages(self, capability: int) -> int:
         """Software pipelining on a device of `capability` (80 for 8.0).
 
-        n stages keep n - 1 blocks of keys and values in flight: as many as two programs per multiprocessor leave room
-        for in its shared memory.
+        n stages keep n - 1 blocks of keys and values in flight: as many as fit into a multiprocessor's shared memory
+        with two programs.
         """
         tiles = 2 * self.block_slots * self.head_block * ITEM_BYTES[self.dtype]
         return 1 + max(1, min(3, shared_memory(capability) // BLOCKS_PER_MULTIPROCESSOR // tiles))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """One call: the variant, the grid of the kernel and, with more than one split, of the reduction after it.
 
     workspace_bytes: for the partial results, 0 with one split; 16-byte aligned, uninitialised.
@@ -178,29 +178,30 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(shape: Shape, multiprocessors: int) -> Plan:
-    """Lay `shape` out on a device of so many multiprocessors: as many splits as keep all of them busy, and no more.
+def plan_launch(shape: Shape, multiprocessors: int) -> LaunchPlan:
+    """The launch plan of `shape` on a device with `multiprocessors`: as many splits as keep all of them busy.
 
-    Counted for all rows in one sequence, since how many sequences a pass has is known on the device alone: more of them
-    only make the splits' reductions a little longer than they need be, fewer splits would leave one of them alone idle.
+    The number assumes that all rows belong to one sequence, because only the device knows the number of sequences. With
+    more sequences the reductions take slightly longer than necessary; with fewer splits a single sequence would leave
+    multiprocessors idle.
     """
     block_rows = row_block(shape.rows * shape.group, shape.head_dim, shape.dtype)
     variant = Variant(shape.head_dim, shape.group, shape.dtype, block_rows)
     blocks = -(-shape.rows * shape.group // block_rows) * shape.kv_heads
     room = BLOCKS_PER_MULTIPROCESSOR * min(multiprocessors, MAX_MULTIPROCESSORS) // blocks
-    return Plan(shape, variant, max(1, min(room, -(-shape.capacity // SPLIT_SLOTS))))
+    return LaunchPlan(shape, variant, max(1, min(room, -(-shape.capacity // SPLIT_SLOTS))))
 
 
 def row_block(packed_rows: int, head_dim: int, dtype: str) -> int:
-    """Block of rows for T * group packed rows: all of them in one where registers allow it, so that the cache is read
-    once."""
+    """The block size for T * group packed rows: all of them in one block if registers allow it, so that the cache is
+    read once."""
     if dtype == "fp32":
         return BLOCK_ROWS
     return min(128 if head_dim <= 64 else 64, max(BLOCK_ROWS, power_of_two(packed_rows)))
 
 
 def row_blocks(packed_rows: int, head_dim: int, dtype: str) -> tuple[int, ...]:
-    """Every block size that up to `packed_rows` packed rows may need, for a library compiled ahead of time."""
+    """Every block size for up to `packed_rows` packed rows, for a library compiled ahead of time."""
     sizes, size = [], BLOCK_ROWS
     while size <= row_block(packed_rows, head_dim, dtype):
         sizes.append(size)
@@ -209,7 +210,7 @@ def row_blocks(packed_rows: int, head_dim: int, dtype: str) -> tuple[int, ...]:
 
 
 def workspace_bound(largest: Shape) -> int:
-    """Workspace that is enough for every call whose sizes are at most `largest`'s, on every device."""
+    """Workspace bytes that suffice for every call with at most the sizes of `largest`, on every device."""
     block = row_block(largest.rows * largest.group, largest.head_dim, largest.dtype)
     by_device = BLOCKS_PER_MULTIPROCESSOR * MAX_MULTIPROCESSORS * block
     splits = -(-largest.capacity // SPLIT_SLOTS)
@@ -218,8 +219,8 @@ def workspace_bound(largest: Shape) -> int:
 
 
 def bytes_moved(shape: Shape, lengths: Sequence[int]) -> int:
-    """The floor of one call's memory traffic: each committed slot once, each of the mask's columns once, whichever
-    sequence's it is, query and output once, mask once.
+    """The least memory traffic of one call: each committed slot once, each column of the mask once (for any number of
+    sequences), query and output once, mask once.
 
     lengths: committed slots of each sequence. Divided by a device's bandwidth it is the least time a call can take.
     """
@@ -231,11 +232,11 @@ def bytes_moved(shape: Shape, lengths: Sequence[int]) -> int:
 
 
 def shared_memory(capability: int) -> int:
-    """Bytes of shared memory one multiprocessor gives to programs (CUDA C++ programming guide, technical table)."""
+    """Bytes of shared memory of a multiprocessor for programs (CUDA C++ programming guide, technical table)."""
     sizes = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
     return 1024 * sizes.get(capability, min(sizes.values()))
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not smaller."""
+    """The least power of two that is not smaller than `number`."""
     return 1 << (number - 1).bit_length()

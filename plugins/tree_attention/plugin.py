@@ -1,7 +1,7 @@
 """TreeAttention as a TensorRT plugin: IPluginV3 and its creator, for both TensorRT packages.
 
 The classes derive from the package's own, so they are made by a function of the module that `load_tensorrt` returns.
-An engine carries everything its plugin needs: the scale, what its kernels were compiled for, and the kernels.
+An engine stores all data of its plugin: the scale, the variant of the kernels, and the kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .driver import DriverLauncher
 from .library import KernelLibrary
 from .op import NAME
 from .operands import Launcher, Operands
-from .plan import Plan, Shape, Variant, plan, row_block, workspace_bound
+from .plan import LaunchPlan, Shape, Variant, plan_launch, row_block, workspace_bound
 
 VERSION, NAMESPACE = "1", ""  # ENABLE_PLUGIN_OVERRIDE finds creators without a namespace
 ALIGNMENT = 16  # bytes, of what the kernel reads and writes in vectors
@@ -41,8 +41,9 @@ def driver_launcher(library: bytes) -> DriverLauncher:
 def register(trt: ModuleType, library: KernelLibrary | None = None) -> None:
     """Make `trt` (see `plugins.tensorrt.load_tensorrt`) know the plugin; calling it again changes nothing.
 
-    library: what plugins of engines built from now on carry, see `library.compile_library`. None to run engines, which
-    bring theirs. Raises RuntimeError when TensorRT could not parse a plugin, or knows another one of this name.
+    library: the kernels for plugins of engines that are built later, see `library.compile_library`. None to run
+    engines, which contain theirs. Raises RuntimeError if TensorRT cannot parse plugins, or has another plugin of this
+    name.
     """
     if library is not None:
         check_plugin_parsing(trt)
@@ -55,7 +56,9 @@ def register(trt: ModuleType, library: KernelLibrary | None = None) -> None:
             return
         registry.deregister_creator(present)
     if not registry.register_creator(creator_class(content), NAMESPACE):
-        raise RuntimeError(f"TensorRT knows a plugin {NAME} of somebody else in this process, and takes no second one")
+        raise RuntimeError(
+            f"another plugin {NAME} is registered in this process already, and TensorRT takes no second one"
+        )
 
 
 @functools.cache
@@ -75,7 +78,7 @@ def plugin_classes(trt: ModuleType, launcher_of: Callable[[bytes], Launcher]) ->
             self.scale = scale
             self.library = library
             self.variant = variant
-            self.plan: Plan | None = None
+            self.plan: LaunchPlan | None = None
             self.kept: list[Any] = []
 
         def get_capability_interface(self, kind: Any) -> Any:
@@ -99,7 +102,7 @@ def plugin_classes(trt: ModuleType, launcher_of: Callable[[bytes], Launcher]) ->
             return bool(dtype in dtypes and found.type == types[position] and found.format == trt.TensorFormat.LINEAR)
 
         def get_aliased_input(self, output_index: int) -> int:
-            return -1  # the output is memory of its own
+            return -1  # the output aliases no input
 
         def get_valid_tactics(self) -> list[int]:
             return []
@@ -134,7 +137,7 @@ def plugin_classes(trt: ModuleType, launcher_of: Callable[[bytes], Launcher]) ->
 
         def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             shape = Shape.of([each.dims for each in inputs], dtypes[inputs[0].type])
-            self.plan = plan(shape, launcher_of(self.library).multiprocessors)
+            self.plan = plan_launch(shape, launcher_of(self.library).multiprocessors)
 
         def enqueue(
             self,
@@ -190,8 +193,8 @@ def check_library(library: bytes, variant: Variant) -> None:
         )
 
 
-def operands_of(plan: Plan, inputs: Sequence[int], output: int, workspace: int) -> Operands:
-    """Contiguous tensors by their addresses. Raises ValueError where one is not aligned."""
+def operands_of(plan: LaunchPlan, inputs: Sequence[int], output: int, workspace: int) -> Operands:
+    """The operands of contiguous tensors, by their addresses. Raises ValueError for an unaligned address."""
     query, key, value, sequences, tree_mask = inputs
     aligned = {"query": query, "key": key, "value": value, "output": output}
     if plan.workspace_bytes:
@@ -205,7 +208,7 @@ def operands_of(plan: Plan, inputs: Sequence[int], output: int, workspace: int) 
 
 
 def scale_of(values: Mapping[str, Any]) -> float:
-    """Raises ValueError when a node has no scale."""
+    """The scale of a node. Raises ValueError if the node has none."""
     if "scale" not in values:
         raise ValueError(f"{NAME}: the node has no attribute scale; export the model again")
     return float(np.asarray(values["scale"]).ravel()[0])

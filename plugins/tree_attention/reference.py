@@ -1,4 +1,4 @@
-"""TreeAttention in numpy: the oracle that the ONNX body, the kernel and the plugin are tested against."""
+"""TreeAttention in numpy: the oracle for tests of the ONNX body, the kernel and the plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tree_attention(
 ) -> NDArray[np.float32]:
     """Attention of T tree rows over a cache, row by row, in fp64; shapes and meaning as in `op.py`.
 
-    Returns [1, H, T, D], fp32. Reads no slot that no row of the sequence and head sees.
+    Returns [1, H, T, D], fp32. Slots that are invisible to all rows of a sequence and head are not read.
     """
     _, heads, rows, head_dim = query.shape
     group = heads // key.shape[1]
@@ -37,13 +37,13 @@ def tree_attention(
 
 
 def sequence_of(row: int, sequences: NDArray[np.int32]) -> SequenceRow:
-    """Whose a row is: the last sequence that begins at it or before."""
+    """The sequence of a row: the last sequence that begins at this row or before."""
     found: list[int] = sequences[sequences[:, 0] <= row][-1].tolist()
     return SequenceRow._make(found)
 
 
 def visible_slots(sequence: SequenceRow, row_mask: NDArray[np.bool_], capacity: int) -> NDArray[np.intp]:
-    """Slots one row sees: the committed ones, then those its mask names; none beyond the cache's capacity."""
+    """The visible slots of a row: the committed ones, then those of its mask; none beyond the cache's capacity."""
     committed = np.arange(sequence.first_slot, sequence.first_slot + sequence.length)
     slots: NDArray[np.intp] = np.concatenate([committed, sequence.tree_slot + np.flatnonzero(row_mask)])
     visible: NDArray[np.intp] = slots[slots < capacity]

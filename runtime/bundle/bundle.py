@@ -1,9 +1,10 @@
-"""EngineBundle: a folder of compiled engines, tokenizer and manifest; checked when opened, written all or nothing.
+"""EngineBundle: a folder with the compiled engines, the tokenizer and a manifest; checked when opened, written
+atomically.
 
-Layout: `manifest.json` (written last, and carrying its own checksum), `target.onnx`, `draft.onnx`, with `<name>.data`
-beside them when large, or `target.plan`, `draft.plan`, or `target.weights`, `draft.weights`; `tokenizer.json` and its
-companions. Only files that the manifest lists are read, and none of them is code of ours. `costs.json` may lie beside
-them (`cost.py`).
+Files: `manifest.json` (written last, with its own checksum); `target.onnx` and `draft.onnx`, with `<name>.data` if
+large, or `target.plan` and `draft.plan`, or `target.weights` and `draft.weights`; `tokenizer.json` and its companions.
+Only files that the manifest lists are read, and none of them is Draftwood's code. `costs.json` may lie beside them
+(`costs.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +29,13 @@ from ..text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 from .checks import check_manifest
 
 MANIFEST, COSTS = "manifest.json", "costs.json"
-FORMAT = 1  # raised when an older release could misread a newer bundle
+FORMAT = 1  # increased when an older release could misread a newer bundle
 READ_BYTES = 1 << 20
-READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE)  # by name, where they are there
+READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE)  # optional files that are read by name
 
 
 class Stamp(NamedTuple):
-    """What tells without reading it that a file is another one, or was written to."""
+    """Properties that reveal, without reading a file, that it was replaced or written to."""
 
     device: int
     inode: int
@@ -43,7 +44,7 @@ class Stamp(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """What a file of the bundle must be."""
+    """The expected size and digest of a file of the bundle."""
 
     bytes: int
     sha256: str
@@ -51,12 +52,12 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a bundle holds.
+    """The content of a bundle.
 
-    max_length: tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
-    parity: largest difference, in logits, between each engine and the torch reference when the bundle was built; of a
-    plan that was not executed then, the difference of the graph it was compiled from.
-    files: every file but the manifest, by name.
+    max_length: most tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
+    parity: for each engine, the largest difference of logits from the torch reference at build time; for a TensorRT
+    plan that was not executed at build time, the difference of its graph. files: every file except the manifest, by
+    name. adapters: names of the LoRA folders that were merged, by role.
     """
 
     builder: str
@@ -65,6 +66,7 @@ class Manifest:
     engines: Mapping[str, EngineSpec]
     parity: Mapping[str, float]
     files: Mapping[str, FileRecord]
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def engine_bytes(self, role: str) -> int:
         """Size of an engine with its external data."""
@@ -73,7 +75,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what decides how long a pass takes, as far as a bundle does: its files and rows of passes."""
+        """SHA-256 of the parts of a bundle that determine the time of a pass: its files and the rows of passes."""
         files = {name: record.sha256 for name, record in self.files.items()}
         return checksum({"files": files, "widths": {role: spec.widths for role, spec in self.engines.items()}})
 
@@ -88,7 +90,9 @@ class Manifest:
             "parity": dict(self.parity),
             "files": {name: record._asdict() for name, record in self.files.items()},
         }
-        # Through JSON and back, so that what is hashed is what a reader will see (tuples are lists there).
+        if self.adapters:  # older releases know no such field, and read bundles without one
+            content["adapters"] = dict(self.adapters)
+        # Through JSON and back, so that the checksum is of the content that a reader gets (tuples become lists).
         content = dict(json.loads(json.dumps(content)))
         return content | {"checksum": checksum(content)}
 
@@ -115,12 +119,12 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """A bundle whose every file was found to be what its manifest says."""
+    """A bundle whose files were all checked against its manifest."""
 
     folder: Path
     manifest: Manifest
-    stamps: Mapping[str, Stamp]  # of every file, from before it was read: see bundle_watch.py
-    private: bool = False  # engines copy their weights into memory of their own, where they would map files
+    stamps: Mapping[str, Stamp]  # of every file, taken before the file was read: see watch.py
+    private: bool = False  # engines copy their weights into memory instead of mapping files
 
     @classmethod
     def open(cls, folder: Path, private: bool = False) -> EngineBundle:
@@ -162,13 +166,14 @@ class EngineBundle:
         return backend.open(file, spec, Opening(threads, provider, self.private))
 
     def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine:
-        """Open the draft beside a target on `threads`. draft_threads: 0 takes one, since a small draft has less to
-        compute than threads cost to wake; natively as many as the target, since the two share a team."""
+        """Open the draft beside a target with `threads`. draft_threads: 0 means one thread, because waking threads
+        costs more than the passes of a small draft; on the native engine 0 means as many as the target's, because both
+        share one team of threads."""
         shared = BACKENDS[self.manifest.engines[DRAFT].backend].shares_threads
         return self.open_engine(DRAFT, draft_threads or (threads if shared else 1), provider)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy what belongs to the bundle, and its costs, into a new folder. Raises OSError."""
+        """Copy the files of the bundle, and its cost table, into a new folder. Raises OSError."""
         folder.mkdir()
         costs = [COSTS] if (self.folder / COSTS).is_file() and not (self.folder / COSTS).is_symlink() else []
         for name in (MANIFEST, *self.manifest.files, *costs):
@@ -176,7 +181,7 @@ class EngineBundle:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """The last step of a build."""
+    """Write the manifest, as the last step of a build."""
     text = json.dumps(manifest.to_json(), indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
@@ -191,8 +196,8 @@ def file_record(file: Path) -> FileRecord:
 
 
 def stamp(file: Path) -> Stamp:
-    """How a file looks from outside. Raises BundleError unless it is a plain file, which a bundle is made of: a link
-    would lead out of it, and a pipe would block who reads it."""
+    """The file's Stamp. Raises BundleError unless it is a plain file: a link could lead out of the bundle, and a pipe
+    would block its reader."""
     try:
         found = file.lstat()
     except OSError as error:

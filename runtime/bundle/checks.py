@@ -1,7 +1,7 @@
-"""What must hold among the numbers of a manifest before anything is computed from them.
+"""Checks of the numbers of a manifest, before anything is computed from them.
 
-Types were checked when it was read. What the numbers say of an engine's file is compared with that file when the engine
-is opened: see `engines.native_weights`, `engines.onnx_file` and `engines.feeds`.
+The types are checked when the manifest is read. An engine's file is compared with these numbers when the engine is
+opened: see `engines/native/weights.py`, `engines/onnx/file.py` and `engines/feeds.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 PRECISIONS = (*DTYPES, *LOW_BIT)
 EXECUTABLE = (".so", ".dylib", ".dll", ".pyd", ".py")
 MOST_FILES = 1000
-# Larger than any model or machine of today by some orders; small enough for 32-bit arithmetic.
+# Orders of magnitude larger than any model or machine of today; small enough for 32-bit arithmetic.
 MOST_LAYERS, MOST_SIZE, MOST_SLOTS, MOST_ROWS, MOST_BATCH = 4096, 1 << 24, 1 << 24, 1 << 14, 1 << 12
-LARGEST_ROW = (1 << 31) - 1  # numbers of one row
+LARGEST_ROW = (1 << 31) - 1  # most elements of one row
 
 
 class Unsound(ValueError):
@@ -34,7 +34,7 @@ class Unsound(ValueError):
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises BundleError, naming what does not hold."""
+    """Raises BundleError that names the violated condition."""
     try:
         check_names(manifest.files)
         check_numbers(manifest)
@@ -45,7 +45,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def check_names(files: Iterable[str]) -> None:
-    """Raises BundleError for names that lead out of the bundle, and for code."""
+    """Raises BundleError for file names that lead out of the bundle, and for executable code."""
     for name in files:
         if PurePosixPath(name).parts != (name,) or name == ".." or "\\" in name or ":" in name:
             raise BundleError(f"the manifest names the file {name!r}, which leaves the bundle: do not use this bundle")
@@ -54,8 +54,9 @@ def check_names(files: Iterable[str]) -> None:
 
 
 def check_numbers(manifest: Manifest) -> None:
-    """What belongs to no engine alone."""
+    """Check the numbers that do not belong to a single engine."""
     require(set(manifest.engines) == set(ROLES) == set(manifest.parity), "it does not describe a target and a draft")
+    require(set(manifest.adapters) <= set(ROLES), "it names the adapter of another model")
     require(len(manifest.files) <= MOST_FILES, f"it lists {len(manifest.files)} files")
     for name, record in manifest.files.items():
         sound = record.bytes >= 0 and re.fullmatch("[0-9a-f]{64}", record.sha256) is not None
@@ -69,7 +70,7 @@ def check_numbers(manifest: Manifest) -> None:
 
 
 def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
-    """One engine's. Raises BundleError, too, for a backend that a later release may know."""
+    """Check the numbers of one engine. Raises BundleError for an unknown backend, which a later release may support."""
     if spec.backend in REMOVED:
         raise BundleError(
             f"the {role} was built for {spec.backend}, which this release no longer runs: rebuild the bundle with "
@@ -128,7 +129,7 @@ def check_model(role: str, model: LlamaConfig) -> None:
 
 
 def check_plan(role: str, plan: Plan) -> None:
-    """Raises Unsound; whether this machine runs it is another question."""
+    """Raises Unsound for impossible numbers. Whether this machine can run the plan is checked elsewhere."""
     require(plan.package in COMPILED, f"the {role}'s plan is of {plan.package!r}")
     sound = all(1 <= family.minimum <= family.optimum <= family.maximum <= MOST_ROWS for family in plan.families)
     require(sound and bool(plan.families), f"the {role}'s profiles are none")

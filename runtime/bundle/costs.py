@@ -1,7 +1,7 @@
-"""The table of costs beside a bundle: `costs.json`, written by `draftwood profile`, read when the bundle is opened.
+"""The cost table beside a bundle: `costs.json`, written by `draftwood profile` and read when the bundle is opened.
 
-It belongs to a machine and a bundle, both of which it names, so it is not sealed with the bundle. Whoever copies either
-of them measures anew, and is told so.
+The table belongs to a machine and a bundle and names both. It is not listed in the manifest. On another machine, or
+with another bundle, a message asks for a new measurement.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ FORMAT = 1
 
 
 class StoredCosts(NamedTuple):
-    """measured: the table beside a bundle, None where nobody measured. differences: between what it was measured with
-    and what is here, in words."""
+    """measured: the table beside a bundle; None if nothing was measured. differences: between the machine and bundle of
+    the measurement and the present ones, in words."""
 
     measured: CostModel | None
     differences: list[str]
 
 
 def stored_costs(bundle: EngineBundle, provider: str, threads: int, draft_threads: int) -> StoredCosts:
-    """For engines that are opened like this. Raises BundleError when the table cannot be read."""
+    """The table for engines that are opened with these settings. Raises BundleError if it cannot be read."""
     measured = read_costs(bundle.folder)
     if measured is None:
         return StoredCosts(None, [])
@@ -44,7 +44,7 @@ def stored_costs(bundle: EngineBundle, provider: str, threads: int, draft_thread
 
 
 def read_costs(folder: Path) -> CostModel | None:
-    """The table of a bundle, None when nobody has measured. Raises BundleError when it cannot be read."""
+    """The table of a bundle; None if there is none. Raises BundleError if it cannot be read."""
     file = folder / COSTS
     if not os.path.lexists(file):
         return None
@@ -59,8 +59,8 @@ def read_costs(folder: Path) -> CostModel | None:
 
 
 def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
-    """What a table depends on: processor, cores this process may use, threads, the backends' releases, provider, and
-    the bundle."""
+    """The conditions on which a table depends: processor, cores that this process may use, threads, releases of the
+    backends, provider, and the bundle."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -78,13 +78,13 @@ def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: 
 
 
 def release(backend: str) -> str:
-    """A backend with its version, where it is installed."""
+    """A backend's name, with its version if it is installed."""
     found = describe_backend(backend).release()
     return backend if found is None else f"{backend} {found}"
 
 
 def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]) -> list[str]:
-    """How this machine and bundle differ from those a table was measured on, in words; empty when the table holds."""
+    """The differences between this machine and bundle and those of a table, in words; empty if the table is valid."""
     return [
         f"{name} {measured[name]} there, {value} here" if name in measured else f"{name} not recorded there"
         for name, value in here.items()
@@ -93,10 +93,10 @@ def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]
 
 
 def write_costs(costs: CostModel, folder: Path) -> None:
-    """Replace the bundle's table; a reader never sees half of it. Raises OSError."""
+    """Replace the bundle's table atomically. Raises OSError."""
     staging = folder / f".{COSTS}.{secrets.token_hex(4)}"
     try:
         staging.write_text(json.dumps({"format": FORMAT, **asdict(costs)}, indent=2) + "\n", encoding="utf-8")
         staging.replace(folder / COSTS)
     finally:
-        staging.unlink(missing_ok=True)  # of a full disk, half of it
+        staging.unlink(missing_ok=True)  # an incomplete file, for instance on a full disk

@@ -1,4 +1,4 @@
-"""Whether a way to speculate fits the engines of a bundle."""
+"""Fits the settings of speculation to the engines of a bundle."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .bundle import EngineBundle
 
 
 def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeConfig:
-    """The configuration for this bundle's engines: default limits are lowered to what the engines were built for, and
-    limits somebody asked for are refused with a ConfigError when they are beyond that."""
+    """The configuration for this bundle's engines. Default limits are lowered to the limits of the engines. Raises
+    ConfigError for explicit settings beyond them."""
     if not speculative.shaped:
         speculative = replace(speculative, **lower_defaults(speculative, bundle))
     refuse_too_large(speculative, bundle)
@@ -21,7 +21,8 @@ def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeC
 
 
 def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, Any]:
-    """The verify pass holds the root and all tokens, the draft's cache every node that is scored in a round."""
+    """The defaults to change: the target's pass must hold the root and all tokens of a proposal, and the draft's cache
+    every node that the draft scores in a round."""
     target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
     tokens = target.max_width - 1 - speculative.max_given
     limits = {
@@ -63,6 +64,6 @@ def refuse_too_large(speculative: SpeculativeConfig, bundle: EngineBundle) -> No
 
 
 def draft_room(bundle: EngineBundle) -> int:
-    """Cache slots the draft has for one round's nodes behind the longest text."""
+    """The draft's cache slots for the nodes of one round, after a text of the greatest length."""
     draft = bundle.manifest.engines[DRAFT]
     return draft.capacity - bundle.manifest.max_length - draft.max_width

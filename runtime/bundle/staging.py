@@ -1,7 +1,7 @@
-"""Folders that are written all or nothing: made beside their place, and renamed when everything succeeded.
+"""Writes folders atomically: a folder is written beside its final place, and renamed when everything succeeded.
 
-A process holds a lock on the folder it fills, which the system drops however the process ends. So the next one that
-writes to the same place knows what is left over there, and removes it.
+A process holds a lock on the folder that it writes. The system releases the lock when the process ends for any reason.
+Therefore the next process that writes to the same place can recognise left-over folders, and removes them.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pathlib import Path
 
 from ...models.errors import DraftwoodError
 
-# The last: an OSError without a number is numpy's, which wrote less than it should.
+# None: numpy raises an OSError without a number if it could not write everything.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
 
 
 @contextmanager
 def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> Iterator[Path]:
-    """A temporary folder beside `output` that takes its place when the block ends well, and vanishes otherwise.
+    """A temporary folder beside `output`. It replaces `output` if the block succeeds, and is removed otherwise.
 
-    marker: the file by which an older result is known, which is replaced. Raises `refusal` when `output` is something
-    else than that or an empty folder, when it cannot be written, and instead of any OSError of the block.
+    marker: a file that identifies an older result, which may be replaced. Raises `refusal` if `output` is neither an
+    older result nor an empty folder, if it cannot be written, and instead of any OSError of the block.
     """
     if output.exists() and not replaceable(output, marker):
         raise refusal(f"{output} exists and has no {marker}: choose another --output, or remove it yourself")
-    # Locked before it has the name by which others find what is left over.
+    # The folder is locked before it gets the name by which other processes find left-over folders.
     unnamed, staging = sibling(output, "new"), sibling(output, "partial")
     lock: int | None = None
     try:
         try:
             remove_left_over(output)
             unnamed.mkdir(parents=True)
-            lock = locked(unnamed)
+            lock = try_lock(unnamed)
             unnamed.rename(staging)
         except OSError as error:
             raise refusal(f"cannot write beside {output}: {error.strerror}; choose another --output") from error
@@ -59,21 +59,21 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
 
 
 def advice(error: OSError, otherwise: str) -> str:
-    """What to do about a file that cannot be written."""
+    """Advice for a file that cannot be written."""
     return "free some space" if error.errno in NO_ROOM else otherwise
 
 
 def remove_left_over(output: Path) -> None:
-    """What processes that were killed left beside `output`: gigabytes, where models are large."""
+    """Remove the folders that killed processes left beside `output`, which may have gigabytes."""
     for folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-        if (lock := locked(folder)) is not None:
+        if (lock := try_lock(folder)) is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
-def locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock until it is closed. None where another process holds it, the folder is
-    gone, or the system has no such locks, as Windows and some network file systems."""
+def try_lock(folder: Path) -> int | None:
+    """Lock a folder. Returns a descriptor that holds the lock until it is closed; None if another process holds the
+    lock, the folder is gone, or the system has no such locks (Windows and some network file systems)."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -95,7 +95,8 @@ def replaceable(output: Path, marker: str) -> bool:
 
 
 def move_into_place(staging: Path, output: Path) -> None:
-    """Rename; an older folder steps aside first and comes back should the rename fail, or be interrupted."""
+    """Rename `staging` to `output`. An older folder is renamed first, and restored if the second rename fails or is
+    interrupted."""
     if not output.exists():
         staging.rename(output)
         return
@@ -113,5 +114,5 @@ def move_into_place(staging: Path, output: Path) -> None:
 
 
 def sibling(output: Path, kind: str) -> Path:
-    """An unused name beside `output`, so that a rename never crosses a file system."""
+    """An unused name beside `output`, so that a rename stays on the same file system."""
     return output.with_name(f".{output.name}.{kind}-{secrets.token_hex(4)}")

@@ -1,4 +1,4 @@
-"""BundleWatch: whether the files of a bundle are still those that were opened."""
+"""BundleWatch: detects changes of a bundle's files after they were opened."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from time import monotonic
 from ...models.errors import BundleError
 from .bundle import EngineBundle, stamp
 
-LOOK_SECONDS = 2.0  # between two looks: a `stat` of each file
+LOOK_SECONDS = 2.0  # least time between two checks, each a `stat` of every file
 log = logging.getLogger("draftwood.bundle")
 
 
 class BundleWatch:
-    """Looks at a bundle's files now and then, as somebody asks for `trouble`.
+    """Checks a bundle's files when `trouble` is read, at most every LOOK_SECONDS.
 
-    A bundle is only ever replaced by renaming, as a build does: what was opened stays as it was, and the next start
-    serves the new one. A file that is written to or cut off where it lies changes under the engines that have it in
-    their memory: they compute from whatever is there, and reading beyond its end ends the process. A bundle that was
-    opened with private copies of its weights is beyond that.
+    A build replaces a bundle by renaming: the opened files stay unchanged, and the next start uses the new ones. If a
+    file is instead written to or truncated in place, engines that have mapped it into memory compute from changed data,
+    and a read beyond the end kills the process. A bundle that was opened with private copies of its weights is not
+    affected.
     """
 
     def __init__(self, bundle: EngineBundle) -> None:
@@ -29,7 +29,7 @@ class BundleWatch:
 
     @property
     def trouble(self) -> str | None:
-        """Why texts of these engines cannot be relied upon any more; None while nobody wrote to their files."""
+        """The reason why the texts of these engines are no longer reliable; None as long as no file was written to."""
         now = monotonic()
         if self._trouble is None and now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -40,7 +40,7 @@ class BundleWatch:
         for name, before in self._bundle.stamps.items():
             try:
                 found = stamp(self._bundle.folder / name)
-            except BundleError:  # gone, or something else by now
+            except BundleError:  # the file is gone, or no longer a plain file
                 found = None
             if found == before or name in self._told:
                 continue

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ...models.bindings import TOP_IDS
-from ..engines.base import Engine, ForwardOutput, Pass, Passes, forward, prefill_passes
+from ..engines.base import Engine, ForwardOutput
+from ..engines.passes import Passes, Steps, forward, prefill_passes
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler, largest
 from ..sampling.softmax import softmax_of
@@ -18,11 +17,13 @@ from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
 from ..speculation.planning.calibration import uncorrected
-from ..speculation.planning.controller import Experience, Plan
+from ..speculation.planning.controller import Experience, RoundPlan
 from ..speculation.planning.cost import CostModel
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
+from .chunk import TokenChunk, TokenLogprob
+from .loop import Job, drive
 from .request import Request
 from .round import (
     END_OF_ROOM,
@@ -36,44 +37,6 @@ from .round import (
     target_probabilities,
 )
 from .stats import SpecDecodeStats
-
-
-class TokenLogprob(NamedTuple):
-    """A token under the target's unprocessed distribution, natural logarithm, with the most probable alternatives."""
-
-    token_id: int
-    logprob: float
-    top: dict[int, float]
-
-
-class TokenChunk(NamedTuple):
-    """Tokens one round added. The first `num_drafted` came from the draft, the last one is the target's own, unless the
-    round was cut short. finish_reason: None while more follows, else "stop" or "length"."""
-
-    token_ids: list[int]
-    num_drafted: int
-    logprobs: list[TokenLogprob]
-    finish_reason: str | None
-
-
-C = TypeVar("C")
-Steps = Generator[Pass | C, ForwardOutput | None, None]  # passes to be answered with their outputs, and chunks
-
-
-def drive(steps: Steps[C]) -> Iterator[C]:
-    """The chunks, every pass run as soon as it is asked for."""
-    answer: ForwardOutput | None = None
-    with closing(steps):  # what it holds is free at once, also when a pass fails or nobody wants the rest
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration:
-                return
-            if isinstance(step, Pass):
-                answer = step.run()
-            else:
-                answer = None
-                yield step
 
 
 def alone() -> int:
@@ -98,18 +61,31 @@ class SpeculativeDecoder:
         sharing: Callable[[], int] = alone,
         experience: Experience | None = None,
     ) -> None:
-        """costs: of both engines, by which rounds are planned where `config` has a budget of "cost". sharing: says how
-        many requests' passes run together just now. experience: of earlier requests, this decoder's own by default."""
+        """Opens a cache of each engine. costs: of both engines, by which rounds are planned where `config` has a budget
+        of "cost". sharing: says how many requests' passes run together just now. experience: of earlier requests, this
+        decoder's own by default. Raises EngineError when an engine has no cache left."""
         self._sharing = sharing
         self._experience = Experience() if experience is None else experience
         self._target = target
         self._costs = costs
         self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # the configuration under a plan's limits
         self._config = config if draft is not None else None
-        self._cache: Any = target.new_cache()
-        self._proposer = DraftProposer(draft) if draft is not None and config is not None else None
         self._max_length = max_length
         self._eos = frozenset(eos)
+        self._proposer: DraftProposer | None = None
+        self._cache = target.new_cache()
+        try:
+            if draft is not None and config is not None:
+                self._proposer = DraftProposer(draft)
+        except BaseException:
+            self._cache.close()
+            raise
+
+    def close(self) -> None:
+        """Close the caches. Closing them again does nothing."""
+        self._cache.close()
+        if self._proposer is not None:
+            self._proposer.close()
 
     def generate(
         self,
@@ -123,7 +99,8 @@ class SpeculativeDecoder:
 
         observe: is shown every round before its tokens are committed; draws nothing, and its time is not counted.
         """
-        return drive(self.steps(prompt, sampler, streams, stats, observe))
+        steps = self.steps(prompt, sampler, streams, stats, observe)
+        return drive(Job(steps=steps, write=lambda chunk: chunk, stats=stats))
 
     def steps(
         self,
@@ -170,31 +147,35 @@ class SpeculativeDecoder:
     ) -> Passes[Request]:
         """A request whose prompt both engines have read, all but its last token, which is the first root.
 
-        What a request learns about itself starts anew with each. What a draft is worth to earlier ones is a first
-        guess; but a sampled text with a seed must not depend on them."""
+        What a request learns about itself starts anew with each. How its rounds are planned may depend on earlier
+        requests and on those beside it, but not where the text would then depend on them, see
+        SamplingParams.is_seeded."""
         sampler.use(softmax_of(self._target))
         self._cache.truncate(0)
         yield from prefill_passes(self._target, self._cache, prompt[:-1], output_read=False)
         controller = None
         if self._config is not None and self._costs is not None:
-            experience = self._experience if sampler.params.greedy or sampler.params.seed is None else None
+            experience = None if sampler.params.is_seeded else self._experience
             widths = self._target.spec.widths
             controller = self._config.controller(self._costs, widths, sampler.params.greedy, experience)
-        request = Request(prompt, sampler, streams, self._max_length, self._eos, self._config, controller, observed)
+        sharing = alone if sampler.params.is_seeded else self._sharing
+        request = Request(
+            prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed
+        )
         if self._proposer is not None:
             # A draft that is not worth asking need not read the prompt either.
-            read = controller is None or controller.worth_reading(len(prompt), request.room - 1, self._sharing())
+            read = controller is None or controller.worth_reading(len(prompt), request.room - 1, request.sharing())
             yield from self._proposer.start(prompt, read)
         return request
 
-    def _plan(self, request: Request) -> Plan | None:
+    def _plan(self, request: Request) -> RoundPlan | None:
         """The round's limits, where rounds are planned and there is room for a proposal."""
         max_depth = request.room - 1
         if request.controller is None or self._proposer is None or max_depth < 1:
             return None
-        return request.controller.plan(request.length, max_depth, self._sharing(), self._proposer.unread)
+        return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
-    def _propose(self, request: Request, plan: Plan | None) -> Passes[Proposal]:
+    def _propose(self, request: Request, plan: RoundPlan | None) -> Passes[Proposal]:
         """This round's proposal, or the bare root when none is wanted or none fits."""
         graph, max_depth = TokenGraph(request.root), request.room - 1
         if self._proposer is None or self._config is None or max_depth < 1:
@@ -219,7 +200,7 @@ class SpeculativeDecoder:
         reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if observed else ""
         return Proposal(graph, tree, reason)
 
-    def _limited(self, config: SpeculativeConfig, plan: Plan) -> SpeculativeConfig:
+    def _limited(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
         limits = plan.depth, plan.size, plan.chain
         if limits not in self._within:
             self._within[limits] = config.within(plan)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_tree import TokenTree
-from ..speculation.planning.controller import Controller, Plan
+from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
@@ -16,8 +16,9 @@ from ..speculation.verifier import Acceptance
 
 class Request:
     """One text and what its own rounds teach. root: the last committed token. length: of prompt and output in tokens.
-    room: tokens the text may still get; a proposal has one less, since one token is always the target's own. scoring:
-    the time of the target's passes. observed: whether somebody is shown its rounds."""
+    room: tokens the text may still get; a proposal has one less, since one token is always the target's own. sharing:
+    how many requests' passes run together just now, as far as its plans may know of them. scoring: the time of the
+    target's passes. observed: whether an observer is shown its rounds."""
 
     def __init__(
         self,
@@ -28,10 +29,12 @@ class Request:
         eos: Collection[int],
         config: SpeculativeConfig | None,
         controller: Controller | None,
+        sharing: Callable[[], int],
         observed: bool,
     ) -> None:
         params = sampler.params
-        self.sampler, self.streams, self.controller, self.observed = sampler, streams, controller, observed
+        self.sampler, self.streams, self.observed = sampler, streams, observed
+        self.controller, self.sharing = controller, sharing
         self.root, self.length = prompt[-1], len(prompt)
         self.room = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.greedy = params.greedy
@@ -42,7 +45,7 @@ class Request:
         if self.lookup is not None:
             self.lookup.extend(prompt)
 
-    def learn(self, plan: Plan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
+    def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
         """What a verified round, which yields `token_ids`, says about the next ones."""
         if self.lookup is not None:
             self.lookup.extend(token_ids)

@@ -12,7 +12,7 @@ from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree
-from ..speculation.planning.controller import Plan
+from ..speculation.planning.controller import RoundPlan
 from ..speculation.verifier import Acceptance
 
 NO_SPECULATION = "no speculation"
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     """What a round came to. plan: its limits, where it was planned. logits: the target's, float32 [rows, V], valid
     until its next pass. token_ids: of the accepted path, and the target's own; the end of a text may cut them."""
 
-    plan: Plan | None
+    plan: RoundPlan | None
     proposal: Proposal
     logits: NDArray[np.float32]
     acceptance: Acceptance
@@ -85,7 +85,7 @@ def growth_end(
     config: SpeculativeConfig,
     greedy: bool,
     room: int,
-    plan: Plan | None,
+    plan: RoundPlan | None,
     by_rule: bool,
 ) -> str:
     """Why `graph` grew no further. config: the request's. room: the depth it had room for. plan: limits of this round

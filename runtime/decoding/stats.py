@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..speculation.planning.controller import Plan
+from ..speculation.planning.controller import RoundPlan
 
 
 class Switch(NamedTuple):
@@ -69,7 +69,7 @@ class SpecDecodeStats:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def record_plan(self, plan: Plan) -> None:
+    def record_plan(self, plan: RoundPlan) -> None:
         """One planned round. A probe is no switch."""
         self.expected_tokens += plan.tokens
         self.expected_seconds += plan.seconds

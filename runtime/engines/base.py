@@ -1,4 +1,4 @@
-"""The one seam between the algorithms and whatever computes a LLaMA: Engine, KVCache, EngineSpec, TokenBatch.
+"""The one seam between the algorithms and whatever computes a LLaMA: Engine, Pass, KVCache, EngineSpec, TokenBatch.
 
 A cache holds `length` committed rows followed by `speculative` rows that were computed but not decided on. A pass
 appends its rows behind both; `commit` keeps the accepted ones, in path order, and forgets the rest.
@@ -7,9 +7,9 @@ appends its rows behind both; `commit` keeps the accepted ones, in path order, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from ...models.config import LlamaConfig
 from ...models.errors import EngineError
 from .compatibility import Plan
 
-FIRST_CAPACITY = 256  # slots a growing cache starts with; it doubles from there
+C = TypeVar("C", bound="KVCache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ForwardOutput(NamedTuple):
 
 
 class KVCache(Protocol):
-    """Keys and values of one sequence."""
+    """Keys and values of one sequence. Whoever opened a cache (`Engine.new_cache`) closes it."""
 
     @property
     def length(self) -> int:
@@ -147,189 +147,87 @@ class KVCache(Protocol):
     def truncate(self, length: int) -> None:
         """Forget everything from committed row `length` on."""
 
-
-class StackedKVCache(ABC):
-    """The KVCache of engines that keep one growing buffer [2 * layers, 1, H_kv, C, D] for all layers, numpy or torch:
-    one indexing operation moves the accepted rows of every layer. A subclass says how the buffer is made."""
-
-    buffer: Any
-
-    def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
-        self.limit = spec.capacity  # slots it may grow to
-        self.length = 0
-        self.speculative = 0
-        self._allocate(min(FIRST_CAPACITY, spec.capacity))
-
-    @property
-    def capacity(self) -> int:
-        """Slots allocated so far."""
-        return int(self.buffer.shape[3])
-
-    def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Slots already in place are not moved. Raises EngineError for a slot never computed."""
-        if any(not 0 <= slot < self.speculative for slot in slots):
-            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        kept = len(slots)
-        if any(slot != index for index, slot in enumerate(slots)):
-            self._move(self.length + np.asarray(slots, np.int64))
-        self.length += kept
-        self.speculative = 0
-
-    def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
-        self.length = min(self.length, length)
-        self.speculative = 0
-
-    def compact(self, slots: NDArray[np.int64]) -> None:
-        """Keep these speculative slots, in this order, as speculative ones; forget the others."""
-        self._move(self.length + slots)
-        self.speculative = len(slots)
-
-    def shrink(self, capacity: int) -> None:
-        """Give back the slots beyond `capacity`, or beyond what is used."""
-        used = self.length + self.speculative
-        self._replace(min(max(capacity, used, FIRST_CAPACITY), self.limit), used)
-
-    def reserve(self, batch: TokenBatch) -> int:
-        """Make room for a batch behind everything computed so far; returns the slot of its first row.
-
-        Doubles the buffer where needed, so that growing costs O(1) per row. Raises EngineError when the engine has no
-        pass of this width, or not that many slots.
-        """
-        check_mask(self._spec, batch.mask, self.speculative)
-        columns = batch.mask.shape[1]
-        slots = self.length + columns
-        if slots > self.limit:
-            raise EngineError(
-                f"{slots} rows exceed this engine's {self.limit} cache slots: "
-                "shorten the request or rebuild with a larger --max-length"
-            )
-        capacity, used = self.capacity, self.length + self.speculative
-        while capacity < slots:
-            capacity *= 2
-        if capacity > self.capacity:
-            self._replace(min(capacity, self.limit), used)
-        return used
-
-    def _replace(self, capacity: int, used: int) -> None:
-        """Resize, or change nothing: where memory runs out between two buffers, the old ones are in place again."""
-        before = dict(vars(self))
-        try:
-            self._resize(capacity, used)
-        except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
-            raise
-
-    def _resize(self, capacity: int, used: int) -> None:
-        """Another buffer, of `capacity` slots, with the first `used` ones in it."""
-        old = self.buffer
-        self._allocate(capacity)
-        self.buffer[:, :, :, :used] = old[:, :, :, :used]
-
-    def _move(self, rows: NDArray[np.int64]) -> None:
-        """Copy these slots, in this order, behind the committed rows of every layer."""
-        self.buffer[:, 0, :, self.length : self.length + len(rows)] = self.buffer[:, 0][:, :, rows]
-
-    @abstractmethod
-    def _allocate(self, capacity: int) -> None:
-        """Replace `buffer` by a zeroed one of `capacity` slots."""
+    def close(self) -> None:
+        """Give back what the cache holds; no pass appends to it afterwards. Closing it again does nothing."""
 
 
-class Engine(Protocol):
+class Pass(NamedTuple):
+    """A batch to score over one cache. output_read: whether the caller reads the output, or needs only the rows that
+    the pass appends to the cache."""
+
+    engine: Engine
+    batch: TokenBatch
+    cache: KVCache
+    output_read: bool = True
+
+    def run(self) -> ForwardOutput:
+        """The output of this pass alone. Raises as Engine.forward does."""
+        return self.engine.forward([self])[0]
+
+
+class Engine(ABC):
     """A compiled model."""
 
-    @property
-    def spec(self) -> EngineSpec: ...
+    spec: EngineSpec  # does not change while the engine is open
 
-    def new_cache(self) -> Any:
-        """An empty cache of this engine's own kind."""
+    @abstractmethod
+    def new_cache(self) -> KVCache:
+        """An empty cache of this engine's own kind. Raises EngineError when there is none left."""
 
-    def forward(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
-        """Score one batch and append its rows to `cache`. Raises EngineError when the cache is full, or the engine was
-        closed."""
+    @abstractmethod
+    def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
+        """Score the batches of passes over different caches and append their rows; one output for each, as its pass
+        alone would give it. Raises EngineError when a cache is full, or the engine was closed; MemoryError."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the engine holds; it has no passes afterwards. Closing it again does nothing."""
+
+    def num_joint(self, passes: Sequence[Pass]) -> int:
+        """How many of these passes, from the first on, `forward` computes at the cost of one: at least 1."""
+        return 1
+
+    def chunk(self, left: int) -> int:
+        """How many of the `left` tokens of a prompt its next pass shall read."""
+        return self.spec.chunk(left)
+
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        """One pass, see `forward`."""
+        return Pass(self, batch, cache).run()
+
+
+class SoloEngine(Engine):
+    """An engine that computes each pass by itself."""
+
+    def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
+        """See Engine.forward."""
+        return [
+            self.score(each.batch if each.output_read else replace(each.batch, cache_only=True), each.cache)
+            for each in passes
+        ]
+
+    @abstractmethod
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        """One pass, see Engine.forward."""
+
+
+def num_fitting(spec: EngineSpec, passes: Sequence[Pass]) -> int:
+    """How many of these passes, from the first on, an engine's widest pass holds; one that is wider has it alone."""
+    room = spec.max_width
+    for count, each in enumerate(passes):
+        room -= each.batch.num_tokens
+        if room < 0:
+            return max(1, count)
+    return len(passes)
+
+
+def narrow(cache: KVCache, kind: type[C]) -> C:
+    """The cache as its engine's own kind. Raises EngineError for a cache of another engine."""
+    if not isinstance(cache, kind):
+        raise EngineError(f"a {type(cache).__name__} is no cache of this engine, whose caches are {kind.__name__}s")
+    return cache
 
 
 def closed(spec: EngineSpec) -> EngineError:
     """What a pass of an engine that was closed raises."""
     return EngineError(f"the {spec.role} engine was closed")
-
-
-def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> None:
-    """Raises EngineError for a mask [W, S] of no pass of this engine behind so many speculative rows."""
-    width, columns = mask.shape
-    if width not in spec.pass_widths or columns != speculative + width:
-        compiled = ", ".join(map(str, spec.pass_widths))
-        raise EngineError(
-            f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
-            f"with one column for each and for the {speculative} speculative rows before them"
-        )
-
-
-def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False) -> TokenBatch:
-    """A chunk of committed text that begins at position `start`; only its last row's logits are wanted."""
-    rows = len(token_ids)
-    mask = np.tri(rows, dtype=np.bool_)
-    positions = np.arange(start, start + rows)
-    return TokenBatch.padded(token_ids, positions, mask, spec.width_for(rows), True, ranking_only)
-
-
-class Pass(NamedTuple):
-    """A pass somebody waits for. Decoding yields its passes instead of running them, so that whoever drives several
-    requests can run theirs together. output_read: whether anybody looks at the answer, or the cache is all that counts.
-    """
-
-    engine: Engine
-    batch: TokenBatch
-    cache: Any
-    output_read: bool = True
-
-    def run(self) -> ForwardOutput:
-        """On its own."""
-        batch = self.batch if self.output_read else replace(self.batch, cache_only=True)
-        return self.engine.forward(batch, self.cache)
-
-
-T = TypeVar("T")
-Passes = Generator[Pass, ForwardOutput, T]  # answered with each pass's output; returns T
-
-
-def forward(engine: Engine, batch: TokenBatch, cache: Any) -> Passes[ForwardOutput]:
-    """One pass."""
-    return (yield Pass(engine, batch, cache))
-
-
-def prefill_passes(
-    engine: Engine, cache: Any, token_ids: Sequence[int], ranking_only: bool = False, output_read: bool = True
-) -> Passes[ForwardOutput | None]:
-    """Append committed text in chunks; returns the last row's output, None for empty text and where whoever ran the
-    passes knew that nobody reads it."""
-    output, end = None, 0
-    while end < len(token_ids):
-        spec = engine.spec  # asked anew for each chunk: a pool's depends on who shares it
-        chunk = token_ids[end : end + spec.chunk(len(token_ids) - end)]
-        end += len(chunk)
-        batch = causal_batch(spec, chunk, cache.length, ranking_only)
-        output = yield Pass(engine, batch, cache, output_read and end == len(token_ids))
-        cache.commit(range(len(chunk)))
-    return output
-
-
-def prefill(engine: Engine, cache: Any, token_ids: Sequence[int]) -> ForwardOutput | None:
-    """The same, each pass at once."""
-    return run(prefill_passes(engine, cache, token_ids))
-
-
-def run(passes: Passes[T]) -> T:
-    """Run every pass as soon as it is asked for."""
-    try:
-        wanted = next(passes)
-        while True:
-            wanted = passes.send(wanted.run())
-    except StopIteration as end:
-        result: T = end.value
-        return result

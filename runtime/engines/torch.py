@@ -7,6 +7,7 @@ runtime that imports torch.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
@@ -20,7 +21,8 @@ from ...models import bindings
 from ...models.acceptance_head import AcceptanceHead, TrainedHead
 from ...models.errors import EngineError
 from ...models.llama import Llama, LlamaOutput, TreeAttention
-from .base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
+from .base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, closed, narrow
+from .cache import StackedKVCache
 from .feeds import feed, output_of
 from .layout import Layout, PassShape, refuse_growth
 
@@ -29,17 +31,25 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Weights = Callable[[str], NDArray[Any]]  # Hugging Face's name of a tensor -> the tensor, of any floating dtype
 
 
-class TorchKVCache(StackedKVCache):
-    """A growing buffer on the CPU."""
+class ScoringKVCache(StackedKVCache):
+    """A cache that knows how a pass over it runs."""
 
     buffer: torch.Tensor
+
+    @abstractmethod
+    def score(self, batch: TokenBatch, start: int) -> ForwardOutput:
+        """Run a batch whose first row goes to slot `start`."""
+
+
+class TorchKVCache(ScoringKVCache):
+    """A growing buffer on the CPU."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine
         super().__init__(engine.spec)
 
     def score(self, batch: TokenBatch, start: int) -> ForwardOutput:
-        """Run a batch whose first row goes to slot `start`."""
+        """See ScoringKVCache.score."""
         width, columns = batch.mask.shape
         mask = np.zeros((1, 1, width, self.length + columns), np.float32)
         mask[0, 0, :, self.length :][~batch.mask] = bindings.MASKED
@@ -51,10 +61,8 @@ class TorchKVCache(StackedKVCache):
         self.buffer = self._engine.new_buffer(capacity)
 
 
-class StaticTorchKVCache(StackedKVCache):
+class StaticTorchKVCache(ScoringKVCache):
     """A buffer of fixed size on the engine's device, and the passes captured over it."""
-
-    buffer: torch.Tensor
 
     def __init__(self, engine: TorchEngine, attend: TreeAttention) -> None:
         self._engine = engine
@@ -63,7 +71,7 @@ class StaticTorchKVCache(StackedKVCache):
         super().__init__(engine.spec)
 
     def score(self, batch: TokenBatch, start: int) -> ForwardOutput:
-        """Run a batch whose first row goes to slot `start`."""
+        """See ScoringKVCache.score."""
         shape = PassShape.of(batch, self.capacity)
         if shape not in self._passes:
             with self._engine.on_stream():
@@ -78,6 +86,9 @@ class StaticTorchKVCache(StackedKVCache):
         with self._engine.lock, self._engine.on_stream():
             kept = self.buffer.index_select(3, torch.from_numpy(rows).to(self._engine.device))
             self.buffer.narrow(3, self.length, len(rows)).copy_(kept)
+
+    def _free(self) -> None:
+        del self.buffer, self._passes
 
 
 class StaticPass:
@@ -149,7 +160,7 @@ def device_views(layout: Layout, block: torch.Tensor) -> dict[str, torch.Tensor]
     return views
 
 
-class TorchEngine:
+class TorchEngine(SoloEngine):
     """`models/llama.py` behind the Engine protocol. What goes in and comes out are arrays in host memory."""
 
     def __init__(
@@ -198,8 +209,9 @@ class TorchEngine:
     def new_cache(self) -> TorchKVCache | StaticTorchKVCache:
         return TorchKVCache(self) if self._attend is None else StaticTorchKVCache(self, self._attend)
 
-    def forward(self, batch: TokenBatch, cache: TorchKVCache | StaticTorchKVCache) -> ForwardOutput:
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward."""
+        cache = narrow(cache, TorchKVCache if self._attend is None else StaticTorchKVCache)
         start = cache.reserve(batch)
         with torch.inference_mode(), self.lock:
             if self._closed:

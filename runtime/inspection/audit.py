@@ -1,4 +1,4 @@
-"""Audit: decode once more without the draft, and say where and by how much the two outputs part, if they do."""
+"""Audit: decodes a prompt again without the draft, and reports the first difference of the outputs and its size."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ..llm import LLM, Prompt
 from ..sampling.random import seeded_streams
 from ..sampling.sampler import Sampler, SamplingParams
 
-NOISE = 1e-3  # in logits: what passes of different widths may differ by, since they add up in different orders
+NOISE = 1e-3  # greatest difference of logits between passes of different widths, whose sums have different orders
 
 
 class AuditReport(NamedTuple):
     """How a speculative output compares with plain decoding.
 
-    num_tokens: equal tokens, from the first one on. position: of the first output token that differs, None where none
-    does. speculative_token, plain_token: the tokens there, None for the side that ended. logit_gap: how much larger the
-    target's logit for the plain token is, in plain decoding and after the request's processors; None where one ended.
+    num_tokens: number of equal tokens from the beginning. position: of the first output token that differs; None if
+    none does. speculative_token, plain_token: the tokens at this position; None for an output that has ended.
+    logit_gap: difference of the target's logits for the plain and the speculative token, in plain decoding and after
+    the request's processors; None if one output has ended.
     """
 
     equal: bool
@@ -37,20 +38,20 @@ class AuditReport(NamedTuple):
 
     @property
     def numeric_noise(self) -> bool:
-        """Whether the divergence is no larger than what passes of different widths may differ by; otherwise a bug."""
+        """Whether the difference may come from rounding in passes of different widths; otherwise it is a bug."""
         return self.logit_gap is not None and self.logit_gap < NOISE
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, JSON-ready; numeric_noise is null where nothing differs."""
+        """All fields, JSON-ready; numeric_noise is null if nothing differs."""
         gap = self.logit_gap
         finite = gap if gap is None or np.isfinite(gap) else None
         return self._asdict() | {"logit_gap": finite, "numeric_noise": None if self.equal else self.numeric_noise}
 
 
 def audit(llm: LLM, prompt: Prompt, params: SamplingParams) -> AuditReport:
-    """Generate speculatively, then plainly over the same open target engine, and compare.
+    """Generate with speculation, then without it over the same open target engine, and compare the outputs.
 
-    Raises RequestError above temperature 0, and when `llm` does not speculate.
+    Raises RequestError above temperature 0, and if `llm` does not speculate.
     """
     check_auditable(llm.speculative is not None, params)
     result = llm.generate(prompt, params)
@@ -58,7 +59,7 @@ def audit(llm: LLM, prompt: Prompt, params: SamplingParams) -> AuditReport:
 
 
 def audit_output(llm: LLM, prompt: Sequence[int], params: SamplingParams, token_ids: Sequence[int]) -> AuditReport:
-    """Compare an output that `llm` generated already. Raises like `audit`."""
+    """Compare an output that `llm` has already generated. Raises like `audit`."""
     check_auditable(llm.speculative is not None, params)
     manifest = llm.bundle.manifest
     sampler = Sampler(params, prompt, manifest.eos_token_ids, manifest.engines[TARGET].model.vocab_size)
@@ -66,7 +67,7 @@ def audit_output(llm: LLM, prompt: Sequence[int], params: SamplingParams, token_
 
 
 def check_auditable(speculates: bool, params: SamplingParams) -> None:
-    """Raises RequestError when there is nothing to compare token by token."""
+    """Raises RequestError if the outputs cannot be compared token by token."""
     if not params.greedy:
         raise RequestError(
             "an audit compares greedy decoding token by token: set temperature to 0 (that sampling keeps the target's "
@@ -79,14 +80,14 @@ def check_auditable(speculates: bool, params: SamplingParams) -> None:
 def compare(
     plain: SpeculativeDecoder, prompt: Sequence[int], sampler: Sampler, token_ids: Sequence[int]
 ) -> AuditReport:
-    """Decode `prompt` by `plain` up to the first token that differs from `token_ids`."""
+    """Decode `prompt` with `plain`, up to the first token that differs from `token_ids`."""
     probs: list[NDArray[np.float64]] = []
 
     def observe(round: Round) -> None:
         probs[:] = [round.target_probs[0]]
 
     position = 0
-    # A stop string ends a text outside of the decoder, so that plain decoding would go on behind it.
+    # A stop string ends a text outside of the decoder, so plain decoding would continue after it.
     stopped_by_text = bool(sampler.params.stop)
     for chunk in plain.generate(prompt, sampler, seeded_streams(0), SpecDecodeStats(), observe):
         (token,) = chunk.token_ids

@@ -1,4 +1,4 @@
-"""Explanation of one request: what was drafted, accepted and rejected in every round, as plain data and as JSON."""
+"""Explanation of one request: the drafted, accepted and rejected tokens of every round, as plain data and as JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ ACCEPTED, REJECTED, NOT_SENT = "accepted", "rejected", "not sent"
 
 
 class DraftedNode(NamedTuple):
-    """One node of a round's graph. parent: -1 for the root. draft_prob and target_prob: of its token in its parent's
-    context; None where the draft gave none, and where the target was not asked. status: "accepted", "rejected", or
-    "not sent": drafted, but left out of what the target scored. given: looked up in the text instead of drafted."""
+    """One node of a round's graph. parent: -1 for the root. draft_prob and target_prob: probabilities of the node's
+    token in its parent's context; None if the draft gave none, or if the target did not score the node. status:
+    "accepted", "rejected", or "not sent" (drafted, but not scored by the target). given: whether the token comes from
+    prompt lookup."""
 
     node: int
     token_id: int
@@ -33,7 +34,8 @@ class DraftedNode(NamedTuple):
 
 
 class MergeEdge(NamedTuple):
-    """A second way to a node. target_prob: of the node's token in this context, None where it was not scored."""
+    """A second edge to a node. target_prob: of the node's token in this context; None if the target did not score
+    it."""
 
     parent: int
     child: int
@@ -44,8 +46,8 @@ class MergeEdge(NamedTuple):
 
 class ExplainedRound(NamedTuple):
     """One round. nodes: in creation order, the root first. path: the accepted nodes in order, below the root.
-    own_token: the target's own, behind the path, with its probability there. num_tokens: emitted, fewer than the path
-    and the own token where the text ended inside."""
+    own_token: the target's own token after the path, with its probability there. num_tokens: number of emitted tokens,
+    which may be smaller than the path and the own token in the last round of a text."""
 
     nodes: list[DraftedNode]
     merge_edges: list[MergeEdge]
@@ -66,7 +68,7 @@ class ExplainedRound(NamedTuple):
 
     @property
     def texts(self) -> list[tuple[str, bool]]:
-        """What the round emitted, token by token, and whether it was drafted."""
+        """The text of each emitted token, and whether the token was drafted."""
         tokens = [*((self.nodes[node].text, True) for node in self.path), (self.own_text, False)]
         return tokens[: self.num_tokens]
 
@@ -88,7 +90,7 @@ class Explanation(NamedTuple):
     rounds: list[ExplainedRound]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything a page shows, JSON-ready."""
+        """All content of the page, JSON-ready."""
         return {
             "prompt": self.prompt,
             "settings": dict(self.settings),
@@ -98,7 +100,7 @@ class Explanation(NamedTuple):
 
 
 class RoundRecorder:
-    """Collects the rounds of one request: hand `observe` to `LLM.generate` or `LLM.stream`."""
+    """Collects the rounds of one request. Pass `observe` to `LLM.generate` or `LLM.stream`."""
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         """text_of: a token's text by its id, see `token_texts`."""
@@ -106,12 +108,12 @@ class RoundRecorder:
         self.rounds: list[ExplainedRound] = []
 
     def observe(self, round: Round) -> None:
-        """One more round. Only numbers of its nodes are kept, no distributions."""
+        """Add a round. Only numbers of its nodes are kept, no distributions."""
         tree, graph = round.proposal.tree, round.proposal.graph
         probs = [0.0] + [
             float(round.target_probs[tree.parents[row]][tree.token_ids[row]]) for row in range(1, len(tree))
         ]
-        # An edge leads to as many rows as there are paths over it: shown is the accepted one, else the first.
+        # An edge leads to one row per path over it. The accepted row is shown, or else the first one.
         accepted = {(tree.nodes[tree.parents[row]], tree.nodes[row]): row for row in round.acceptance.rows}
         rows = {
             (tree.nodes[tree.parents[row]], tree.nodes[row]): row for row in reversed(range(1, len(tree)))
@@ -155,13 +157,13 @@ class RoundRecorder:
     def explanation(
         self, prompt: str, config: SpeculativeConfig | None, params: SamplingParams, stats: SpecDecodeStats
     ) -> Explanation:
-        """What was collected, with the request it belongs to."""
+        """The collected rounds and the settings of their request."""
         return Explanation(prompt, settings(config, params), stats.to_dict(), list(self.rounds))
 
 
 def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) -> float | None:
-    """The draft's probability of an edge's token. None for a given token, and in a shape that was filled without noting
-    any (ranked: whether the graph's values are log-probabilities at all)."""
+    """The draft's probability of an edge's token. None for a given token, and for growers that store no probabilities.
+    ranked: whether the graph's values are log-probabilities."""
     if edge.certain:
         return None
     if parent in graph.draft_probs:
@@ -170,7 +172,8 @@ def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) 
 
 
 def settings(config: SpeculativeConfig | None, params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults, by name, and what matters in any case; a processor is shown by its name."""
+    """The settings that differ from the defaults, and the main settings in any case; a processor is shown by its
+    name."""
     chosen: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
     defaults = asdict(SamplingParams())
     for name in defaults:
@@ -188,5 +191,5 @@ def settings(config: SpeculativeConfig | None, params: SamplingParams) -> dict[s
 
 
 def list_of(value: Any) -> Any:
-    """Tuples as JSON knows them."""
+    """Tuples as lists, which JSON can express."""
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""An Explanation as one self-contained HTML page: inline style, one SVG per round, no script, nothing to load."""
+"""An Explanation as one self-contained HTML page: inline style, one SVG per round, no script, no external files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .explain import NOT_SENT, DraftedNode, ExplainedRound, Explanation
 from .explain_style import STYLE
 
 WIDTH, HEIGHT = 112, 36  # of a node
-COLUMN, ROW = 156, 43  # from node to node
+COLUMN, ROW = 156, 43  # distance between nodes
 MARGIN = 10
-SHOWN = 13  # characters of a token; the whole of it is in the tooltip
-OPEN_ROUNDS = 24  # further ones unfold on demand
+SHOWN = 13  # characters of a token; the tooltip has the whole text
+OPEN_ROUNDS = 24  # rounds that are shown open; later ones are collapsed
 VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 TOTALS = (
     ("num_tokens", "tokens", "{:d}"),
@@ -44,8 +44,8 @@ class Place(NamedTuple):
     y: float
 
 
-class Layout(NamedTuple):
-    """Where every node of a round stands, the target's own token, and the size of the whole."""
+class GraphLayout(NamedTuple):
+    """The places of every node of a round and of the target's own token, and the size of the picture."""
 
     nodes: dict[int, Place]
     own: Place
@@ -53,9 +53,9 @@ class Layout(NamedTuple):
     height: float
 
 
-def lay_out(round: ExplainedRound) -> Layout:
-    """Left to right by depth; a node stands level with its first child, and further children get lines of their own.
-    The target's own token is the last child of the last accepted node."""
+def lay_out(round: ExplainedRound) -> GraphLayout:
+    """Place nodes from left to right by depth. A node is level with its first child, and each further child gets a new
+    line. The target's own token is the last child of the last accepted node."""
     children: dict[int, list[int]] = {node.node: [] for node in round.nodes}
     for drafted in round.nodes[1:]:
         children[drafted.parent].append(drafted.node)
@@ -65,13 +65,13 @@ def lay_out(round: ExplainedRound) -> Layout:
     children[own], depth[own] = [], depth[last] + 1
     places: dict[int, Place] = {}
     line, stack = -1, [(ROOT, True)]
-    while stack:  # depth first, so that lines never cross; without recursion, a chain may be long
+    while stack:  # depth first, so that lines never cross; no recursion, because a chain may be long
         node, starts_line = stack.pop()
         line += starts_line
         places[node] = Place(MARGIN + COLUMN * depth[node], MARGIN + ROW * line)
         stack += reversed([(child, index > 0) for index, child in enumerate(children[node])])
     width = max(place.x for place in places.values()) + WIDTH + MARGIN
-    return Layout(
+    return GraphLayout(
         {node: place for node, place in places.items() if node != own}, places[own], width, MARGIN + ROW * (line + 1)
     )
 
@@ -108,7 +108,7 @@ def parts(explanation: Explanation) -> Iterator[str]:
 
 
 def overview(rounds: list[ExplainedRound]) -> str:
-    """A strip with one bar per round: drafted tokens, and how many of them were accepted; each leads to its round."""
+    """A strip with one bar per round, which shows its drafted and accepted tokens and links to the round."""
     step, height = 10, 40
     most = max((max(round.num_drafted, 1) for round in rounds), default=1)
     bars = []
@@ -164,7 +164,7 @@ def drawing(round: ExplainedRound) -> str:
     for node in round.nodes[1:]:
         kind = "accepted" if (node.parent, node.node) in steps else node.status.replace(" ", "-")
         if kind == "accepted" and (node.parent, node.node) not in steps:
-            kind = "rejected"  # the accepted path reaches this node over a merge edge
+            kind = "rejected"  # the accepted path leads to this node over a merge edge
         pieces.append(curve(layout.nodes[node.parent], layout.nodes[node.node], kind))
     for edge in round.merge_edges:
         text = f"merged: q {exact(edge.draft_prob)}, p {exact(edge.target_prob)} in this context"
@@ -228,20 +228,20 @@ def about(node: DraftedNode) -> str:
 
 
 def label(text: str, limit: int = SHOWN) -> str:
-    """A token's text as safe markup: white space visible, control characters spelled out, long texts cut."""
+    """A token's text as safe markup: visible white space, control characters as escapes, long texts truncated."""
     shown = "".join(VISIBLE.get(char, char if char.isprintable() else f"\\u{ord(char):04x}") for char in text)
     return escape(shown if len(shown) <= limit else shown[: limit - 1] + "…")
 
 
 def probabilities(q: float | None, p: float | None) -> str:
-    """As much of it as is known, as markup."""
+    """The known ones of both probabilities, as markup."""
     return "&ensp;".join(
         f"{name}&nbsp;{escape(short(value))}" for name, value in (("q", q), ("p", p)) if value is not None
     )
 
 
 def short(value: float) -> str:
-    """.42, or 1 where two digits say so, or <.01."""
+    """A probability with two digits: .42, 1, or <.01."""
     if value >= 0.995:
         return "1"
     return f"{value:.2f}".lstrip("0") if value >= 0.005 else "<.01"

@@ -12,19 +12,18 @@ from uuid import uuid4
 
 from ...models.errors import ConfigError, RequestError
 from ..bundle.watch import BundleWatch
-from ..decoding.loop import MAX_RUNNING
-from ..engines.shared.memory import CacheBudget, cache_budget
-from ..engines.shared.pool import PooledEngine
-from ..llm import LLM, Engines, Prompt, Speculation
+from ..decoding.loop import MAX_RUNNING, Loop
+from ..decoding.scheduler import QueueFullError, Scheduler
+from ..llm import LLM, PREFIX_CACHE_SLOTS, Prompt, Speculation
 from ..sampling.sampler import SamplingParams
+from ..text.writer import StreamChunk
 from .engine_thread import EngineThread
-from .scheduler import QueueFullError, Scheduler
 from .stream import DeadlineError, Request, RequestStream, ShutdownError
 from .text_threads import TextThreads
 
 __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "ShutdownError"]
 
-MAX_WAITING, PREFIX_CACHE_SLOTS = 64, 1024  # unless told otherwise
+MAX_WAITING = 64  # requests, unless told otherwise
 
 
 class AsyncLLM(EngineThread):
@@ -60,16 +59,11 @@ class AsyncLLM(EngineThread):
         if kv_cache_bytes is not None:
             max_running = min(max_running, affordable(llm, kv_cache_bytes))
         max_running = min(max_running, llm.max_batch or max_running)
-        longest = llm.engines.target.spec
-        budget = CacheBudget(None, longest.capacity, longest.max_width)
-        if llm.is_pooled:
-            specs = [engine.spec for engine in (llm.engines.target, llm.engines.draft) if engine is not None]
-            budget = cache_budget(specs, kv_cache_bytes)
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
-        super().__init__(llm, llm.pools(max_running, budget.allocated), scheduler, budget)
-        for engine in self._order:
-            if isinstance(engine, PooledEngine) and prefix_cache_slots:
-                engine.share_prefixes(prefix_cache_slots)
+        self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
+        loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, self._shared.budget)
+        super().__init__(llm, loop)
+        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing)
         watch = BundleWatch(llm.bundle)
         self.watchers.append(lambda: watch.trouble)
         self._texts = TextThreads()
@@ -88,20 +82,20 @@ class AsyncLLM(EngineThread):
 
     @property
     def num_running(self) -> int:
-        return self._scheduler.num_running
+        return self._loop.scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
-        return self._scheduler.num_waiting
+        return self._loop.scheduler.num_waiting
 
     @property
     def max_running(self) -> int:
-        return self._scheduler.max_running
+        return self._loop.scheduler.max_running
 
     @property
     def max_requests(self) -> int:
         """Running and waiting together."""
-        return self._scheduler.max_running + self._scheduler.max_waiting
+        return self._loop.scheduler.max_running + self._loop.scheduler.max_waiting
 
     @property
     def accepting(self) -> bool:
@@ -126,7 +120,7 @@ class AsyncLLM(EngineThread):
 
     def max_tokens_behind(self, prompt: Sequence[int]) -> int:
         """The largest max_tokens for which there is memory behind a prompt; the context may end a text earlier."""
-        return self._budget.tokens_behind(len(prompt))
+        return self._shared.budget.tokens_behind(len(prompt))
 
     def generate(
         self,
@@ -157,11 +151,14 @@ class AsyncLLM(EngineThread):
             raise RequestError("cache_salt must not be empty: leave it out to share with everybody who does")
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
+        job = self.llm.job(tokens, params, speculative=speculative, engines=self._engines)
         request = Request(
             id=name,
-            steps=self.llm.steps(tokens, params, speculative=speculative, engines=self._engines_of(params)),
+            steps=job.steps,
+            write=job.write,
+            stats=job.stats,
             num_prompt_tokens=len(tokens),
-            num_slots=self._budget.needed(len(tokens), params.max_tokens),
+            num_slots=self._shared.budget.needed(len(tokens), params.max_tokens),
             call=name if call is None else call,
             cache_salt=cache_salt,
             loop=asyncio.get_running_loop(),
@@ -169,19 +166,18 @@ class AsyncLLM(EngineThread):
             deadline=None if deadline_s is None else arrived + deadline_s,
             delivered=asyncio.Queue(),
         )
-        with self._changed:
+        with self._loop.changed:
             if not self.accepting:
                 raise ShutdownError("this server is stopping and takes no further requests: send them to another one")
-            if any(other.id == request.id for other in self._scheduler):
+            if any(other.id == request.id for other in self._loop.scheduler):
                 raise RequestError(f"a request {request.id!r} is in progress: choose another request_id")
-            self._scheduler.submit(request, client, user)
-            self._changed.notify_all()
+            self._loop.add(request, client, user)
         return RequestStream(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request before its next round; its last chunk says "abort". Returns whether there was such a one."""
-        with self._changed:
-            found = [request for request in self._scheduler if request.id == request_id]
+        with self._loop.changed:
+            found = [request for request in self._loop.scheduler if request.id == request_id]
         for request in found:
             request.aborted = True
         return bool(found)
@@ -197,8 +193,8 @@ class AsyncLLM(EngineThread):
         self._draining = True
 
         def wait() -> bool:
-            with self._changed:
-                return self._changed.wait_for(lambda: not len(self._scheduler), timeout_s)
+            with self._loop.changed:
+                return self._loop.changed.wait_for(lambda: not len(self._loop.scheduler), timeout_s)
 
         return await asyncio.to_thread(wait)
 
@@ -207,9 +203,7 @@ class AsyncLLM(EngineThread):
         a text to be read gets one at once."""
         self._texts.close()
         self._stop()
-        if self._pools is not None:
-            for engine in self._order:
-                engine.close()
+        self._shared.close()
         if self._owns_llm:
             self.llm.close()
 
@@ -220,13 +214,6 @@ class AsyncLLM(EngineThread):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _engines_of(self, params: SamplingParams) -> Engines | None:
-        """The pools, and how many share their passes where a request's proposals may depend on it."""
-        reproducible = params.seed is not None and not params.greedy
-        if self._pools is None or reproducible:
-            return self._pools
-        return self._pools._replace(sharing=lambda: max(1, self._num_started))
 
 
 def affordable(llm: LLM, kv_cache_bytes: int) -> int:

@@ -9,9 +9,7 @@ from time import sleep
 from traceback import format_exception
 
 from ...models.errors import DraftwoodError
-from ..decoding.decoder import Steps
-from ..decoding.stats import SpecDecodeStats
-from ..engines.base import Pass
+from ..decoding.loop import Job
 from ..text.writer import StreamChunk
 from .metrics import Drafted
 
@@ -53,25 +51,19 @@ def without_frames(error: BaseException) -> Exception:
     return error.with_traceback(None)
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """One request on its way. Only the engine's thread advances `steps`; anybody may set `aborted`."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request(Job[StreamChunk]):
+    """One request on its way. Only the engine's thread advances it; anybody may set `aborted`."""
 
     id: str
-    steps: Steps[StreamChunk]
     num_prompt_tokens: int
-    num_slots: int  # of each model's cache, which it may come to fill
     call: Hashable  # equal for those that came in one call, such as the choices of a prompt
-    cache_salt: str | None  # it shares cache rows with requests of an equal one only
     loop: asyncio.AbstractEventLoop
     arrived: float  # all times in seconds, monotonic
     deadline: float | None
     delivered: asyncio.Queue[StreamChunk | Exception]
-    num_cached_tokens: int = 0  # of the prompt: rows of the target's cache that were there already
-    stats: SpecDecodeStats | None = None  # the request's own, from its first round on
     drafted: Drafted = field(default_factory=Drafted)
     last_round: float | None = None
-    wanted: Pass | None = None  # what it waits for; None before its first turn
     aborted: bool = False
 
     def deliver(self, item: StreamChunk | Exception) -> None:

@@ -1,7 +1,7 @@
-"""SamplingParams, and Sampler: logits of a node -> the distribution, or the token, of that node's own path.
+"""SamplingParams, and Sampler: from the logits of a node to the distribution, or to the token, after the node's path.
 
-The order is vLLM's: logits processors, min_tokens, penalties, (greedy: arg-max) temperature, min-p, top-k, top-p.
-Draft and target go through the same Sampler, so p and q at a node are what the request's settings make of them.
+The order of operations is vLLM's: logits processors, min_tokens, penalties, (greedy: arg-max) temperature, min-p,
+top-k, top-p. The logits of draft and target go through the same Sampler, so the request's settings apply to p and q.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .random import RandomStream
 from .softmax import NumpySoftmax, Softmax, Weights, best
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
-REPETITION_PENALTIES = (1e-6, 1e6)  # beyond that, logits overflow
-# Above 0, which is greedy. Softmax in fp32 is exact between them: 1 / T, and a logit over T, are far from its limits.
+REPETITION_PENALTIES = (1e-6, 1e6)  # beyond this range logits overflow
+# Besides 0, which is greedy. In this range 1 / T, and a logit over T, are far from the limits of fp32.
 TEMPERATURES = (1e-6, 100.0)
-LARGEST_COUNT = 2**31 - 1  # of tokens, whose number is an int32 wherever it leaves Python
+LARGEST_COUNT = 2**31 - 1  # tokens; a count is an int32 outside Python
 LARGEST_SEED = 2**64 - 1
-LARGEST_LOGIT = float(np.finfo(np.float32).max)  # engines' softmax reads fp32
-MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings, characters: every token's text is searched for them
+LARGEST_LOGIT = float(np.finfo(np.float32).max)  # the softmax of engines reads fp32
+MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings and characters; the text of every token is searched for stop strings
 MAX_STOP_TOKENS = 1024
-NEGLIGIBLE = 1e-4  # of the most probable token's probability: a draft without such tokens is accepted as often
-LIKELY = 12.0  # nats below the best: sorting so much of a vocabulary is nearly always enough
-# What a setting's annotation accepts, numpy's numbers included, and its name. Every other setting is a tuple.
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
+LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
+# The types that each annotation accepts (numpy's numbers included), and their name. Other settings are tuples.
+ACCEPTED_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((Integral,), "a whole number"),
     "int | None": ((Integral, NoneType), "None or a whole number"),
     "float": ((Real,), "a number"),
@@ -43,14 +43,15 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """vLLM's names and meanings. Raises RequestError when a value is out of range or of another type.
+    """Sampling settings with vLLM's names and meanings. Raises RequestError for values out of range or of a wrong type.
 
-    temperature 0 is greedy; others are in TEMPERATURES. top_k 0 (or -1) and top_p 1 keep everything. min_p is relative
-    to the most probable token. The repetition penalty (1 = none) counts prompt and output, presence and frequency count
-    the output alone. Stop strings and stop tokens end the text before themselves; the token that did is the last of the
-    output's. logprobs: how many alternatives to report per token; None reports nothing. A logits processor gets the
-    output so far, this path included, and float64 logits [V]; it returns logits [V], which are copied. Where several
-    values may stand, one alone, a list and None are taken, too.
+    temperature: 0 is greedy, others are in TEMPERATURES. top_k 0 (or -1) and top_p 1 keep all tokens. min_p is relative
+    to the most probable token. The repetition penalty (1 = none) counts prompt and output; presence and frequency
+    penalties count only the output. A stop string or stop token ends the text and is not part of the text; the token
+    that ended the text is the last of the output tokens. logprobs: number of alternatives to report per token; None
+    reports no log-probabilities. A logits processor gets the output tokens so far, the path included, and float64
+    logits [V]; it returns logits [V], which are copied. A setting that is a tuple also accepts a list, one value, and
+    None.
     """
 
     max_tokens: int = 128
@@ -72,10 +73,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind in ((field.name, str(field.type)) for field in fields(self)):
             value = getattr(self, name)
-            if kind not in KINDS:
-                object.__setattr__(self, name, as_tuple(value))  # the one place where frozen fields are normalised
+            if kind not in ACCEPTED_TYPES:
+                object.__setattr__(self, name, as_tuple(value))  # only here are frozen fields normalised
                 continue
-            types, expected = KINDS[kind]
+            types, expected = ACCEPTED_TYPES[kind]
             require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -109,16 +110,22 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the text is drawn and must be the same each time. Another plan of how much to propose draws another
+        text of the same distribution, so the plans of such a text may depend on nothing but itself."""
+        return self.seed is not None and not self.greedy
+
 
 def as_tuple(value: object) -> tuple[Any, ...]:
-    """Several values, or one of them, or None."""
+    """A tuple of `value`, which is a sequence of values, one value, or None."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def token_id(value: Any) -> int:
-    """A token id as Python's own number, whoever made it (numpy, torch); negative for what is none."""
+    """A token id of any library (numpy, torch) as a Python int; negative if `value` is no token id."""
     try:
         return -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
@@ -137,20 +144,20 @@ class Candidates(NamedTuple):
     probs: NDArray[np.float64]
 
     def place(self, token: int) -> int:
-        """Where a token is that these probabilities allow. Raises ValueError for any other one: a proposal that was not
-        drawn from them would be accepted by the probability of another token."""
+        """The index of a token in `ids`. Raises ValueError if the token is not in `ids`: a token that was not drawn
+        from this distribution must not be verified by another token's probability."""
         place = bisect_left(self.ids, token)
         if place == len(self.ids) or self.ids[place] != token:
             raise ValueError(f"token {token} is none of the {len(self.ids)} that may be drawn here")
         return place
 
     def probability(self, token: int) -> float:
-        """Of any token of the vocabulary."""
+        """The probability of any token of the vocabulary."""
         return float(self.probs[self.ids == token].sum())
 
 
 class Sampler:
-    """One request's settings over its history. A path is the tokens between the committed text and a node."""
+    """Applies one request's settings to logits. A path is the list of tokens from the committed text to a node."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], eos: Sequence[int], vocab_size: int) -> None:
         for token in params.stop_token_ids:
@@ -162,7 +169,7 @@ class Sampler:
         self._prompt = np.array(sorted(set(prompt)), np.int64)
         self._counts = np.zeros(vocab_size, np.int64)
         self._softmax: Softmax = NumpySoftmax()
-        self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each length of a path
+        self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length
         self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
         self._penalises = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -170,15 +177,15 @@ class Sampler:
 
     @property
     def follows_path(self) -> bool:
-        """Whether logits are changed depending on the tokens before them."""
+        """Whether the settings change logits depending on earlier tokens."""
         return self._penalises or bool(self.params.logits_processors) or self.params.min_tokens > len(self.output)
 
     def use(self, softmax: Softmax) -> None:
-        """From now on, instead of numpy's."""
+        """Use this softmax from now on, instead of numpy's."""
         self._softmax, self._buffers = softmax, []
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Tokens that became output."""
+        """Append tokens to the output."""
         self.output.extend(tokens)
         for token in tokens:
             self._counts[token] += 1
@@ -188,7 +195,7 @@ class Sampler:
         if self.params.greedy:
             return best(self._scores(logits, path))
         if self._truncates:
-            ids, probs = self._truncated(self._scores(logits, path), path)
+            ids, probs = self._truncate(self._scores(logits, path), path)
             return int(ids[stream.categorical(probs)])
         weights, total = self.weights(logits, path)
         weights /= total
@@ -204,35 +211,35 @@ class Sampler:
         scores, weights = self._scores(logits, path), self._buffer(path)
         if not (self.params.greedy or self._truncates):
             return self._softmax.weights(scores, self.params.temperature, weights)
-        ids, probs = self._truncated(scores, path)
+        ids, probs = self._truncate(scores, path)
         weights.fill(0.0)
         weights[ids] = probs
         return Weights(weights, 1.0)
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
-        """What a draft draws the token after `path` from, above temperature 0: the same distribution without its tail.
-        Drafts may draw from whatever they like, as long as verification knows what it was."""
+        """The distribution from which the draft draws the token after `path`, above temperature 0: `distribution`
+        without its tail. The draft may draw from any distribution, as long as verification uses the same one as q."""
         return self._likely(self._scores(logits, path), max(self.params.min_p, NEGLIGIBLE))
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities [V] after processors and penalties, before temperature and truncation."""
-        scores = self._processed(logits, path)
+        scores = self._process(logits, path)
         scores -= scores.max()
         return np.asarray(scores - np.log(np.exp(scores).sum()))
 
     def _scores(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """Logits [V] after all that changes them at this path."""
-        return self._processed(logits, path) if self.follows_path else logits
+        """Logits [V] after processors, min_tokens and penalties, if the request has any."""
+        return self._process(logits, path) if self.follows_path else logits
 
     def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """For a row behind this path: verifiers hold at most one of each length at a time."""
+        """A buffer [V] for the row after `path`. Verifiers use at most one row of each path length at a time."""
         while len(self._buffers) <= len(path):
             self._buffers.append(np.empty(len(self._counts), self._softmax.dtype))
         return self._buffers[len(path)]
 
-    def _truncated(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
-        """The distribution of processed scores [V] after temperature, and min-p, top-k or top-p; or the best token,
-        when greedy. Only likely tokens are sorted, which nearly always suffices."""
+    def _truncate(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
+        """The distribution of processed scores [V] after temperature, min-p, top-k and top-p; if greedy, the best token
+        alone. Only likely tokens are sorted, which is nearly always enough."""
         params = self.params
         if params.greedy:
             return Candidates(np.array([best(scores)]), np.ones(1))
@@ -250,11 +257,11 @@ class Sampler:
         return Candidates(ids[kept], weights[kept] / weights[kept].sum())
 
     def _likely(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
-        """The same with this `min_p`, which is positive."""
+        """The same for a given `min_p`, which is positive."""
         return self._cut(*self._softmax.likely(scores, self.params.temperature, min_p))
 
     def _cut(self, ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Candidates:
-        """The distribution over these tokens [K] alone after top-k and top-p."""
+        """The distribution over only these tokens [K], after top-k and top-p."""
         params = self.params
         if 0 < params.top_k < len(ids):
             kept = at_least(weights, np.sort(weights)[-params.top_k], params.top_k)
@@ -264,20 +271,20 @@ class Sampler:
             ids, weights = ids[kept], weights[kept]
         return Candidates(ids, weights / weights.sum())
 
-    def _processed(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
+    def _process(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Logits [V] in float64 after processors, min_tokens and penalties."""
         params = self.params
         scores: NDArray[np.float64] = logits.astype(np.float64)
         for processor in params.logits_processors:
-            # A copy: what comes back may be the processor's own array, and what follows writes into it.
+            # A copy, because the processor may keep the array that it returned, and the code below writes into it.
             scores = np.array(processor([*self.output, *path], scores), np.float64)
             if scores.shape != logits.shape:
                 raise RequestError(f"a logits processor returned shape {scores.shape} instead of {logits.shape}")
         if len(self.output) + len(path) < params.min_tokens:
             scores[self._ending] = -np.inf
         if self._penalises:
-            with np.errstate(over="ignore"):  # what overflows is refused below
-                scores = self._penalised(scores, path)
+            with np.errstate(over="ignore"):  # the check below refuses overflows
+                scores = self._penalise(scores, path)
         highest = scores.max()
         if highest == -np.inf:
             raise RequestError("no token is left to choose from: logits processors or min_tokens removed all of them")
@@ -285,10 +292,10 @@ class Sampler:
             raise RequestError(
                 f"the largest logit became {highest}: logits processors must return numbers of fp32, or -inf"
             )
-        scores[scores < -LARGEST_LOGIT] = -np.inf  # as fp32 has them
+        scores[scores < -LARGEST_LOGIT] = -np.inf  # as in fp32
         return scores
 
-    def _penalised(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:
+    def _penalise(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:
         params = self.params
         counts = self._counts
         if path:
@@ -303,7 +310,7 @@ class Sampler:
 
 
 def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
-    """Where the `count` largest scores are, best first; equal ones in their order."""
+    """Indices of the `count` largest scores, best first; the earlier of equal scores comes first."""
     likely = (scores > scores.max() - LIKELY).nonzero()[0]
     if len(likely) < count:
         likely = np.arange(len(scores))
@@ -311,14 +318,15 @@ def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
 
 
 def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
-    """Where the heaviest tokens are that together reach `mass`, in their order; of equal ones the first."""
+    """Indices, ascending, of the largest weights whose sum reaches `mass`; the first of equal weights are taken."""
     descending = np.sort(weights)[::-1]
     count = 1 + int(descending[:-1].cumsum().searchsorted(mass))
     return at_least(weights, descending[count - 1], count)
 
 
 def at_least(weights: NDArray[np.float64], least: np.float64, count: int) -> NDArray[np.int64]:
-    """Where the `count` largest weights are, none below `least`, in their order; of equal ones the first."""
+    """Indices, ascending, of the `count` largest weights that are at least `least`; the first of equal weights are
+    taken."""
     places = (weights >= least).nonzero()[0]
     surplus = len(places) - count
     return np.delete(places, (weights[places] == least).nonzero()[0][-surplus:]) if surplus else places

@@ -1,7 +1,7 @@
-"""Softmax of a row of logits, up to a factor: what tokens are drawn from, before truncation.
+"""Softmax of a row of logits, up to a factor: the distribution of a token before truncation.
 
-Verification needs it for every row of an accepted path, over the whole vocabulary, so an engine may bring a faster one
-than numpy's (`BringsSoftmax`).
+Verification needs a softmax over the whole vocabulary for every row of an accepted path. Therefore an engine may
+provide a faster one than numpy's (`HasSoftmax`).
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ class Weights(NamedTuple):
 
 
 class Softmax(Protocol):
-    """Of logits [V], at a positive temperature. dtype: of all weights that are written. Raises EngineError when a logit
-    is NaN or +inf, or all are -inf."""
+    """Softmax of logits [V] at a positive temperature. dtype: type of the weights. Raises EngineError if a logit is NaN
+    or +inf, or if all are -inf."""
 
     dtype: type[np.floating[Any]]
 
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
-        """exp((logits - max) / temperature), written to `values` [V]."""
+        """Write exp((logits - max) / temperature) to `values` [V]."""
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Tokens at least `share` times as probable as the best one: ids [K], ascending, and their weights [K]."""
+        """The tokens that are at least `share` times as probable as the most probable one: ids [K], ascending, and
+        their weights [K]."""
 
 
 @runtime_checkable
-class BringsSoftmax(Protocol):
+class HasSoftmax(Protocol):
     """An engine with a softmax of its own."""
 
     @property
@@ -53,7 +54,7 @@ class BringsSoftmax(Protocol):
 
 
 class NumpySoftmax:
-    """In float64."""
+    """Softmax in float64."""
 
     dtype: type[np.floating[Any]] = np.float64
 
@@ -62,8 +63,8 @@ class NumpySoftmax:
     ) -> Weights:
         """See Softmax.weights."""
         peak = float(logits[best(logits)])
-        with np.errstate(over="ignore"):  # where a difference becomes -inf, its weight is nothing
-            # In float64, whatever `values` are: 0 / 1e-46 is 0 / 0 in float32.
+        with np.errstate(over="ignore"):  # a difference may become -inf; its weight is then 0
+            # In float64 for any dtype of `values`, because 0 / 1e-46 is 0 / 0 in float32.
             np.subtract(logits, peak, out=values, dtype=np.float64, casting="same_kind")
             np.divide(values, temperature, out=values, dtype=np.float64, casting="same_kind")
         np.exp(values, out=values)
@@ -81,13 +82,14 @@ class NumpySoftmax:
 
 
 def best(logits: NDArray[np.floating[Any]]) -> int:
-    """Where the largest logit is, the first of equal ones. Raises EngineError when it is infinite, or any is NaN."""
-    place = int(logits.argmax())  # of the first NaN, if there is one
+    """The index of the largest logit, the first of equal ones. Raises EngineError if this logit is infinite, or if any
+    logit is NaN."""
+    place = int(logits.argmax())  # the index of the first NaN, if there is one
     if not math.isfinite(logits[place]):
         raise EngineError(NO_NUMBERS)
     return place
 
 
 def softmax_of(engine: object) -> Softmax:
-    """The fastest one beside this engine."""
-    return engine.softmax if isinstance(engine, BringsSoftmax) else NumpySoftmax()
+    """The engine's own softmax, or numpy's."""
+    return engine.softmax if isinstance(engine, HasSoftmax) else NumpySoftmax()

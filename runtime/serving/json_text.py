@@ -1,4 +1,4 @@
-"""JSON from strangers to Python, and large answers to JSON in small pieces."""
+"""Parses untrusted JSON, and writes large answers as JSON in small pieces."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from ...models.errors import RequestError, shown
 
-MAX_DEPTH = 32  # of lists and objects in each other; the deepest field that is served has 5
-AT_A_TIME = 32  # items of an array that are written without a pause; with 20 alternatives each, 50 kB
+MAX_DEPTH = 32  # levels of nested lists and objects; the deepest field of a request has 5
+AT_A_TIME = 32  # items of an array that are written as one piece; 50 kB with 20 alternatives each
 ENCODER = json.JSONEncoder(allow_nan=False)
 
 
-def parsed(text: str) -> Any:
-    """What a JSON text says. Raises RequestError for what is no JSON, and for JSON whose meaning is not certain or that
-    Python cannot hold or write: a name that an object has twice, numbers beyond all bounds, half of a surrogate pair,
-    more than MAX_DEPTH levels."""
+def parse(text: str) -> Any:
+    """The value of a JSON text. Raises RequestError for invalid JSON, and for JSON that is ambiguous or that Python
+    cannot represent: a duplicate name in an object, a number out of range, half of a surrogate pair, more than
+    MAX_DEPTH levels."""
     try:
         content = json.loads(text, object_pairs_hook=unambiguous)
     except json.JSONDecodeError as error:
@@ -34,7 +34,7 @@ def parsed(text: str) -> Any:
 
 
 def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Raises RequestError where a name stands twice: readers disagree which of them counts."""
+    """An object. Raises RequestError for a duplicate name, because parsers disagree which value counts."""
     content = dict(pairs)
     if len(content) < len(pairs):
         seen: set[str] = set()
@@ -48,7 +48,7 @@ def too_deep() -> RequestError:
 
 
 def check(content: Any) -> None:
-    """Raises RequestError for values that `parsed` refuses. Level by level: nothing here recurses."""
+    """Raises RequestError for values that `parse` refuses. It works level by level, without recursion."""
     level = [content]
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []
@@ -79,7 +79,7 @@ def refuse_no_number(name: str, value: Any) -> None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can carry a text."""
+    """Whether a text can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -88,9 +88,9 @@ def is_unicode(text: str) -> bool:
 
 
 def pieces(value: Any) -> Iterator[str]:
-    """The JSON text of a value. An iterator is written as an array: its items are made, written and forgotten a few at
-    a time, so that a large answer needs neither much memory nor the interpreter for long. Iterators may stand in
-    objects, and in objects of lists."""
+    """The JSON text of a value, in pieces. An iterator becomes an array. Its items are made and written a few at a
+    time, so that a large answer needs little memory and does not block the interpreter for long. Iterators may be
+    values of objects, and of objects in lists."""
     if isinstance(value, dict) and value:
         before = "{"
         for name, item in value.items():

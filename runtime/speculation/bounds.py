@@ -1,5 +1,7 @@
-"""Types and sizes of the settings of SpeculativeConfig. They are checked before anything is computed from a setting,
-because settings come from strangers and some shapes grow exponentially."""
+"""Bounds on the type and size of each setting of SpeculativeConfig.
+
+They are checked before anything is computed from a setting: settings may be hostile, and the size of some shapes is
+exponential in a setting."""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 
 from ...models.errors import ConfigError, DraftwoodError, shown
 
-MAX_PROPOSAL = 1024  # tokens or rows of anything; no engine takes more
-MAX_NGRAM = 16  # tokens; a prompt lookup keeps an n-gram for every token of the text
+MAX_PROPOSAL = 1024  # tokens or rows; no engine takes more
+MAX_NGRAM = 16  # tokens; a prompt lookup stores one n-gram per token of the text
 # Name -> the least and the largest value.
 INTEGERS = {
     "max_draft_len": (1, MAX_PROPOSAL),
@@ -26,10 +28,10 @@ NUMBERS = (*SHARES, "draft_threshold")
 
 
 def check_bounds(settings: Mapping[str, Any], error: type[DraftwoodError] = ConfigError, place: str = "") -> None:
-    """settings: fields of SpeculativeConfig. Raises `error` for one of another type, or of a size that no engine takes.
+    """Raises `error` for a setting of the wrong type, or of a size that no engine takes.
 
-    place: what stands before a setting's name in messages. A name of a field that is neither a number nor a shape is
-    text; SpeculativeConfig knows which texts.
+    settings: fields of SpeculativeConfig by name. place: prefix of a setting's name in messages. Every field that is
+    neither a number nor a shape must be text; SpeculativeConfig checks the text itself.
     """
     for name, value in settings.items():
         if name in INTEGERS:
@@ -50,7 +52,7 @@ def check_bounds(settings: Mapping[str, Any], error: type[DraftwoodError] = Conf
 
 
 def check_shape(name: str, shape: Any, error: type[DraftwoodError]) -> None:
-    """Raises `error` for what is no list of whole numbers, and for one whose length or items are out of bounds."""
+    """Raises `error` if `shape` is no list of whole numbers, or if its length or an item is out of bounds."""
     if not isinstance(shape, (list, tuple)):
         raise error(f"{name} must be a list of whole numbers, not {shown(shape)}")
     if len(shape) > MAX_PROPOSAL:
@@ -63,13 +65,12 @@ def check_shape(name: str, shape: Any, error: type[DraftwoodError]) -> None:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is a whole number, of whatever library; True and False are none."""
+    """Whether a value is an integer of Python or of a library such as numpy; True and False are not integers."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def fits(branching: list[int] | tuple[int, ...]) -> bool:
-    """Whether the k-ary tree of these children per depth has at most MAX_PROPOSAL tokens; it stops at the first layer
-    beyond them."""
+    """Whether the k-ary tree with `branching[d]` children per node at depth d has at most MAX_PROPOSAL tokens."""
     layer, total = 1, 0
     for children in branching:
         layer *= children

@@ -1,4 +1,5 @@
-"""SpeculativeConfig: which proposal, which verifier, how large; refuses what would change the output distribution."""
+"""SpeculativeConfig: the kind and size of proposals, and their verifier. Combinations that would change the output
+distribution are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, K
 from .growers.lookup import PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .planning.calibration import Calibration, Estimate, uncorrected
-from .planning.controller import Controller, Experience, Plan
+from .planning.controller import Controller, Experience, RoundPlan
 from .planning.cost import CostModel
 from .planning.estimate import Shapes
 from .verifier import Verifier, block_verification, recursive_rejection, sample_and_match, traversal_verification
@@ -24,7 +25,7 @@ VERIFIERS: dict[str, Verifier] = {
     "block": block_verification,
     "traversal": traversal_verification,
 }
-# Which verifier is exact for which proposal, best first (docs/papers.md, What is biased).
+# The verifiers that are exact for each kind of proposal, best first (docs/papers.md, What is biased).
 LOSSLESS: dict[str, tuple[str, ...]] = {
     DRAWN_CHAIN: ("block", "traversal", "rejection", "match"),
     DRAWN_TREE: ("traversal", "rejection", "match"),
@@ -49,31 +50,34 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How to speculate. Raises ConfigError for settings that contradict each other or are not lossless, and for those
-    of another type or beyond the bounds of `bounds.py`.
+    """Settings of speculation. Raises ConfigError for settings that contradict each other, are not lossless, have the
+    wrong type, or exceed the bounds of `bounds.py`.
 
-    grow: "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth, or any
-    `topology`, see `baseline.sequoia`); "dyspec" draws where acceptance is expected, in a static shape, "dyspec-heap"
-    and "dyspec-threshold" are the paper's own forms; "topk" chooses the draft's most probable tokens. "auto": "topk"
-    at temperature 0, "dyspec" above, or "chain" in a round where a budget of "cost" expects more of it (not
-    with merge or lookup_ngram). At temperature 0, where every choice is free, tokens are chosen instead of drawn:
-    fixed shapes take the most probable ones, "dyspec" is "topk". merge: "gsd" links sequences of `merge_ngram` tokens
-    that recur; among drawn tokens "dyspec-threshold" does it as rejection sampling needs, the others are
-    matched. stop_rule: when a branch ends before the limits. key: whose estimate of acceptance values DySpec's
-    slots: the "draft"'s own probability as in the paper, that probability "calibrated" by the rounds before, or the
-    trained "head" where the draft has read a token. verify: "match", "rejection", "block", "traversal", or "auto", the
-    best one exact for the proposal. lookup_ngram: length of the n-gram whose last occurrence is proposed too, 0 for
-    none; lookup_len tokens of it.
+    grow: the grower. "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth,
+    or any `topology`, see `baseline.sequoia`). "dyspec" draws tokens where acceptance is likely, in a static shape;
+    "dyspec-heap" and "dyspec-threshold" are the paper's own forms. "topk" chooses the draft's most probable tokens.
+    "auto" is "topk" at temperature 0, with merge="gsd" and with verify="match", else "dyspec". With budget="cost" and
+    neither merge nor lookup_ngram, "auto" is "chain" in rounds where a chain is expected to be faster. At temperature 0
+    every proposal is lossless, so all growers choose the most probable tokens instead of drawing, and "dyspec" is
+    "topk".
+    merge: "gsd" links recurring sequences of `merge_ngram` tokens. Drawn merges are exact under rejection with
+    "dyspec-threshold", and only under matching with the other growers.
+    stop_rule: the rule that ends a branch before the limits. key: the estimate of acceptance that DySpec grows by: the
+    "draft"'s probability as in the paper, this probability "calibrated" by earlier rounds, or the trained "head" for
+    tokens that the draft has read. verify: "match", "rejection", "block", "traversal", or "auto" for the best verifier
+    that is exact for the proposal. lookup_ngram: length of the n-gram of prompt lookup, 0 for no lookup; lookup_len:
+    most tokens that one lookup adds.
 
-    budget: "cost" lets the measured costs of both engines decide before each round how deep and how large to propose,
-    up to the limits below, or to decode plainly where that is faster; "fixed" always goes to the limits. "dyspec-heap"
-    has no depth to choose and is always fixed.
+    budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by the measured costs of both
+    engines, up to the limits below. "fixed" always proposes up to the limits. "dyspec-heap" is always fixed, because
+    its depth cannot be planned.
 
-    max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes of a
-    tree the draft scores in one pass, and children each may offer. draft_threshold: smallest value worth a draw
-    ("dyspec-threshold"). rejection_threshold: probability of a rejection at which specdec++ stops, min_draft_len:
-    tokens it proposes in any case. confidence_threshold: least draft probability; entropy_threshold: least bound on
-    acceptance. sibling_share, leaf_share: GSD's pruning of chosen tokens, see BestFirst.
+    max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes that
+    the draft scores in one pass of a tree, and the most children of a node with "topk". draft_threshold: least value
+    of a draw ("dyspec-threshold"). rejection_threshold: probability of a rejection at which "specdec++" stops.
+    min_draft_len: tokens that "specdec++" proposes in any case. confidence_threshold: least draft probability.
+    entropy_threshold: least bound on acceptance. sibling_share, leaf_share: GSD's pruning of chosen tokens, see
+    BestFirst.
     """
 
     grow: str = AUTO
@@ -101,7 +105,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_bounds({name: getattr(self, name) for name in SpeculativeConfig.__dataclass_fields__})
         for name in ("branching", "topology"):
-            if type(getattr(self, name)) is list:  # as JSON has them
+            if type(getattr(self, name)) is list:  # as read from JSON
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, names in CHOICES.items():
             if getattr(self, name) not in names:
@@ -144,84 +148,84 @@ class SpeculativeConfig:
 
     @property
     def proposal(self) -> str:
-        """The kind of proposal that is made above temperature 0, a key of LOSSLESS."""
+        """The kind of the proposals above temperature 0, a key of LOSSLESS."""
         proposal = self._kind.merged if self.merge == "gsd" else self._kind.proposal
         return DRAWN_TREE if proposal == DRAWN_CHAIN and self.lookup_ngram else proposal
 
     @property
     def needs_acceptance(self) -> bool:
-        """Whether the draft's engine must hold an acceptance head."""
+        """Whether the draft's engine must contain an acceptance head."""
         return self.stop_rule.startswith("specdec++") or self.key == "head"
 
     @property
     def shaped(self) -> bool:
-        """Whether a proposal's shape is given beforehand."""
+        """Whether the settings fix the shape of all proposals."""
         return self._kind.shape is not None
 
     @property
     def max_given(self) -> int:
-        """The most tokens a prompt lookup adds to a proposal."""
+        """The most tokens that a prompt lookup adds to a proposal."""
         return self.lookup_len if self.lookup_ngram else 0
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens one proposal may have, below its root."""
+        """The most tokens of one proposal, without its root."""
         return (self.max_draft_len if self._kind.is_chain else self.max_total_draft_tokens) + self.max_given
 
     @property
     def max_frontier(self) -> int:
-        """The most nodes one draft pass scores."""
+        """The most nodes that one draft pass scores."""
         return max(self._kind.rows(self._limits()), default=1)
 
     @property
     def max_draft_rows(self) -> int:
-        """The most nodes the draft scores in one round."""
+        """The most nodes that the draft scores in one round."""
         return sum(self._kind.rows(self._limits()))
 
     def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
-        """The grower of one round, no deeper than `max_depth`, valuing tokens by `estimate`."""
+        """The grower of one round: at most `max_depth` deep; `estimate` gives the values of tokens."""
         limits = self._limits(estimate)
         growth = limits._replace(depth=min(self._kind.deepest(limits, greedy), max_depth))
         return self._kind.choose(growth) if greedy else self._kind.draw(growth)
 
     def deepest(self, greedy: bool) -> int:
-        """The deepest a proposal may get."""
+        """The greatest depth of a proposal."""
         return self._kind.deepest(self._limits(), greedy)
 
     def controller(
         self, costs: CostModel, widths: Sequence[int], greedy: bool, experience: Experience | None = None
     ) -> Controller | None:
-        """What plans one request's rounds over a target of these widths; None for a fixed budget."""
+        """The controller that plans one request's rounds, for a target with these widths; None for a fixed budget."""
         if self.budget == "fixed" or not (self._kind.layered or greedy):
             return None
         return Controller(costs, self._shapes(widths), greedy, experience)
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
-        """The proposals a controller may choose from."""
+        """The shapes of proposals from which a controller may choose."""
         if self.shaped:
             return Shapes((len(self._limits().shape),), self.deepest(True), self.max_frontier, False, self.max_given)
         if self._kind.is_chain:
             return Shapes((), self.max_draft_len, 1, True, self.max_given)
         most = self.max_total_draft_tokens
         sizes = {most, *(width - 1 - self.max_given for width in widths if 0 < width - 1 - self.max_given < most)}
-        # A chain is drawn like the tree's first branch, and every verifier that is exact for the tree is so for it.
+        # A chain is drawn like the tree's first branch, and every verifier that is exact for trees is exact for chains.
         either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
         return Shapes(tuple(sorted(sizes)), self.max_draft_len, self.frontier_width, either, self.max_given)
 
-    def within(self, plan: Plan) -> SpeculativeConfig:
-        """The same configuration with a plan's limits; a shape given beforehand keeps its size."""
+    def within(self, plan: RoundPlan) -> SpeculativeConfig:
+        """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
         if self.shaped:
             return self
         grow = "chain" if plan.chain else self.grow
         return replace(self, grow=grow, max_draft_len=plan.depth, max_total_draft_tokens=plan.size)
 
     def calibration(self, greedy: bool) -> Calibration | None:
-        """The table of one request, where the configuration corrects the draft's probabilities."""
+        """The calibration table of one request, if the configuration corrects the draft's probabilities."""
         drawn_by_value = not greedy and self._kind.by_value and self.key != "draft"
         return Calibration() if drawn_by_value or self.stop_rule == "specdec++" else None
 
     def stopper(self, estimate: Estimate = uncorrected) -> Stopper:
-        """What ends a branch early, where the draft's probabilities are corrected by `estimate`."""
+        """The stopper that ends branches early. `estimate` corrects the draft's probabilities."""
         if self.stop_rule == "specdec++":
             return SpecDecPP(self.rejection_threshold, self.min_draft_len, estimate)
         if self.stop_rule == "specdec++-lagged":
@@ -231,32 +235,33 @@ class SpeculativeConfig:
         return Entropy(self.entropy_threshold) if self.stop_rule == "entropy" else Fixed()
 
     def lookup(self) -> PromptLookup | None:
-        """The n-gram index of one request, where the configuration asks for one."""
+        """The n-gram index of one request, if the configuration enables prompt lookup."""
         return PromptLookup(self.lookup_ngram, self.lookup_len) if self.lookup_ngram else None
 
     def verifier(self, greedy: bool) -> Verifier:
-        """The verifier for this configuration's proposals. Greedily all of them agree and matching costs least."""
+        """The verifier for this configuration's proposals. At temperature 0 all verifiers agree, and matching is the
+        cheapest."""
         if greedy:
             return sample_and_match
         return VERIFIERS[LOSSLESS[self.proposal][0] if self.verify == AUTO else self.verify]
 
     def ranks(self, greedy: bool) -> bool:
-        """Whether proposals need the draft's most probable tokens only, and no other column of its logits."""
+        """Whether proposals need only the draft's most probable tokens, and no other column of its logits."""
         few = self.frontier_width <= TOP_COLUMNS
         return self.chooses(greedy) and few and not self.shaped and self.stop_rule != "entropy"
 
     def chooses(self, greedy: bool) -> bool:
-        """Whether proposals are picked by score, not drawn."""
+        """Whether tokens of a proposal are chosen by score, not drawn."""
         return greedy or self._kind.proposal == CHOSEN_GRAPH
 
     @property
     def _kind(self) -> GrowerKind:
-        """The grower's, "auto" resolved."""
+        """The kind of the grower, after "auto" is resolved."""
         chosen = self.verify == "match" or self.merge == "gsd"
         return KINDS[("topk" if chosen else "dyspec") if self.grow == AUTO else self.grow]
 
     def _limits(self, estimate: Estimate = uncorrected) -> Growth:
-        """What growers are made from, where there is room for the whole of a proposal."""
+        """The arguments of growers, for a proposal that the end of the text does not shorten."""
         shape = () if self._kind.shape is None else self._kind.shape(self.branching, self.topology)
         size, depth, width = self.max_total_draft_tokens, self.max_draft_len, self.frontier_width
         tau, shares = self.merge_ngram - 1 if self.merge == "gsd" else None, (self.sibling_share, self.leaf_share)

@@ -1,13 +1,13 @@
-"""DraftProposer: grows one round's TokenGraph over the draft engine and keeps the draft's cache in step."""
+"""DraftProposer: grows one round's TokenGraph with the draft engine, and updates the draft's KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from ..engines.base import Engine, ForwardOutput, Pass, Passes, TokenBatch, prefill_passes
+from ..engines.base import Engine, ForwardOutput, Pass, TokenBatch
+from ..engines.passes import Passes, prefill_passes
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
 from .graph.token_graph import ROOT, TokenGraph
@@ -18,29 +18,30 @@ from .stopwatch import Stopwatch
 
 
 class DraftProposer:
-    """One request's draft. `pending` are committed tokens the draft has not seen; the last one is the root.
+    """One request's draft. `pending`: committed tokens that the draft has not read; the last one is the root.
 
-    Every drafted node has at most one cache slot, written when the node is scored. `passes`, `rows` and
-    `scoring`, a stopwatch, count what the draft engine was asked to do since the prompt.
+    Every drafted node has at most one cache slot, which is written when the node is scored. `passes`, `rows` and
+    `scoring` (a stopwatch) count the draft engine's passes, rows and seconds since the prompt.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._cache: Any = engine.new_cache()
+        self._cache = engine.new_cache()
         self._pending: list[int] = []
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
-        self._visible: list[bytes] = []  # slot -> which of the slots so far are on its path, itself included
+        self._visible: list[bytes] = []  # slot -> mask of the earlier slots on its path, the slot itself included
         self.passes = 0
         self.rows = 0
         self.scoring = Stopwatch()
 
     @property
     def unread(self) -> int:
-        """Committed tokens that the next round's first pass has to read, the root included."""
+        """The number of committed tokens that the first pass of the next round must read, the root included."""
         return len(self._pending)
 
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
-        """Forget everything; `read` what comes before the first root, the prompt's last token, or leave it pending."""
+        """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first
+        root; else the prompt stays pending."""
         self.passes, self.rows, self.scoring = 0, 0, Stopwatch()
         self._cache.truncate(0)
         self._pending = list(prompt)
@@ -57,8 +58,8 @@ class DraftProposer:
         stream: RandomStream,
         ranking_only: bool = False,
     ) -> Passes[bool]:
-        """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth: whether
-        it left none of the nodes that the grower would have gone on with. ranking_only: neither reads logits."""
+        """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth, because
+        it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads logits."""
         self.passes += 1
         self.rows += len(self._pending)
         with self.scoring:
@@ -83,16 +84,20 @@ class DraftProposer:
             output = yield from self._score(graph, nodes, ranking_only)
 
     def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:
-        """Keep the cache of accepted rows up to the first the draft has not scored in this very context; the rest, and
-        the target's own token, become pending."""
+        """Keep the draft's cache of accepted rows, up to the first row that the draft has not scored in the context of
+        the accepted path. The other accepted tokens and the target's own token become pending."""
         scored = 0
         while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
             scored += 1
         self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
         self._pending = [tree.token_ids[row] for row in rows[scored:]] + [next_token]
 
+    def close(self) -> None:
+        """Close the draft's cache."""
+        self._cache.close()
+
     def skip(self, token: int) -> None:
-        """A token that was decoded without a proposal."""
+        """Add a token that was decoded without a proposal to the pending tokens."""
         self._pending.append(token)
 
     def _score(self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool) -> Passes[ForwardOutput]:
@@ -105,7 +110,7 @@ class DraftProposer:
             self._slots[node] = slot
         lines = [line.ljust(first + count, b"\0") for line in self._visible[first:]]
         mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(count, first + count)
-        # The root is committed by now, so a node of depth d stands d places behind the last committed row.
+        # The root is already committed, so the position of a node at depth d is the last committed row's plus d.
         positions = self._cache.length - 1 + np.asarray([graph.depths[node] for node in nodes])
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
@@ -117,6 +122,6 @@ class DraftProposer:
 
 
 def note_acceptance(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput) -> None:
-    """Enter the head's estimates for nodes that were just scored; the root is accepted already."""
+    """Store the head's estimates for nodes that were just scored, except for the root, which is already accepted."""
     if output.acceptance is not None:
         graph.acceptance.update((node, float(output.acceptance[row])) for row, node in enumerate(nodes) if node != ROOT)

@@ -1,4 +1,4 @@
-"""Stopwatch: how long something took, pauses left out."""
+"""Stopwatch: the time that an activity took, without pauses."""
 
 from __future__ import annotations
 

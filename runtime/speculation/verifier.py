@@ -1,7 +1,8 @@
-"""Verifiers: which rows of a token tree the target accepts, and the token it adds itself.
+"""Verifiers: they decide which rows of a token tree the target accepts, and which token follows the accepted rows.
 
-p is the target's distribution at a row, q the draft's (`tree.draft_probs`); both are the request's own, for that
-row's path. Each verifier is lossless for the proposals that `config.LOSSLESS` lists beside its name, and for no other.
+p is the target's distribution at a row, q the draft's (`tree.draft_probs`). Both are computed for the row's path and
+with the settings of the request. Each verifier is lossless only for the kinds of proposal under which
+`config.LOSSLESS` lists its name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..sampling.softmax import Weights
 from .graph.token_tree import TokenTree
 
 NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))
-CANCELLED = 1e-6  # a difference that is so small beside what it is of has lost digits
+CANCELLED = 1e-6  # a difference below this share of its operands has lost too many digits
 
 
 class Acceptance(NamedTuple):
@@ -32,27 +33,27 @@ class Verifier(Protocol):
     def __call__(
         self, tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
     ) -> Acceptance:
-        """Judge `tree` by the target's logits [rows, V]."""
+        """Accept rows of `tree` by the target's logits [rows, V]."""
 
 
 def sample_and_match(
     tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
 ) -> Acceptance:
-    """Draw the target's token at each row and follow the child that carries it, as long as there is one.
+    """Draw a token from the target at each row, and go to the child with this token, as long as there is one.
 
-    Exact for any tree, however it was chosen: the tree only decides how far the target's own draws can be followed.
+    Exact for every tree: all tokens are the target's own draws; the tree only decides how many of them one pass finds.
     (SpecExec, OPT-Tree, EAGLE-2.)
     """
-    return matched(tree, lambda row, path: sampler.choose(logits[row], path, streams.target))
+    return match_path(tree, lambda row, path: sampler.choose(logits[row], path, streams.target))
 
 
 def match_best(tree: TokenTree, best: NDArray[np.int64]) -> Acceptance:
-    """The same at temperature 0, from the target's most probable token at each row, [rows]."""
-    return matched(tree, lambda row, path: int(best[row]))
+    """The same at temperature 0. best [rows]: the target's most probable token at each row."""
+    return match_path(tree, lambda row, path: int(best[row]))
 
 
-def matched(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Acceptance:
-    """Follow the child that carries the token chosen at a row, as long as there is one."""
+def match_path(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Acceptance:
+    """Choose a token at each row, and go to the child with this token, as long as there is one."""
     children = tree.children
     row = 0
     rows: list[int] = []
@@ -72,16 +73,16 @@ def recursive_rejection(
 ) -> Acceptance:
     """Recursive rejection sampling: DySpec (2410.11744) Algorithm 3, SpecInfer's and Sequoia's loop.
 
-    For children drawn without replacement, in draw order. R is the residual target distribution, D the draft's.
-    Differs from the printed algorithm where that is in error: the threshold is uniform, not normal, and an accepted
-    row without children ends with a draw from the target there. On a chain this is Leviathan's rejection sampling.
+    For children drawn without replacement, in draw order. R is the residual distribution of the target, D the draft's.
+    The printed algorithm has two errors, which are corrected here: the threshold is uniform, not normal, and after an
+    accepted row without children a token is drawn from the target. On a chain this is Leviathan's rejection sampling.
     """
     children = tree.children
     row = 0
     rows: list[int] = []
     path: list[int] = []
     while children[row]:
-        ids, offers = offered(tree, row, children[row])
+        ids, offers = offers_at(tree, row, children[row])
         R = Residual(sampler.weights(logits[row], path), ids)
         for child, y, D in offers:
             if streams.accept.bernoulli(min(1.0, R.probs[y] / D[y])):
@@ -98,12 +99,12 @@ def recursive_rejection(
 def traversal_verification(
     tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
 ) -> Acceptance:
-    """Traversal verification (2505.12398): as above, but from the leaves up, so that a token rejected on its own may
-    still be accepted with what follows it. Not for merged graphs, whose branches share their draws.
+    """Traversal verification (2505.12398): as above, but from the leaves up. A token that would be rejected alone may
+    still be accepted together with the tokens below it. Not for merged graphs, whose branches share their draws.
 
     π: probability that the path to a row is accepted. Child y is reached with min(1, π R[y] / D[y]); once its subtree
     is rejected, R' = norm(max(πR - D, 0)) and π' = S / (S + 1 - π), where S is the sum before normalising. On a chain
-    this is block verification. (No code was released; the rule was reconstructed and checked by enumeration.)
+    this is block verification. (The authors released no code. This rule is reconstructed and checked by enumeration.)
     """
     children = tree.children
 
@@ -112,7 +113,7 @@ def traversal_verification(
             if row and not streams.accept.bernoulli(pi):
                 return None
             return Acceptance([], sampler.choose(logits[row], path, streams.target))
-        ids, offers = offered(tree, row, children[row])
+        ids, offers = offers_at(tree, row, children[row])
         R = Residual(sampler.weights(logits[row], path), ids)
         for child, y, D in offers:
             found = visit(child, min(1.0, pi * R.probs[y] / D[y]), [*path, tree.token_ids[child]])
@@ -131,12 +132,13 @@ def traversal_verification(
 def block_verification(
     tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
 ) -> Acceptance:
-    """Block verification (2403.10444, Algorithm 2) of a drawn chain x_1..x_γ; never accepts less than rejection.
+    """Block verification (2403.10444, Algorithm 2) of a drawn chain x_1..x_γ. On average it accepts at least as many
+    tokens as rejection sampling.
 
     p_i = min(1, p_{i-1} P(x_i)/Q(x_i)); S_i = Σ max(p_i P - Q, 0) at the position after x_i;
     h_i = S_i / (S_i + 1 - p_i), h_γ = p_γ.
-    The longest i whose own test succeeds is kept, so they are tested from the last one back; the next token is drawn
-    from norm(max(p_i P - Q, 0)).
+    The greatest i whose test succeeds is kept, so the tests run from the last token to the first. The next token is
+    drawn from norm(max(p_i P - Q, 0)).
     """
     gamma, path = len(tree) - 1, list(tree.token_ids[1:])
     p = [1.0]
@@ -155,13 +157,13 @@ def block_verification(
 
 
 class Residual:
-    """R: what is left of the target's distribution p at a row, once tokens offered there were rejected.
+    """R: the residual of the target's distribution p at a row, after rejections of the tokens offered there.
 
-    Tokens that nobody offers keep their proportions, so that R is only computed where tokens are offered.
+    Tokens that are not offered keep their proportions. Therefore R is only computed for the offered tokens.
     """
 
     def __init__(self, weights: Weights, ids: NDArray[np.int64]) -> None:
-        """weights: p up to a factor, taken over. ids [K]: all tokens that may be offered."""
+        """weights: p up to a factor; the array is overwritten. ids [K]: all tokens that may be offered."""
         others, total = weights
         offered = others[ids].astype(np.float64)
         others[ids] = 0.0
@@ -171,11 +173,11 @@ class Residual:
             rest = float(others.sum(dtype=np.float64))
         self._ids, self._others, self._weight = ids, others, rest
         self.probs = offered / (weight + rest)  # R [K] of `ids`
-        self._R_others = rest / (weight + rest)  # and of all others
+        self._R_others = rest / (weight + rest)  # R of all other tokens together
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """R' = norm(max(πR - offered, 0)), for `offered` [K]. Returns π' = S / (S + 1 - π), S being the sum before
-        normalising. S = 0 means that p = q, so that this branch has probability zero up to rounding."""
+        """Replace R by R' = norm(max(πR - offered, 0)), for `offered` [K]. Returns π' = S / (S + 1 - π), where S is the
+        sum before normalising. S = 0 means that p = q; a rejection then has probability zero up to rounding."""
         excess = np.maximum(pi * self.probs - offered, 0.0)
         others = pi * self._R_others
         S = float(excess.sum()) + others
@@ -185,7 +187,7 @@ class Residual:
         return S / (S + (1.0 - pi))
 
     def draw(self, stream: RandomStream) -> int:
-        """A token from R, after which nothing is left of this object."""
+        """Draw a token from R. The object cannot be used afterwards."""
         R = self._others
         if self._weight > 0:
             R *= self._R_others / self._weight
@@ -193,11 +195,12 @@ class Residual:
         return stream.categorical(R)
 
 
-def offered(
+def offers_at(
     tree: TokenTree, row: int, children: Sequence[int]
 ) -> tuple[NDArray[np.int64], list[tuple[int, int, NDArray[np.float64]]]]:
-    """All tokens that may be offered at a row [K]; and each child, the place of its token among them, and D [K], what
-    it was offered from: the remaining q, or a point mass of its own for a child that was given and not drawn."""
+    """The ids [K] of all tokens that may be offered at a row; and for each child the row number, the index of its token
+    in the ids, and D [K], the distribution that it was offered from: the remaining q of a drawn child, or a point mass
+    for a child that was given, not drawn."""
     q = tree.draft_probs.get(row, NOTHING)
     given = [tree.token_ids[child] for child in children if child in tree.certain]
     if not given:

@@ -1,7 +1,7 @@
-"""ChatTemplate: a model's chat template, rendered in processes that can be ended.
+"""ChatTemplate: renders a model's chat template in processes that can be killed.
 
-A template is a program that comes with a model, and a loop in it may have no end. A thread cannot be ended from
-outside; a process can, and its memory can be limited, too (`template_worker.py`).
+A template is a program that comes with a model, and a loop in the template may never end. A thread cannot be killed;
+a process can, and its memory can be limited (`template_worker.py`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from weakref import finalize
 
 from ...models.errors import EngineError, RequestError
 
-RENDER_SECONDS = 5.0  # of one conversation; templates take milliseconds
-CROWDED_SECONDS = 1.0  # the same while other conversations wait for a process
-START_SECONDS = 60.0  # for a process to start, which takes a tenth of a second on an idle machine
-PROCESSES = 4  # at most, started when they are needed
-POLL_SECONDS = 0.05  # how often to look whether anybody still waits for the text
+RENDER_SECONDS = 5.0  # time limit of one conversation; usual templates take milliseconds
+CROWDED_SECONDS = 1.0  # the same limit while other conversations wait for a process
+START_SECONDS = 60.0  # limit for the start of a process, which takes a tenth of a second on an idle machine
+PROCESSES = 4  # most processes; each starts when it is needed
+POLL_SECONDS = 0.05  # interval of checks whether the caller still needs the text
 WORKER = Path(__file__).with_name("template_worker.py")
-# The folders of this process' packages follow the standard library's: an embedded interpreter does not know them.
+# The paths of this process' packages come after the standard library's: an embedded interpreter does not know them.
 BOOT = "import runpy, sys; sys.path.extend(sys.argv[2:]); runpy.run_path(sys.argv[1], run_name='__main__')"
-# All that a worker gets of the environment, which may hold secrets: what systems need to start it, clock and language.
+# The only environment variables that a worker gets, because others may be secrets: the ones that systems need to start
+# a process, time zone and language.
 ENVIRONMENT = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
 class ChatTemplate:
-    """Usable from several threads. `close` ends its processes, and so does dropping it."""
+    """May be used from several threads. `close` ends the processes; so does the end of the object."""
 
     def __init__(self, source: str) -> None:
         self._source = (json.dumps(source) + "\n").encode()
@@ -48,8 +49,8 @@ class ChatTemplate:
     def render(self, variables: Mapping[str, Any], given_up: Event | None = None) -> str:
         """The text of one conversation.
 
-        given_up: set by another thread when nobody wants the text any more; its process is then ended. Raises
-        RequestError when the template refuses the conversation, fails, takes too long, or was given up.
+        given_up: another thread sets it when the text is no longer needed; the process is then ended. Raises
+        RequestError if the template refuses the conversation, fails, takes too long, or was given up.
         """
         try:
             line = (json.dumps(dict(variables)) + "\n").encode()
@@ -64,12 +65,12 @@ class ChatTemplate:
             raise
         self._give_back(process, usable=True)
         if "text" not in answer:
-            raise refused(answer["error"])
+            raise refusal(answer["error"])
         text: str = answer["text"]
         return text
 
     def close(self) -> None:
-        """End every process; who waits for one gets an error. Later conversations are refused."""
+        """End every process. Threads that wait for a process get an error, and so do later calls."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -80,11 +81,11 @@ class ChatTemplate:
             self._processes.difference_update(processes)
 
     def _take(self, given_up: Event) -> TemplateProcess:
-        """A process nobody else uses, as soon as there is one."""
+        """Wait for a process that no other thread uses."""
         with self._changed:
             while True:
                 if self._closed or given_up.is_set():
-                    raise refused("it was given up")
+                    raise refusal("it was given up")
                 while self._idle:
                     process = self._idle.pop()
                     if process.alive:
@@ -115,7 +116,7 @@ class TemplateProcess:
     """One running worker."""
 
     def __init__(self, source: bytes) -> None:
-        """source: the line that tells it the template. Raises EngineError when no process can be started."""
+        """source: the input line with the template. Raises EngineError if the process cannot be started."""
         command = [sys.executable or "python3", "-I", "-c", BOOT, str(WORKER), *filter(os.path.isabs, sys.path)]
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         try:
@@ -138,13 +139,13 @@ class TemplateProcess:
         return self._process.poll() is None
 
     def ask(self, line: bytes, given_up: Event, crowded: Callable[[], bool]) -> dict[str, str]:
-        """The worker's answer to one line. crowded: says whether others wait. Raises RequestError, and leaves the
-        process in a state in which only `end` makes sense, when it takes too long, ends or was given up."""
+        """The worker's answer to one line. crowded: returns whether other threads wait. Raises RequestError if the
+        worker takes too long, ends or was given up; afterwards only `end` may be called."""
         if self._source is not None:
             self._answer(START_SECONDS, given_up)
             line, self._source = self._source + line, None
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it ended, or was ended: there will be no answer
+        with suppress(OSError, ValueError):  # the process has ended: there will be no answer
             self._process.stdin.write(line)
             self._process.stdin.flush()
         return self._answer(RENDER_SECONDS, given_up, crowded)
@@ -155,28 +156,28 @@ class TemplateProcess:
             with suppress(Empty):
                 line = self._lines.get(timeout=POLL_SECONDS)
                 if not line:
-                    raise refused("its process ended")
+                    raise refusal("its process ended")
                 answer: dict[str, str] = json.loads(line)
                 return answer
             spent = monotonic() - began
             if given_up.is_set():
-                raise refused("it was given up")
+                raise refusal("it was given up")
             if spent > seconds or (spent > CROWDED_SECONDS and crowded()):
                 limit = min(seconds, CROWDED_SECONDS) if spent <= seconds else seconds
-                raise refused(f"it did not finish within {limit:g} s")
+                raise refusal(f"it did not finish within {limit:g} s")
 
     def end(self) -> None:
-        """Leave no process, thread or pipe behind. May be called more than once, and by several threads."""
+        """End the process, its thread and its pipes. May be called more than once, and by several threads."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(OSError):  # what was not sent yet
+        with suppress(OSError):  # data in the buffer was not sent yet
             self._process.stdin.close()
         self._process.stdout.close()
 
     def _read(self) -> None:
-        """Its lines as they come; an empty one when there will be no more."""
+        """Put the worker's lines into a queue as they arrive; an empty line marks the end."""
         assert self._process.stdout is not None
         with suppress(OSError, ValueError):
             for line in self._process.stdout:
@@ -184,7 +185,7 @@ class TemplateProcess:
         self._lines.put(b"")
 
 
-def refused(reason: str) -> RequestError:
+def refusal(reason: str) -> RequestError:
     return RequestError(f"the chat template cannot write this conversation: {reason}")
 
 

@@ -1,4 +1,4 @@
-"""A conversation as chat templates read it: which messages are taken, and how they are written."""
+"""Checks a conversation, and converts it to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FIELDS = ("role", "content", "name")
 
 
 def is_conversations(messages: object) -> TypeGuard[list[Conversation]]:
-    """Whether this is a list of conversations. An empty list is a conversation without messages."""
+    """Whether `messages` is a list of conversations. An empty list counts as a conversation without messages."""
     return isinstance(messages, list) and bool(messages) and all(isinstance(item, (list, tuple)) for item in messages)
 
 
 def to_template(messages: Conversation) -> list[dict[str, str]]:
-    """The messages with one text each as content. Raises RequestError for what is no conversation and for whatever a
-    message has that would be left unread."""
+    """The messages, each with a single text as content. Raises RequestError if `messages` is no conversation, or if a
+    message has a field that would be ignored."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(f"a conversation is a list of messages with role and content, not {shown(messages)}")
     if not messages:
@@ -29,10 +29,10 @@ def to_template(messages: Conversation) -> list[dict[str, str]]:
 
 
 def message_to_template(place: str, message: Mapping[str, Any]) -> dict[str, str]:
-    """One message. Fields that are None or empty lists ask for nothing, such as those of an answer that is sent back.
+    """One message. Fields that are None or empty lists are ignored, because clients send answers back with them.
 
-    "developer", OpenAI's newer name for "system", is written as "system", which is what LLaMA's templates know. There
-    are no tools here, so no message calls one or answers for one.
+    "developer", OpenAI's newer name for "system", becomes "system", the role that LLaMA's templates know. Tools are not
+    supported, so no message calls a tool or contains a tool's answer.
     """
     if not isinstance(message, Mapping):
         raise RequestError(f"{place} must be a message with role and content, not {shown(message)}")
@@ -52,7 +52,7 @@ def message_to_template(place: str, message: Mapping[str, Any]) -> dict[str, str
 
 
 def text_of(place: str, content: Any) -> str:
-    """The content, be it text or a list of parts of text, which are lines of one."""
+    """The content as one text. The parts of a list become lines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):

@@ -1,4 +1,4 @@
-"""GenerationResult: one finished text, with what it took."""
+"""GenerationResult: one finished text with its tokens and statistics."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..decoding.decoder import TokenLogprob
+from ..decoding.chunk import TokenLogprob
 from ..decoding.stats import SpecDecodeStats
 from .writer import StreamChunk
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """One finished text. token_ids: the output's, ending with the token that ended it; neither that token's text nor a
-    stop string is part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length" (max_tokens,
-    context limit)."""
+    """One finished text. token_ids: the output tokens, including the token that ended the text; the text of that token
+    and stop strings are not part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length"
+    (max_tokens, context limit)."""
 
     text: str
     token_ids: list[int]
@@ -34,7 +34,7 @@ class GenerationResult:
 
 
 def result_of(prompt: list[int], chunks: Sequence[StreamChunk]) -> GenerationResult:
-    """A text by all of its chunks."""
+    """Join all chunks of one text."""
     return GenerationResult(
         text="".join(chunk.text for chunk in chunks),
         token_ids=[token for chunk in chunks for token in chunk.token_ids],

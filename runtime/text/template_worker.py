@@ -1,8 +1,9 @@
-"""Renders chat templates: a program of its own, which `chat_template.py` starts, and ends when it takes too long.
+"""Renders chat templates. A separate program that `chat_template.py` starts, and kills if it takes too long.
 
-It reads lines of JSON from its standard input. The first one is the Jinja source; each further one holds the variables
-of one conversation, and is answered by a line {"text"} or {"error"}. The program ends with its input. It imports jinja2
-and the standard library and nothing of this package, so that it starts quickly and a template finds little to reach.
+The program reads lines of JSON from its standard input. The first line is the Jinja source. Each further line contains
+the variables of one conversation, and is answered by a line {"text"} or {"error"}. The program ends at the end of its
+input. It imports only jinja2 and the standard library, so that it starts quickly and a hostile template can reach
+little.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY_BYTES = 512 << 20  # address space of this process, where the system can limit it
-CPU_SECONDS = 10  # of one conversation: ends this process also when the one that started it cannot
+MEMORY_BYTES = 512 << 20  # limit of this process' address space, if the system supports limits
+CPU_SECONDS = 10  # limit per conversation: ends this process even if the parent process cannot
 MAX_CHARACTERS = 16 << 20  # of a rendered conversation
 
 
 def main() -> None:
     """Answer lines until the input ends."""
-    # Whoever stops the server stops it with its whole process group, but accepted requests are still finished.
+    # Signals that stop the server go to its whole process group, but the server still finishes accepted requests.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     limit_memory()
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def receive(received: SimpleQueue[bytes]) -> None:
-    """Take lines in while a template runs: at the end of the input the process ends, whatever it is doing."""
+    """Read lines while a template runs. At the end of the input the process ends at once, also during a template."""
     for line in sys.stdin.buffer:
         received.put(line)
     os._exit(0)
@@ -58,19 +59,19 @@ def answer(content: Mapping[str, Any]) -> None:
 
 
 def outcome(source: str, variables: bytes) -> dict[str, str]:
-    """The text, or why there is none."""
+    """The rendered text, or the reason of a failure."""
     try:
-        return {"text": rendered(source, json.loads(variables))}
+        return {"text": render(source, json.loads(variables))}
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # a foreign program: any of Python's own errors may come out of it
+    except Exception as error:  # a template may raise any of Python's errors
         return {"error": str(error)[:1000] or type(error).__name__}
 
 
-def rendered(source: str, variables: Mapping[str, Any]) -> str:
-    """The template's text. Raises whatever the template does."""
+def render(source: str, variables: Mapping[str, Any]) -> str:
+    """The rendered text. Raises every error of the template."""
     pieces, length = [], 0
-    for piece in compiled(source).generate(variables):
+    for piece in compile_template(source).generate(variables):
         length += len(piece)
         if length > MAX_CHARACTERS:
             raise ValueError(f"it writes more than {MAX_CHARACTERS} characters")
@@ -79,12 +80,12 @@ def rendered(source: str, variables: Mapping[str, Any]) -> str:
 
 
 @cache
-def compiled(source: str) -> jinja2.Template:
+def compile_template(source: str) -> jinja2.Template:
     return environment().from_string(source)
 
 
 def limit_memory() -> None:
-    """Bound the address space; systems that do not know such limits are left without."""
+    """Bound the address space, on systems that support such limits."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -95,7 +96,7 @@ def limit_memory() -> None:
 
 
 def limit_cpu() -> None:
-    """Bound the processor time of what follows."""
+    """Bound the processor time of the next conversation."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -106,7 +107,7 @@ def limit_cpu() -> None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates may use: the helpers transformers gives them, and nothing of Python's."""
+    """The environment of chat templates: transformers' helpers, and no access to Python."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -117,7 +118,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it only has to be readable."""
+    """`{% generation %}` marks the assistant's text for training. It is accepted here and has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -133,7 +134,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """transformers' filter of this name: no HTML escapes, unlike Jinja's own."""
+    """transformers' filter of this name. Unlike Jinja's own, it writes no HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

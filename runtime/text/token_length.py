@@ -1,4 +1,4 @@
-"""longest_token: the most characters of a text that one token can stand for, where a tokenizer leaves no doubt."""
+"""longest_token: the most characters of a text for which one token can stand, if the tokenizer has such a bound."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # SentencePiece's tokens of 
 
 
 def longest_token(backend: TokenizerJson) -> int | None:
-    """Characters of the longest token; None for a tokenizer that may drop characters, or make one token of any number
-    of them: then a text of any length may have few tokens.
+    """Number of characters of the longest token. None for a tokenizer that may drop characters or turn any number of
+    characters into one token, because a long text may then have few tokens.
 
-    Over raw text (LLaMA-1/2) a token stands for its characters, or for one byte of a character. Over bytes written as
-    letters (LLaMA-3) it stands for as many bytes as it has letters, and no character has less than one.
+    In tokenizers of raw text (LLaMA-1/2) a token stands for its characters, or for one byte of a character. In
+    tokenizers of bytes written as letters (LLaMA-3) a token stands for one byte per letter, and every character has at
+    least one byte.
     """
     normalized, split = list(parts(backend.normalizer)), list(parts(backend.pre_tokenizer))
     added = backend.get_added_tokens_decoder().values()
@@ -26,14 +27,14 @@ def longest_token(backend: TokenizerJson) -> int | None:
     certain = (
         all(map(keeps_length, normalized))
         and all(map(keeps_all, split))
-        and not any(token.lstrip or token.rstrip for token in added)  # they swallow the space beside them
+        and not any(token.lstrip or token.rstrip for token in added)  # such tokens remove the space beside them
         and knows_every_character(backend.model, vocabulary, any(part["type"] == "ByteLevel" for part in split))
     )
     return max(map(len, vocabulary)) if certain else None
 
 
 def parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, each as tokenizer.json has it."""
+    """The components of a normalizer, pre-tokenizer or decoder, in the form of tokenizer.json."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         part = waiting.pop(0)
@@ -45,24 +46,24 @@ def parts(component: Any) -> Iterator[dict[str, Any]]:
 
 
 def keeps_length(normalizer: Mapping[str, Any]) -> bool:
-    """Whether a text has at least as many characters after it as before."""
+    """Whether the normalizer never shortens a text."""
     replaced = normalizer.get("pattern", {}).get("String")
     longer = replaced is not None and len(replaced) <= len(normalizer["content"])
     return normalizer["type"] == "Prepend" or (normalizer["type"] == "Replace" and longer)
 
 
 def keeps_all(pre_tokenizer: Mapping[str, Any]) -> bool:
-    """Whether what it splits a text into is the whole text."""
+    """Whether the pre-tokenizer's pieces are the whole text."""
     kept = pre_tokenizer["type"] in ("ByteLevel", "Metaspace", "Digits")
     return kept or (pre_tokenizer["type"] == "Split" and pre_tokenizer["behavior"] != "Removed")
 
 
 def knows_every_character(model: models.Model, vocabulary: Mapping[str, int], bytes_as_letters: bool) -> bool:
-    """Whether every character has tokens of its own, rather than one "unknown" for any number of them, or none."""
+    """Whether every character becomes at least one token. Else many may become one "unknown" token, or none."""
     if not isinstance(model, models.BPE):
         return False
     if model.unk_token is not None and not model.fuse_unk:
-        return True  # an "unknown" for each
+        return True  # one "unknown" token for each character
     if bytes_as_letters:
         return vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
     return bool(model.byte_fallback) and vocabulary.keys() >= set(BYTES)

@@ -1,4 +1,4 @@
-"""Tokenizer: a `tokenizer.json` with the special tokens and the chat template that stand beside it."""
+"""Tokenizer: a `tokenizer.json` with its special tokens and its chat template."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat
 
 
 class Tokenizer:
-    """Text to token ids and back; usable from several threads."""
+    """Converts text to token ids and back. May be used from several threads."""
 
     def __init__(
         self, backend: TokenizerJson, special_tokens: Mapping[str, str] | None = None, chat_template: str | None = None
     ) -> None:
-        """special_tokens: text of "bos_token", "eos_token" and their like. chat_template: Jinja source."""
+        """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_template: Jinja source."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -43,10 +43,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a folder's tokenizer. Raises BundleError when it is missing or damaged."""
+        """Read a folder's tokenizer. Raises BundleError if it is missing or damaged."""
         settings = read_settings(folder / SETTINGS)
         template = settings.get("chat_template")
-        if isinstance(template, list):  # several named ones; "default" is the conversation's
+        if isinstance(template, list):  # several templates by name; "default" is for conversations
             named = [item for item in template if isinstance(item, dict)]
             template = next((item.get("template") for item in named if item.get("name") == "default"), None)
         if (folder / TEMPLATE).is_file():
@@ -59,7 +59,7 @@ class Tokenizer:
         return cls(read_backend(folder / TOKENIZER), special_tokens(settings), template)
 
     def close(self) -> None:
-        """End the processes that write conversations."""
+        """End the processes that render chat templates."""
         if self._chat_template is not None:
             self._chat_template.close()
 
@@ -72,10 +72,10 @@ class Tokenizer:
         self.close()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the begin-of-text token where the model wants one.
+        """Token ids of `text`, with the begin-of-text token if the model uses one.
 
-        Raises RequestError for half a surrogate pair, which JSON can carry and UTF-8 cannot, and for a text at which
-        this tokenizer fails.
+        Raises RequestError for half of a surrogate pair, which JSON can express and UTF-8 cannot, and for a text at
+        which this tokenizer fails.
         """
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise RequestError("the text holds half of a surrogate pair, which is no character: send valid Unicode")
@@ -91,7 +91,7 @@ class Tokenizer:
         return ids
 
     def fewest_tokens(self, text: str) -> int:
-        """How many tokens a text has at the very least, known from its length alone; 0 where that says nothing."""
+        """A lower bound on the tokens of a text, from its length alone; 0 if the tokenizer gives no bound."""
         return 0 if self._longest_token is None else -(-len(text) // self._longest_token)
 
     @cached_property
@@ -99,8 +99,8 @@ class Tokenizer:
         return longest_token(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD. Raises BundleError for tokens at which this
-        tokenizer fails."""
+        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD. Raises BundleError for tokens at which this tokenizer
+        fails."""
         try:
             text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -113,7 +113,7 @@ class Tokenizer:
         return text
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token with its id, added ones included."""
+        """Every token with its id, added tokens included."""
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return tokens
 
@@ -124,22 +124,23 @@ class Tokenizer:
         given_up: Event | None = None,
         **kwargs: Any,
     ) -> str:
-        """A conversation of {"role", "content"} messages as the model was taught to read it.
+        """A conversation of {"role", "content"} messages as text, in the format of the model's training.
 
-        The template comes with the model and runs in a sandbox, in a process that is ended when it takes too long.
-        Raises RequestError when there is none, when it refuses the conversation, or when it tries to leave the sandbox
-        or exceeds its limits. given_up: see ChatTemplate.render. kwargs: what else the template reads, such as `tools`.
+        The template comes with the model and runs in a sandbox, in a process that is killed if it takes too long.
+        Raises RequestError if the model has no template, or if the template refuses the conversation, tries to leave
+        the sandbox or exceeds its limits. given_up: see ChatTemplate.render. kwargs: other variables of the template,
+        such as `tools`.
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template: pass plain text instead of a conversation")
-        # As in transformers: templates tell "no tools" by `tools is none`, not by its being undefined.
+        # As in transformers: templates test `tools is none`, not whether `tools` is undefined.
         variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         return self._chat_template.render(variables, given_up)
 
 
 def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
-    """The byte that a token stands for by itself, where the decoder knows such tokens (SentencePiece's)."""
+    """The byte of each token that stands for a single byte, if the decoder knows such tokens (SentencePiece's)."""
     if not any(part["type"] == "ByteFallback" for part in parts(backend.decoder)):
         return {}
     ids = [backend.token_to_id(token) for token in BYTES]
@@ -153,7 +154,7 @@ def read_backend(file: Path) -> TokenizerJson:
     check_file(file)
     try:
         backend = TokenizerJson.from_file(str(file))
-    except BaseException as error:  # the library raises nothing more specific, and panics
+    except BaseException as error:  # the library raises no specific error, and panics are BaseExceptions
         if not is_failure(error):
             raise
         raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
@@ -164,7 +165,7 @@ def read_backend(file: Path) -> TokenizerJson:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """tokenizer_config.json, empty where there is none. Raises BundleError."""
+    """The content of tokenizer_config.json; empty if there is no such file. Raises BundleError."""
     if not file.is_file():
         return {}
     try:
@@ -174,7 +175,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens; older files wrap them in an object."""
+    """Texts of the special tokens, which older files wrap in an object."""
     tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = settings.get(name)
@@ -185,8 +186,8 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """A token's own text: with the leading space that decoding it alone would drop, and special tokens by name. Bytes
-    that are no character by themselves are shown the way the vocabulary writes them."""
+    """A function from a token id to the token's text. The text keeps the leading space that decoding a single token
+    would drop. Special tokens have their names as text, and bytes that are no character have the vocabulary's form."""
     names = {index: name for name, index in tokenizer.vocabulary().items()}
 
     def text_of(token: int) -> str:

@@ -1,7 +1,7 @@
-"""Refuses a tokenizer.json at which the tokenizers library fails, before a request meets it.
+"""Refuses a tokenizer.json at which the tokenizers library fails, before the tokenizer serves a request.
 
-The library is written in Rust, whose panics reach Python as a BaseException; one of them, while a file is opened, ends
-the whole process. So what is known to panic is looked for in the file, and the rest by trying every token.
+The library is written in Rust. Its panics reach Python as a BaseException, and one panic while a file is opened ends
+the whole process. Therefore the file is searched for known causes of panics, and every token is tried for the others.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as TokenizerJson
 from ...models.errors import BundleError
 from ...models.plain_files import MOST_TOKENIZER, read_object
 
-PROBE_SECONDS = 2.0  # for all tokens and texts; 128,000 tokens take a third of a second
-PROBE_TOKENS = 64  # decoded together, besides each on its own
-PLANES = (range(1, 0xD800), range(0xE000, 0x20000))  # Unicode's characters, but for the rare and the private ones
-# Characters of all kinds: letters, marks that combine, numbers, spaces, controls, and those that JSON escapes.
+PROBE_SECONDS = 2.0  # time limit for all tokens and texts; 128,000 tokens take a third of a second
+PROBE_TOKENS = 64  # number of tokens that are decoded together; each is also decoded alone
+PLANES = (range(1, 0xD800), range(0xE000, 0x20000))  # Unicode's characters without the rare planes and the private ones
+# Characters of all kinds: letters, combining marks, numbers, spaces, controls, and characters that JSON escapes.
 TEXTS = (
     "",
     "a",
@@ -45,7 +45,7 @@ def check_file(file: Path) -> None:
 
 
 def problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a tokenizer's JSON, each with its fix. Whatever has another form is left to the library."""
+    """The known problems of a tokenizer's JSON, each with its fix. The library refuses JSON of an unknown form."""
     model = content.get("model")
     if isinstance(model, dict) and isinstance(prefix := model.get("continuing_subword_prefix"), str) and prefix:
         for merge in model.get("merges") or ():
@@ -66,7 +66,7 @@ def problems(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def parts(component: Any, nested: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a component, those of sequences inside included."""
+    """The single components of a component, also those inside nested sequences."""
     waiting = [component]
     while waiting:
         part = waiting.pop()
@@ -76,7 +76,7 @@ def parts(component: Any, nested: str) -> Iterator[Mapping[str, Any]]:
 
 
 def template_problems(post_processor: Any) -> Iterator[str]:
-    """What is wrong with the templates that put special tokens around a text."""
+    """The problems of the templates that add special tokens to a text."""
     for part in parts(post_processor, "processors"):
         pieces, known = part.get("single"), part.get("special_tokens")
         if part.get("type") != "TemplateProcessing" or not isinstance(pieces, list) or not isinstance(known, dict):
@@ -90,7 +90,7 @@ def template_problems(post_processor: Any) -> Iterator[str]:
 
 
 def check_tokenizer(backend: TokenizerJson, file: Path) -> None:
-    """Try texts of all kinds, and every token while PROBE_SECONDS last. Raises BundleError where the library panics."""
+    """Try texts of all kinds, and as many tokens as PROBE_SECONDS allow. Raises BundleError if the library panics."""
     end = monotonic() + PROBE_SECONDS
     ids = sorted(backend.get_vocab(with_added_tokens=True).values())
     tried: Any = None
@@ -107,7 +107,7 @@ def check_tokenizer(backend: TokenizerJson, file: Path) -> None:
             if monotonic() > end:
                 break
         if backend.normalizer is not None and "Precompiled" in repr(backend.normalizer):
-            for plane in PLANES:  # a damaged table fails at single characters
+            for plane in PLANES:  # a damaged table fails only at certain characters
                 tried = f"one of the characters U+{plane.start:04X} to U+{plane.stop - 1:04X}"
                 backend.normalizer.normalize_str(" ".join(map(chr, plane)))
         together = (ids[first : first + PROBE_TOKENS] for first in range(0, len(ids), PROBE_TOKENS))
@@ -125,7 +125,8 @@ def check_tokenizer(backend: TokenizerJson, file: Path) -> None:
 
 
 def attempt(backend: TokenizerJson, text: str) -> None:
-    """Encode a text both ways. That it cannot be read is an error of whoever sends it; a panic is not."""
+    """Encode a text with and without special tokens. Ordinary errors are ignored: they are errors of the text. Panics
+    are not."""
     for special in (True, False):
         try:
             backend.encode(text, add_special_tokens=special)
@@ -139,5 +140,5 @@ def is_panic(error: BaseException) -> bool:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an error came out of the library, not of a signal or of too little memory."""
+    """Whether an error comes from the library, not from a signal or a lack of memory."""
     return is_panic(error) or (isinstance(error, Exception) and not isinstance(error, MemoryError))

@@ -1,4 +1,4 @@
-"""Chunks of tokens -> chunks of text, for whoever reads along."""
+"""TextWriter: converts chunks of tokens to chunks of text while a text is generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..decoding.decoder import TokenChunk, TokenLogprob
+from ..decoding.chunk import TokenChunk, TokenLogprob
 from ..decoding.stats import SpecDecodeStats
 from ..sampling.sampler import SamplingParams
 from .detokenizer import IncrementalDetokenizer, StopChecker, StopResult
@@ -14,16 +14,16 @@ from .tokenizer import Tokenizer
 
 
 class TextPiece(NamedTuple):
-    """Text of one token, or the part of it that is certain by now, and whether the draft proposed it."""
+    """Text of one token, or the part of the text that is final, and whether the draft proposed the token."""
 
     text: str
     drafted: bool
 
 
 class StreamChunk(NamedTuple):
-    """What one round added. `text` may be empty while a character or a possible stop string is incomplete.
+    """The text of one round. `text` may be empty while a character or a possible stop string is incomplete.
 
-    finish_reason: None while more follows, else "stop" or "length". stats: the request's own, still counting.
+    finish_reason: None before the last chunk, else "stop" or "length". stats: the request's; later rounds change it.
     """
 
     text: str
@@ -35,45 +35,45 @@ class StreamChunk(NamedTuple):
 
 
 class TextWriter:
-    """Chunks of tokens -> chunks of text: whole characters only, and nothing of a stop string."""
+    """Converts chunks of tokens to chunks of text: only whole characters, and no part of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
         self._stop = StopChecker(params.stop)
         self._min_tokens = params.min_tokens
         self._count = 0
-        self._held: deque[TextPiece] = deque()  # decoded, but perhaps the beginning of a stop string
+        self._held: deque[TextPiece] = deque()  # decoded text that may be the beginning of a stop string
 
     def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
-        """The text of one chunk. A stop string ends it at the token that completed it; a token that ends the text has
-        none, as in vLLM."""
+        """The text of one chunk. A stop string ends the text at the token that completes the stop string. A token that
+        ends the text has no text itself, as in vLLM."""
         released, reason = "", chunk.finish_reason
         kept = len(chunk.token_ids)
         for index, delta in enumerate(self._detokenizer.push(chunk.token_ids[: kept - (reason == "stop")])):
             self._count += 1
-            text, stopped = self._checked(TextPiece(delta, index < chunk.num_drafted))
+            text, stopped = self._check(TextPiece(delta, index < chunk.num_drafted))
             released += text
             if stopped:
                 kept, reason = index + 1, "stop"
                 break
         else:
             if reason is not None:
-                text, stopped = self._checked(TextPiece(self._detokenizer.finish(), False))
+                text, stopped = self._check(TextPiece(self._detokenizer.finish(), False))
                 released += text if stopped else text + self._stop.finish()
                 reason = "stop" if stopped else reason
         stats.num_tokens -= len(chunk.token_ids) - kept
         pieces = list(self._take(len(released)))
         return StreamChunk(released, chunk.token_ids[:kept], pieces, chunk.logprobs[:kept], reason, stats)
 
-    def _checked(self, piece: TextPiece) -> StopResult:
-        """What is certain by now, and whether a stop string ends the text: behind `min_tokens` one may."""
+    def _check(self, piece: TextPiece) -> StopResult:
+        """The final text, and whether a stop string ends the text, which is possible only after `min_tokens`."""
         self._held.append(piece)
         if self._count <= self._min_tokens:
             return StopResult(self._stop.pass_over(piece.text), False)
         return self._stop.push(piece.text)
 
     def _take(self, length: int) -> Iterator[TextPiece]:
-        """The pieces that make up the next `length` characters."""
+        """The pieces of the next `length` characters."""
         while length > 0:
             piece = self._held.popleft()
             if len(piece.text) > length:

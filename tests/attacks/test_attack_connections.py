@@ -41,14 +41,14 @@ pause, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
 
 def open_engine(self, role, *options):
     engine = opened(self, role, *options)
-    forward = engine.forward
+    forward = engine.score
 
     def waiting(*arguments):
         while role == "target" and pause.exists():
             time.sleep(0.01)
         return forward(*arguments)
 
-    engine.forward = waiting
+    engine.score = waiting
     return engine
 
 EngineBundle.open_engine = open_engine

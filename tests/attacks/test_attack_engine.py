@@ -34,7 +34,8 @@ PANICKING = """
 import sys
 from pathlib import Path
 from draftwood.cli.main import main
-from draftwood.runtime.requests import engine_thread
+from draftwood.runtime.decoding import loop
+from draftwood.runtime.requests.engine_thread import EngineThread
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.text.tokenizer import Tokenizer
 
@@ -59,13 +60,13 @@ def panicking(owner, name, place):
 panicking(Tokenizer, "encode", "encode")
 panicking(Tokenizer, "decode", "decode")
 panicking(Tokenizer, "apply_chat_template", "template")
-panicking(engine_thread, "run_together", "outside")
-panicking(engine_thread.EngineThread, "_record", "outside")
+panicking(loop, "next_joint", "outside")
+panicking(EngineThread, "_record", "outside")
 opened = EngineBundle.open_engine
 
 def open_engine(self, role, *options):
     engine = opened(self, role, *options)
-    panicking(engine, "forward", "forward")
+    panicking(engine, "score", "forward")
     return engine
 
 EngineBundle.open_engine = open_engine

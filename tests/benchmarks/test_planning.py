@@ -12,13 +12,13 @@ from enumeration import decoded, pair, total_variation
 from benchmarks.planning.simulated import MACHINES, simulate_speeds
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Proposal
-from draftwood.runtime.engines.base import Passes
+from draftwood.runtime.engines.passes import Passes
 from draftwood.runtime.sampling.sampler import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.planning.controller import REMEMBERED, Controller, Experience
 from draftwood.runtime.speculation.planning.cost import HostCosts
-from draftwood.runtime.speculation.planning.estimate import AcceptanceEstimate, Choice, Shapes
+from draftwood.runtime.speculation.planning.estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something
@@ -68,13 +68,13 @@ def test_kinds_of_request_are_forgotten_when_there_are_too_many() -> None:
     experience = Experience()
     shapes = [Shapes((), 8, 1, True, given) for given in range(10 * REMEMBERED)]
     learned = AcceptanceEstimate(shapes[0])
-    learned.observe(None, 8, [], [Choice(None, 1)])
+    learned.observe(None, 8, [], [VerifierChoice(None, 1)])
     for each in shapes:
-        experience.note(each, True, learned)
-        experience.note(shapes[0], True, learned)
+        experience.store(each, True, learned)
+        experience.store(shapes[0], True, learned)
     assert len(experience._latest) == REMEMBERED
-    unknown = AcceptanceEstimate(shapes[0]).accepted()[0, 0]
-    known = [experience.recall(each, True).accepted()[0, 0] < unknown for each in shapes]
+    unknown = AcceptanceEstimate(shapes[0]).expected_accepted()[0, 0]
+    known = [experience.estimate_for(each, True).expected_accepted()[0, 0] < unknown for each in shapes]
     assert known == [True] + [False] * (9 * REMEMBERED) + [True] * (REMEMBERED - 1)
 
 

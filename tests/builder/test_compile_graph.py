@@ -20,8 +20,9 @@ from draftwood.builder.engines.export import export
 from draftwood.builder.parity import COARSER, TOLERANCE, largest_difference
 from draftwood.models import bindings
 from draftwood.models.errors import BundleError, EngineError
-from draftwood.runtime.engines.base import EngineSpec, TokenBatch, prefill
+from draftwood.runtime.engines.base import EngineSpec, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.torch import TorchEngine
 
 CAPACITY = 200
@@ -113,7 +114,7 @@ def test_i7_padding_rows_change_nothing_and_stay_finite(engine: OnnxRuntimeEngin
         cache = engine.new_cache()
         batch = BUSHY.batch(engine.spec, 0)
         padded = TokenBatch.padded(BUSHY.tokens, batch.position_ids[:8], batch.mask[:8, :8], width)
-        output = engine.forward(padded, cache)
+        output = engine.score(padded, cache)
         assert np.isfinite(output.logits).all() and np.isfinite(cache.buffer).all()
         results.append(output.logits[:8].copy())
     for result in results[1:]:
@@ -124,7 +125,7 @@ def test_i10_a_committed_path_equals_a_fresh_prefill(engine: OnnxRuntimeEngine) 
     prefix, slots = list(range(20, 53)), [0, 2, 4, 6, 7]
     cache, fresh = engine.new_cache(), engine.new_cache()
     prefill(engine, cache, prefix)
-    engine.forward(BUSHY.batch(engine.spec, len(prefix)), cache)
+    engine.score(BUSHY.batch(engine.spec, len(prefix)), cache)
     cache.commit(slots)
     text = [*prefix, *(BUSHY.tokens[slot] for slot in slots)]
     prefill(engine, fresh, text)
@@ -135,9 +136,9 @@ def test_i10_a_committed_path_equals_a_fresh_prefill(engine: OnnxRuntimeEngine) 
 def test_the_cache_has_the_size_the_graph_was_exported_for(engine: OnnxRuntimeEngine) -> None:
     cache = filled(engine, CAPACITY - 8)
     assert cache.capacity == CAPACITY
-    engine.forward(BUSHY.batch(engine.spec, cache.length), cache)
+    engine.score(BUSHY.batch(engine.spec, cache.length), cache)
     with pytest.raises(EngineError, match=f"{CAPACITY} cache slots"):
-        engine.forward(BUSHY.batch(engine.spec, cache.length), filled(engine, CAPACITY - 7))
+        engine.score(BUSHY.batch(engine.spec, cache.length), filled(engine, CAPACITY - 7))
 
 
 def filled(engine: OnnxRuntimeEngine, length: int) -> Any:
@@ -147,4 +148,4 @@ def filled(engine: OnnxRuntimeEngine, length: int) -> Any:
 
 
 def score(engine: OnnxRuntimeEngine, batch: TokenBatch, cache: Any) -> NDArray[np.float32]:
-    return engine.forward(batch, cache).logits[: batch.num_tokens].copy()
+    return engine.score(batch, cache).logits[: batch.num_tokens].copy()

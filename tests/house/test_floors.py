@@ -25,6 +25,7 @@ RESERVED = {
         "runtime/engines/torch.py",
         "builder/",
     ),
+    "huggingface_hub": ("builder/checkpoints/hub.py",),
     "draftwood.models.llama": ("runtime/engines/torch.py", "builder/"),
 }
 # Rooms of the runtime, the lowest first; a room imports from its own and lower ones only.

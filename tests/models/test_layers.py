@@ -28,8 +28,8 @@ from draftwood.models.llama import Llama, TreeAttention, dense_tree_attention
 from draftwood.models.typed import typed
 from draftwood.plugins.native import library
 from draftwood.runtime.bundle.checks import Unsound, check_model
-from draftwood.runtime.engines.base import prefill
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.torch import TorchEngine
 
 HEAD_DIM, TOKENS = 8, 20

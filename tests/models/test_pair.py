@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.tools import pair
 from benchmarks.tools.pair import FIRST_WORD, SIZES, Agreement, make_tokenizer, write_pair
-from draftwood.builder.tokenizer import same_vocabulary
+from draftwood.builder.tokenizer import check_same_vocabulary
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.runtime.text.tokenizer import Tokenizer
 
@@ -120,7 +120,7 @@ def test_the_same_seed_writes_the_same_files(folder: Path, tmp_path: Path) -> No
 
 def test_both_tokenizers_are_one(folder: Path) -> None:
     target, draft = Tokenizer.load(folder / "target"), Tokenizer.load(folder / "draft")
-    same_vocabulary(target, draft)
+    check_same_vocabulary(target, draft)
     assert target.vocab_size == TINY.vocab_size
 
 

@@ -20,7 +20,7 @@ from draftwood.plugins.tree_attention.driver import DriverLauncher
 from draftwood.plugins.tree_attention.library import PTX, KernelImage, KernelLibrary
 from draftwood.plugins.tree_attention.op import NAME
 from draftwood.plugins.tree_attention.operands import ATTENTION, Launcher
-from draftwood.plugins.tree_attention.plan import Variant, plan, row_blocks, workspace_bound
+from draftwood.plugins.tree_attention.plan import Variant, plan_launch, row_blocks, workspace_bound
 from draftwood.plugins.tree_attention.plugin import PluginClasses, driver_launcher, plugin_classes, register
 
 pytestmark = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def test_the_workspace_is_enough_for_the_largest_call() -> None:
     tensors = ranges()
     found = built().get_workspace_size(tensors[:5], tensors[5:])
     assert found == workspace_bound(WIDEST.tensors().shape())
-    assert found >= plan(WIDEST.tensors().shape(), CASE.multiprocessors).workspace_bytes > 0
+    assert found >= plan_launch(WIDEST.tensors().shape(), CASE.multiprocessors).workspace_bytes > 0
 
 
 def test_a_library_for_another_model_is_refused() -> None:
@@ -160,7 +160,7 @@ def enqueue(case: Case, misalign: int = 0) -> NDArray[np.float32]:
     plugin = deserialized(configured()).attach_to_context(None)
     descriptions = described(tensors)
     plugin.on_shape_change(descriptions[:5], descriptions[5:])
-    output, memory = tensors.query.clone(), workspace(plan(tensors.shape(), case.multiprocessors))
+    output, memory = tensors.query.clone(), workspace(plan_launch(tensors.shape(), case.multiprocessors))
     assert memory is not None
     pointers = [tensor.data_ptr() for tensor in tensors]
     pointers[1] += misalign

@@ -11,7 +11,7 @@ import pytest
 from draftwood.plugins.tree_attention.driver import DriverLauncher
 from draftwood.plugins.tree_attention.library import CUBIN, PTX, KernelImage, KernelLibrary
 from draftwood.plugins.tree_attention.operands import ATTENTION, COMBINE, Operands
-from draftwood.plugins.tree_attention.plan import Plan, Shape, plan
+from draftwood.plugins.tree_attention.plan import LaunchPlan, Shape, plan_launch
 
 SHAPE = Shape(1, 8, 2, 3, 5, 4096, 64, "fp16")
 STRIDES = (192, 64)
@@ -64,7 +64,7 @@ class Driver(ModuleType):
 
 def library() -> KernelLibrary:
     """A cubin for 9.0 that begins with "c", PTX that begins with "p"."""
-    variant = plan(SHAPE, 132).variant
+    variant = plan_launch(SHAPE, 132).variant
     return KernelLibrary(
         tuple(
             KernelImage(kernel, which, capability, kind, kernel, 1024, 4, kind.encode())
@@ -84,8 +84,8 @@ def driven(monkeypatch: pytest.MonkeyPatch, accepts: bytes = b"cp") -> Driver:
     return driver
 
 
-def layout(multiprocessors: int) -> Plan:
-    return plan(SHAPE, multiprocessors)
+def layout(multiprocessors: int) -> LaunchPlan:
+    return plan_launch(SHAPE, multiprocessors)
 
 
 def test_both_kernels_are_launched_with_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from attention import SCALE, TOLERANCES, Case, Tensors, operands, workspace
 
 from draftwood.plugins.tree_attention.driver import DriverLauncher, device_attribute
 from draftwood.plugins.tree_attention.library import CAPABILITIES, compile_library
-from draftwood.plugins.tree_attention.plan import plan
+from draftwood.plugins.tree_attention.plan import plan_launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def test_by_the_driver(case: Case, portable: bool) -> None:
         pytest.skip(f"no kernel is compiled for compute capability {major}.{minor}")
     capabilities = () if portable else (10 * major + minor,)
     library = compile_library(case.head_dim, case.group, case.dtype, case.rows, capabilities)
-    layout = plan(tensors.shape(), device_attribute("MULTIPROCESSOR_COUNT"))
+    layout = plan_launch(tensors.shape(), device_attribute("MULTIPROCESSOR_COUNT"))
     output, memory = torch.full_like(tensors.query, float("nan")), workspace(layout, "cuda")
     stream = torch.cuda.current_stream().cuda_stream
     DriverLauncher(library).launch(layout, operands(tensors, output, memory), SCALE, stream)

@@ -11,7 +11,7 @@ import pytest
 from attention import TOLERANCES, Case, cases, interpreted, interpreter
 from hypothesis import HealthCheck, given, settings
 
-from draftwood.plugins.tree_attention.plan import plan
+from draftwood.plugins.tree_attention.plan import plan_launch
 
 pytest.importorskip("triton", reason="the kernel is written in Triton's language: pip install triton")
 
@@ -40,7 +40,7 @@ def test_any_case_equals_the_oracle(worker: ProcessPoolExecutor, case: Case) -> 
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 def test_splits_change_nothing(worker: ProcessPoolExecutor, dtype: str, multiprocessors: int) -> None:
     case = replace(TREE, dtype=dtype, multiprocessors=multiprocessors)
-    assert (plan(case.tensors().shape(), multiprocessors).num_splits > 1) == (multiprocessors > 1)
+    assert (plan_launch(case.tensors().shape(), multiprocessors).num_splits > 1) == (multiprocessors > 1)
     check(worker, case)
 
 
@@ -52,7 +52,7 @@ def test_head_sizes(worker: ProcessPoolExecutor, head_dim: int) -> None:
 def test_a_piece_of_prompt_takes_several_row_blocks(worker: ProcessPoolExecutor) -> None:
     """Nothing is committed, most blocks of the mask are empty above the diagonal."""
     case = Case(1, 2, 100, 0, 160, (0,), 128, "fp16")
-    assert plan(case.tensors().shape(), 1).grid == (4, 1, 1)
+    assert plan_launch(case.tensors().shape(), 1).grid == (4, 1, 1)
     check(worker, case)
 
 
@@ -78,7 +78,7 @@ def test_more_splits_than_blocks(worker: ProcessPoolExecutor, length: int) -> No
     """A short context in a large cache: many splits see nothing, and the reduction reads nothing of theirs. Those that
     see something are one, or more than it reads at once."""
     case = Case(1, 1, 3, 0, 8192, (length,), 64, "fp32", multiprocessors=132)
-    assert plan(case.tensors().shape(), 132).num_splits == 32
+    assert plan_launch(case.tensors().shape(), 132).num_splits == 32
     check(worker, case)
 
 

@@ -15,7 +15,7 @@ from draftwood.plugins.tree_attention.plan import (
     SPLIT_SLOTS,
     Shape,
     bytes_moved,
-    plan,
+    plan_launch,
     row_block,
     row_blocks,
     shared_memory,
@@ -42,7 +42,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @given(shapes(), st.integers(1, 400))
 def test_every_row_is_in_exactly_one_block_and_splits_stay_in_bounds(shape: Shape, multiprocessors: int) -> None:
-    layout = plan(shape, multiprocessors)
+    layout = plan_launch(shape, multiprocessors)
     blocks, heads, splits = layout.grid
     packed = shape.rows * shape.group
     assert (blocks - 1) * layout.variant.block_rows < packed <= blocks * layout.variant.block_rows
@@ -61,7 +61,7 @@ def test_the_workspace_of_the_largest_call_is_enough_for_smaller_ones(largest: S
         rows=data.draw(st.integers(1, largest.rows)),
     )
     multiprocessors = data.draw(st.integers(1, 400))
-    assert plan(smaller, multiprocessors).workspace_bytes <= workspace_bound(largest)
+    assert plan_launch(smaller, multiprocessors).workspace_bytes <= workspace_bound(largest)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
@@ -69,21 +69,23 @@ def test_the_workspace_of_the_largest_call_is_enough_for_smaller_ones(largest: S
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_blocks_in_flight_fit_into_shared_memory(head_dim: int, dtype: str, capability: int) -> None:
     for block in row_blocks(512, head_dim, dtype):
-        variant = plan(replace(LLAMA, head_dim=head_dim, dtype=dtype, rows=block, heads=8, columns=block), 1).variant
+        variant = plan_launch(
+            replace(LLAMA, head_dim=head_dim, dtype=dtype, rows=block, heads=8, columns=block), 1
+        ).variant
         assert variant.block_rows == row_block(block, head_dim, dtype)
         tiles = 2 * variant.block_slots * variant.head_block * ITEM_BYTES[dtype]
         assert (variant.num_stages(capability) - 1) * tiles <= shared_memory(capability) // BLOCKS_PER_MULTIPROCESSOR
 
 
 def test_a_long_cache_is_split_over_the_device_however_many_sequences_share_it() -> None:
-    assert plan(LLAMA, 132).num_splits == 32
-    assert plan(replace(LLAMA, capacity=256), 132).num_splits == 1
-    assert plan(replace(LLAMA, sequences=8), 132).grid == (1, 64, 32)
+    assert plan_launch(LLAMA, 132).num_splits == 32
+    assert plan_launch(replace(LLAMA, capacity=256), 132).num_splits == 1
+    assert plan_launch(replace(LLAMA, sequences=8), 132).grid == (1, 64, 32)
 
 
 def test_heads_of_a_group_share_a_block() -> None:
-    assert plan(LLAMA, 132).grid == (1, 8, 32)
-    assert plan(LLAMA, 132).variant.block_rows == 64
+    assert plan_launch(LLAMA, 132).grid == (1, 8, 32)
+    assert plan_launch(LLAMA, 132).variant.block_rows == 64
 
 
 def test_bytes_moved_counts_the_cache_once_per_key_value_head() -> None:

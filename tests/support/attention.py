@@ -1,4 +1,5 @@
-"""Tree attention cases: tensors of random shapes with NaN wherever nobody may look, and what runs them on the CPU."""
+"""Tree attention cases: tensors of random shapes with NaN in all invisible slots, and functions that run them on the
+CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from draftwood.plugins.tree_attention import op
 from draftwood.plugins.tree_attention.operands import Operands, Strides
-from draftwood.plugins.tree_attention.plan import Plan, Shape, plan
+from draftwood.plugins.tree_attention.plan import LaunchPlan, Shape, plan_launch
 from draftwood.plugins.tree_attention.reference import sequence_of, tree_attention, visible_slots
 
 TYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -133,7 +134,7 @@ def strides(tensor: torch.Tensor) -> Strides:
     return head, row
 
 
-def workspace(layout: Plan, device: str = "cpu") -> torch.Tensor | None:
+def workspace(layout: LaunchPlan, device: str = "cpu") -> torch.Tensor | None:
     """Filled with NaN: nothing may be read from it before it is written."""
     if not layout.workspace_bytes:
         return None
@@ -145,7 +146,7 @@ def interpreted(case: Case) -> NDArray[np.float32]:
     from draftwood.plugins.tree_attention.launch import InterpreterLauncher
 
     launcher, tensors = InterpreterLauncher(case.multiprocessors), case.tensors()
-    layout = plan(tensors.shape(), launcher.multiprocessors)
+    layout = plan_launch(tensors.shape(), launcher.multiprocessors)
     output, memory = torch.full_like(tensors.query, float("nan")), workspace(layout)
     launcher.launch(layout, operands(tensors, output, memory), SCALE, stream=0)
     result: NDArray[np.float32] = output.float().numpy()

@@ -1,4 +1,4 @@
-"""Where things are, and bundles built for a test. docs/architecture.md says what the optional data is."""
+"""Paths of test data, and bundles built for tests. docs/architecture.md describes the optional data."""
 
 from __future__ import annotations
 

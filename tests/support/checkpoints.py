@@ -78,7 +78,7 @@ def write_checkpoint(
 
 
 def transformers_logits(folder: Path) -> Reference:
-    """What transformers predicts after each of several texts, [texts, V]."""
+    """The logits of transformers after each of several texts, [texts, V]."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def last_logits(texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""A stand-in for a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of engines share: sizes, a tree, a spec, and shorthands for passes."""
+"""Shared parts of the tests of engines: sizes, a tree, a spec, and shorthands for passes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from trees import Tree
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models import bindings
-from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
+from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.native.engine import NativeKVCache
+from draftwood.runtime.engines.passes import prefill
 
 WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
 TOLERANCE = 2e-4
@@ -49,7 +50,7 @@ def filled(engine: Engine, text: Sequence[int]) -> Any:
 
 def score(engine: Engine, batch: TokenBatch, cache: Any) -> NDArray[np.float32]:
     """Logits of the real rows, copied: the engine owns its output only until the next pass."""
-    return engine.forward(batch, cache).logits[: batch.num_tokens].copy()
+    return engine.score(batch, cache).logits[: batch.num_tokens].copy()
 
 
 def contents(cache: Any) -> NDArray[np.float32]:

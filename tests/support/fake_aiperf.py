@@ -1,4 +1,4 @@
-"""As much of AIPerf as the figures of a load depend on: requests one after the other, and exports of its form."""
+"""A stand-in for AIPerf: it sends requests one after the other, and writes exports in AIPerf's format."""
 
 from __future__ import annotations
 

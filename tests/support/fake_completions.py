@@ -1,4 +1,4 @@
-"""A server of completions that writes the same text for every prompt; run with --host and --port."""
+"""A completions server that answers every prompt with the same text; run with --host and --port."""
 
 from __future__ import annotations
 

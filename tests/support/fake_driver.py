@@ -1,6 +1,6 @@
 """A stand-in for cuda.bindings.driver: "device" memory is host memory, and kernels are host functions.
 
-It checks what a driver would: addresses that were allocated and not freed, a context in the calling thread, sizes.
+Like a driver it checks that addresses are allocated and not freed, that the thread has a context, and sizes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A stand-in for the packages tensorrt and tensorrt_rtx: what the engine uses of them, over ONNX Runtime and the host.
+"""A stand-in for the parts of tensorrt and tensorrt_rtx that the engine uses, over ONNX Runtime and host memory.
 
-A "plan" is the ONNX graph itself. `test_tensorrt_engine.py` holds its names against the real package's.
+A "plan" is the ONNX graph itself. `test_tensorrt_engine.py` compares its names with the real package's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A language model that is a function of its context, behind the Engine protocol: no weights, no ONNX.
+"""A language model that is a function of its context, with the Engine protocol: no weights, no ONNX.
 
-It keeps the *context* each cache slot stands for, so a wrong mask, position or commit changes what it predicts.
+Each cache slot stores the *context* of its row, so a wrong mask, position or commit changes the prediction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from draftwood.models.config import LlamaConfig
 from draftwood.runtime.engines.backends import UNLISTED
-from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, TokenBatch
+from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, narrow
 
 Predict = Callable[[tuple[int, ...]], NDArray[np.float64]]  # context -> probabilities [V]
 POOLED = replace(UNLISTED, name="fake", grows=True)  # for the table of backends: requests share one cache
@@ -28,7 +28,7 @@ class FakeCache:
         self.committed: list[int] = []
         self.rows: list[tuple[int, int, NDArray[np.bool_]]] = []
 
-    capacity = limit = 4096
+    capacity = most = 4096  # slots that there are, and may be
 
     @property
     def length(self) -> int:
@@ -49,6 +49,12 @@ class FakeCache:
         del self.committed[length:]
         self.rows = []
 
+    def close(self) -> None:
+        self.truncate(0)
+
+    def limit(self, slots: int) -> None:
+        self.most = slots
+
     def compact(self, slots: NDArray[np.int64]) -> None:
         self.rows = [self.rows[slot] for slot in slots.tolist()]
 
@@ -56,7 +62,7 @@ class FakeCache:
         self.capacity = capacity
 
 
-class FakeEngine:
+class FakeEngine(SoloEngine):
     """Scores rows by `predict(context)`; the context is read off mask and positions like attention would."""
 
     def __init__(
@@ -77,7 +83,8 @@ class FakeEngine:
     def new_cache(self) -> FakeCache:
         return FakeCache()
 
-    def forward(self, batch: TokenBatch, cache: FakeCache) -> ForwardOutput:
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        cache = narrow(cache, FakeCache)
         self.passes += 1
         start = cache.speculative
         for row in range(batch.num_tokens):

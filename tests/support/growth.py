@@ -1,10 +1,10 @@
-"""One proposal by the real DraftProposer over a fake draft, for tests that look at the graph itself."""
+"""One proposal by the real DraftProposer over a fake draft, for tests that examine the graph."""
 
 from __future__ import annotations
 
 from fakes import Accept, FakeEngine, Predict
 
-from draftwood.runtime.engines.base import run
+from draftwood.runtime.engines.passes import run
 from draftwood.runtime.sampling.random import RandomStream
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph

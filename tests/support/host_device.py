@@ -1,7 +1,7 @@
-"""A GPU and a compiled program on the host: work is queued on streams and runs when somebody waits, as on a device.
+"""A stand-in for a GPU and a compiled program, on the host: work is queued on streams and runs when the host waits.
 
-What a static engine binds, copies, captures and moves then shows in its results: a missing wait reads old numbers, a
-wrong address reads other memory, a captured graph keeps the addresses it was captured with.
+Errors of a static engine then change its results: without a wait it reads old numbers, with a wrong address it reads
+other memory, and a captured graph keeps the addresses of its capture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines of every weight format, and the bits they give: a path scored row by row, and the same path in one pass."""
+"""Engines of every weight format, and comparisons of their bits: a path scored row by row, and in one pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from draftwood.builder.engines.export import export
 from draftwood.builder.quantize import FORMATS, QuantizedCheckpoint
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.runtime.engines.backends import BACKENDS, Opening
-from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch, prefill
+from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
+from draftwood.runtime.engines.passes import prefill
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
 PRECISIONS = ("fp32", "int8", "int4")
 
 
 class Row(NamedTuple):
-    """What one token of a text got: its logits [V], and its keys and values in every layer."""
+    """The results of one token of a text: its logits [V], and its keys and values in every layer."""
 
     logits: NDArray[np.float32]
     cached: NDArray[np.float32]
@@ -55,7 +56,7 @@ def one_by_one(engine: Engine, prefix: Sequence[int], tokens: Sequence[int]) -> 
     rows = []
     for token in tokens:
         batch = Tree((token,), (-1,)).batch(engine.spec, cache.length)
-        logits = engine.forward(batch, cache).logits[0].copy()
+        logits = engine.score(batch, cache).logits[0].copy()
         cache.commit([0])
         rows.append(Row(logits, contents(cache)[:, :, :, -1]))
     return rows
@@ -67,7 +68,7 @@ def in_one_pass(engine: Engine, prefix: Sequence[int], tree: Tree, path: Sequenc
     prefill(engine, cache, prefix)
     batch, rows = tree.batch(engine.spec, cache.length), len(tree.tokens)
     wide = TokenBatch.padded(tree.tokens, batch.position_ids[:rows], batch.mask[:rows, :rows], width)
-    logits = engine.forward(wide, cache).logits.copy()
+    logits = engine.score(wide, cache).logits.copy()
     cache.commit(path)
     committed = contents(cache)[:, :, :, len(prefix) :]
     return [Row(logits[row], committed[:, :, :, index].copy()) for index, row in enumerate(path)]

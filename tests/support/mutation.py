@@ -1,8 +1,8 @@
-"""How much of the core its tests hold: small changes to it, one at a time, each of which a test has to notice.
+"""Mutation tests of the core: one small change at a time, each of which a test must detect.
 
-Mutants are made from the syntax tree (Python) or by pattern (the native engine's C) and tried in a copy of the tree,
-each by the tests that TESTS names. A mutant that makes them hang is noticed, too. `mutants_equivalent.json` lists
-mutants that no test can notice, each with the reason.
+Mutants are made from the syntax tree (Python) or by pattern (the native engine's C). Each is tested in a copy of the
+source by the tests in TESTS. A mutant that makes tests hang counts as detected. `mutants_equivalent.json` lists mutants
+that no test can detect, each with the reason.
 
     python tests/support/mutation.py --mutants 300 --output build/mutation.json
 """
@@ -42,7 +42,7 @@ TESTS = {
         "test_verifier",
         "test_llm",
     ),
-    "runtime/requests/scheduler.py": ("test_scheduler", "test_queueing", "test_async_llm"),
+    "runtime/decoding/scheduler.py": ("test_scheduler", "test_queueing", "test_async_llm"),
     "runtime/decoding/loop.py": ("test_async_pool", "test_async_llm", "test_prompt_chunks", "test_faults_batching"),
     "runtime/decoding/decoder.py": (
         "test_decoder",
@@ -180,7 +180,7 @@ def calculating(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
 
 
 def changes(node: ast.expr | ast.stmt) -> Iterator[str]:
-    """What may stand in a node's place; nothing for most."""
+    """The possible replacements of a node; none for most nodes."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
         yield ast.unparse(ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators))
     elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:

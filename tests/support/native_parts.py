@@ -1,4 +1,4 @@
-"""Native engines of test checkpoints, and matrices for their kernels alone."""
+"""Native engines of test checkpoints, and matrices for tests of the kernels."""
 
 from __future__ import annotations
 

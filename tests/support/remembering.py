@@ -1,4 +1,4 @@
-"""A fake engine for pools: each row of its cache remembers the text it was computed of, as keys and values do."""
+"""A fake engine for pools: each row of its cache stores the text from which it was computed, like keys and values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from fakes import FakeCache, FakeEngine
 from numpy.typing import NDArray
 
-from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 
 
 class RememberingCache(FakeCache):
@@ -32,14 +32,14 @@ class RememberingEngine(FakeEngine):
     def new_cache(self) -> RememberingCache:
         return RememberingCache()
 
-    def forward(self, batch: TokenBatch, cache: FakeCache) -> ForwardOutput:
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         assert isinstance(cache, RememberingCache)
         start = cache.speculative
         del cache.texts[start:]
-        assert batch.mask.shape[1] <= cache.limit, "more rows than the cache may hold"
+        assert batch.mask.shape[1] <= cache.most, "more rows than the cache may hold"
         while cache.capacity < batch.mask.shape[1]:
-            cache.capacity = min(2 * cache.capacity, cache.limit)
-        output = super().forward(batch, cache)
+            cache.capacity = min(2 * cache.capacity, cache.most)
+        output = super().score(batch, cache)
         self.scored += batch.num_tokens
         for slot in range(start, start + batch.num_tokens):
             text = self._context(cache, slot)

@@ -1,4 +1,4 @@
-"""`draftwood serve` in a process of its own, as people run it."""
+"""`draftwood serve` in a separate process, as users run it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Everything at once against a real server for a long time: are its texts still right, and is it as large as before?
+"""A soak test: many kinds of clients use a real server for a long time; its texts and its memory are checked.
 
-Visitors do one thing after the other: ask for texts, whole and as streams, break off, send half of a request or none,
-read slowly, storm. Every text that is certain (greedy or seeded) is compared with the one computed alone in this
-process. Prints and writes a result, and ends with 1 where a text was wrong, an answer was a server's error, or memory,
-descriptors or the process did not last.
+Visitors (clients) do one action after the other: they request texts, whole and as streams, disconnect, send incomplete
+requests or none, read slowly, and open many connections. Every deterministic text (greedy or seeded) is compared with
+the text that this process computes alone. The program prints and writes a result. Its exit code is 1 if a text was
+wrong, an answer was a server error, memory or descriptors grew, or the server ended.
 
     python tests/support/soak.py --seconds 3600 --output build/soak.json
 """
@@ -33,11 +33,11 @@ from draftwood.builder.pipeline import build
 
 CLIENTS = 8
 GROWTH_BYTES = 48 << 20  # from the first third on; what is kept per request would be more within the hour
-WORKERS = min(32, (os.cpu_count() or 1) + 4)  # asyncio's, which appear as they are needed
+WORKERS = min(32, (os.cpu_count() or 1) + 4)  # asyncio's worker threads, which start when they are needed
 
 
 class Size(NamedTuple):
-    """Of a process: resident bytes, open files, threads."""
+    """The size of a process: resident bytes, open files, threads."""
 
     resident: int
     files: int
@@ -56,7 +56,8 @@ def native_demo(bundle: Path) -> Path:
 
 
 def soak(bundle: Path, seconds: float, clients: int = CLIENTS, every: float = 60) -> dict[str, Any]:
-    """What `clients` visitors found in so many seconds, the server's size taken `every` so many."""
+    """Run `clients` visitors for `seconds`, and measure the server's size `every` so many seconds. Returns the
+    result."""
     texts, record, sizes, logged = Texts.of(bundle), Record(), list[tuple[float, Size]](), Counter[str]()
     with served(bundle, "--max-running", "4", "--served-model-name", "bundle") as server:
 

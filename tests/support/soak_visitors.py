@@ -1,4 +1,4 @@
-"""Visitors of a server for a soak: each does one thing after the other, and what it found goes into a record."""
+"""Visitors (clients) of a server for a soak test: each does one action after the other and records the results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HOSTILE: list[bytes] = [
 
 @dataclass
 class Record:
-    """What happened. done: visits by kind. answers: by status. wrong: what should not be, in words."""
+    """The record of all visits. done: visits by kind. answers: by status. wrong: errors, in words."""
 
     done: Counter[str] = field(default_factory=Counter)
     answers: Counter[int] = field(default_factory=Counter)

@@ -50,7 +50,7 @@ def public_names(module: ModuleType) -> Names:
 
 
 def accepted(value: Any) -> str:
-    """How many parameters a callable takes besides self, from the signatures its documentation begins with."""
+    """The number of parameters of a callable besides self, from the signatures that begin its documentation."""
     found = set()
     text = vars(value)["__init__"].__doc__ if isinstance(value, type) and "__init__" in vars(value) else value.__doc__
     for parameters in re.findall(r"^(?:\d+\. )?\w+\((.*)\) ->", text or "", re.MULTILINE) if callable(value) else ():

@@ -1,4 +1,4 @@
-"""Requests of many tasks over one LLM whose engines are functions, for tests of what they do to each other."""
+"""Requests of many tasks over one LLM whose engines are functions, for tests of their effects on each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WatchedEngine(FakeEngine):
 
 
 def fake_engine(self: EngineBundle, role: str, *rest: object) -> WatchedEngine:
-    """What EngineBundle.open_engine is replaced by."""
+    """The replacement of EngineBundle.open_engine."""
     spec = self.manifest.engines[role]
     target = random_model(0, spec.model.vocab_size, sharpness=2.0)
     draft = mixture(target, random_model(1, spec.model.vocab_size), 0.6)

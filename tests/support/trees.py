@@ -1,4 +1,4 @@
-"""Token trees of any form, for engines: random ones, their rows' own texts, and the passes that score them."""
+"""Random token trees for tests of engines, the texts of their rows, and the passes that score them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton tests share: a repository with a plain and a misbehaving model, and a client for both."""
+"""Shared parts of the Triton tests: a repository with a correct and a failing model, and a client for both."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TritonPythonModel(TritonPythonModel):
 
         def faulty(prompt, params, **options):
             if params.seed == {BREAKS}:
-                self._llm._target.forward = broken
+                self._llm._target.score = broken
             if params.seed in {(SLOW, RAISES, DIES)}:
                 params = replace(params, logits_processors=(misbehaving(params.seed),))
             return generate(prompt, params, **options)
@@ -179,7 +179,7 @@ class Call:
 
 
 def value(array: NDArray[Any]) -> Any:
-    """What a tensor [1, 1] or [1, 1, n] holds."""
+    """The values of a tensor [1, 1] or [1, 1, n]."""
     items = [item.decode() if isinstance(item, bytes) else item for item in array.reshape(-1).tolist()]
     return items[0] if array.ndim == 2 else items
 

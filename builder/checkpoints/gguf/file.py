@@ -37,6 +37,8 @@ PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 class GgufFile:
     """The ModelFiles of a `.gguf` file; of a sharded model, any of its parts. Raises CheckpointError."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, path: Path) -> None:
         header = read_shards(path)
         self._metadata = Metadata(path, header.metadata)

@@ -22,7 +22,8 @@ from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ....plugins.native.packing import PANEL, whole_panels
 from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Weights
-from ..base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
+from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, closed, narrow
+from ..cache import GrowingKVCache
 from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
 
 
@@ -36,7 +37,7 @@ class Results(NamedTuple):
     top_logprobs: NDArray[np.float32] | None
 
 
-class NativeKVCache(StackedKVCache):
+class NativeKVCache(GrowingKVCache):
     """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16]: see plugins/native/kernels."""
 
     def __init__(self, engine: NativeEngine) -> None:
@@ -45,7 +46,7 @@ class NativeKVCache(StackedKVCache):
 
     @property
     def capacity(self) -> int:
-        return min(int(self.values.shape[3]), self.limit)
+        return min(int(self.values.shape[3]), self._limit)
 
     def results(self, outputs: int) -> Results:
         """The buffers of a pass that scores so many rows, allocated on first use."""
@@ -70,6 +71,9 @@ class NativeKVCache(StackedKVCache):
 
     def _move(self, rows: NDArray[np.int64]) -> None:
         self._engine.move(self, rows)
+
+    def _free(self) -> None:
+        del self.keys, self.values, self._results
 
 
 class NativeSoftmax(NumpySoftmax):
@@ -107,7 +111,7 @@ class NativeSoftmax(NumpySoftmax):
         return logits.dtype == np.float32 and logits.flags.c_contiguous
 
 
-class NativeEngine:
+class NativeEngine(SoloEngine):
     """One role's weights and the kernels that read them."""
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
@@ -130,11 +134,12 @@ class NativeEngine:
     def new_cache(self) -> NativeKVCache:
         return NativeKVCache(self)
 
-    def forward(self, batch: TokenBatch, cache: NativeKVCache) -> ForwardOutput:
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward. Rows of padding are not computed: what the output holds for them is undefined. Raises
         EngineError, too, for tokens and positions this engine does not have."""
         if batch.num_tokens > len(batch.mask):
             raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
+        cache = narrow(cache, NativeKVCache)
         start = cache.reserve(batch)
         rows, outputs = batch.num_tokens, len(batch.output_rows)
         results = cache.results(outputs)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ....models import bindings
 from ....models.errors import EngineError
-from ..base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
+from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, closed, narrow
+from ..cache import StackedKVCache
 from ..feeds import feed, output_of
 from ..layout import refuse_growth
 from .file import EXTERNAL
@@ -58,8 +59,11 @@ class OnnxRuntimeKVCache(StackedKVCache):
         self._values = [self._engine.as_value(layer) for layer in self.buffer]
         self._passes: dict[tuple[int, int, int], BoundPass] = {}
 
+    def _free(self) -> None:
+        del self.buffer, self._values, self._passes
 
-class OnnxRuntimeEngine:
+
+class OnnxRuntimeEngine(SoloEngine):
     """One exported graph in one ONNX Runtime session. Arrays live in host memory; with the CUDA provider ONNX Runtime
     copies them itself."""
 
@@ -108,11 +112,12 @@ class OnnxRuntimeEngine:
     def new_cache(self) -> OnnxRuntimeKVCache:
         return OnnxRuntimeKVCache(self)
 
-    def forward(self, batch: TokenBatch, cache: OnnxRuntimeKVCache) -> ForwardOutput:
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward."""
         session = self._session  # another thread may close the engine meanwhile
         if session is None:
             raise closed(self.spec)
+        cache = narrow(cache, OnnxRuntimeKVCache)
         start = cache.reserve(batch)
         width, columns = batch.mask.shape
         bound = cache.bound(session, width, len(batch.output_rows), columns)

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +24,8 @@ from numpy.typing import NDArray
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, softmax_of
 from ..backends import describe_backend
-from ..base import FIRST_CAPACITY, Engine, EngineSpec, ForwardOutput, Pass, TokenBatch
+from ..base import Engine, ForwardOutput, Pass, TokenBatch, narrow, num_fitting
+from ..cache import FIRST_CAPACITY, Storage
 from .prefix import ROOT, PrefixTree
 
 LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of the used slots is live
@@ -44,7 +43,6 @@ class PooledKVCache:
         self.slots, self.drafted = NOTHING, NOTHING
         self.salt: str | None = None  # rows are shared with sequences of an equal one only; set before the first pass
         self._pool = pool
-        pool.caches.add(self)
 
     @property
     def length(self) -> int:
@@ -69,19 +67,29 @@ class PooledKVCache:
         """See KVCache.truncate."""
         self.slots, self.drafted = self.slots[:length], NOTHING
 
+    def close(self) -> None:
+        """See KVCache.close: its rows may be given to others from now on."""
+        self._pool.caches.pop(self, None)
+        self.truncate(0)
 
-class PooledEngine:
+
+class PooledEngine(Engine):
     """An engine whose caches share one buffer of at most `slots` rows, garbage included."""
 
     def __init__(self, engine: Engine, slots: int) -> None:
-        """slots: may be fewer than the engine's longest sequence has. Raises EngineError when they hold no pass."""
+        """slots: may be fewer than the engine's longest sequence has. Raises EngineError when they hold no pass, and
+        for an engine whose caches are of a fixed size."""
         if slots < engine.spec.max_width:
             raise EngineError(f"{slots} cache slots hold no pass of {engine.spec.max_width} rows: allow more memory")
+        storage = engine.new_cache()
+        if not isinstance(storage, Storage):
+            raise EngineError(f"the {engine.spec.role} engine's caches are of a fixed size: no pool can share one")
         self._engine = engine
-        self._storage: Any = engine.new_cache()
-        self._slots = slots
-        self.bound(slots)
-        self.caches: WeakSet[PooledKVCache] = WeakSet()
+        self._storage: Storage = storage
+        self._slots = self._limit = max(slots, storage.capacity)
+        self.spec = replace(engine.spec, capacity=self._slots)
+        storage.limit(self._slots)
+        self.caches: dict[PooledKVCache, None] = {}  # open ones, the first to be opened first
         self.prefixes: PrefixTree | None = None
         self._retained = 0
         self._recalled = False  # whether texts ever began alike
@@ -89,22 +97,23 @@ class PooledEngine:
         self._gathered = 0  # slots up to which the rows of each sequence lie together
 
     @property
-    def spec(self) -> EngineSpec:
-        """What passes may be. Every sequence waits for each of them: where there are several, a chunk of a prompt is no
-        wider than a round's pass."""
-        return self._shared if len(self.caches) > 1 else self._alone
-
-    @property
     def allocated(self) -> int:
         """Slots that there are now."""
-        return int(self._storage.capacity)
+        return self._storage.capacity
+
+    def chunk(self, left: int) -> int:
+        """See Engine.chunk. Every sequence waits for each pass: where there are several, a chunk of a prompt is no
+        wider than a round's pass."""
+        return self.spec.chunk(left) if len(self.caches) == 1 else min(left, self.spec.max_width)
+
+    def num_joint(self, passes: Sequence[Pass]) -> int:
+        """See Engine.num_joint."""
+        return num_fitting(self.spec, passes)
 
     def bound(self, slots: int | None) -> None:
         """Let the buffer grow to so many slots, or to as many as in the beginning."""
-        slots = self._slots if slots is None else max(min(slots, self._slots), self.allocated)
-        self._storage.limit = slots
-        self._alone: EngineSpec = replace(self._engine.spec, capacity=slots)
-        self._shared: EngineSpec = replace(self._alone, prompt_widths=())
+        self._limit = self._slots if slots is None else max(min(slots, self._slots), self.allocated)
+        self._storage.limit(self._limit)
 
     @property
     def softmax(self) -> Softmax:
@@ -117,15 +126,17 @@ class PooledEngine:
         retained: slots that the buffer may grow to for the sake of ended ones, once texts do begin alike, and the most
         it keeps of their rows; they give way to live rows, those unused for longest first.
         """
-        self.prefixes, self._retained = PrefixTree(self.spec.capacity), retained
+        self.prefixes, self._retained = PrefixTree(self._slots), retained
 
     def new_cache(self) -> PooledKVCache:
-        return PooledKVCache(self)
+        cache = PooledKVCache(self)
+        self.caches[cache] = None
+        return cache
 
     def recall(self, wanted: Pass) -> Pass | None:
         """What is left of a pass when its cache takes over the rows that are here already, as speculative ones; None
         when nothing is, and nobody reads the output. Only of a chunk of text: in trees every row's output is read."""
-        batch, cache = wanted.batch, wanted.cache
+        batch, cache = wanted.batch, narrow(wanted.cache, PooledKVCache)
         unread = batch.num_tokens - wanted.output_read if len(batch.output_rows) == 1 else 0
         if self.prefixes is None or not unread:
             return wanted
@@ -142,30 +153,30 @@ class PooledEngine:
         if not count:
             return None
         ids, positions, mask = batch.token_ids[left], batch.position_ids[left], batch.mask[left, :columns]
-        rest = TokenBatch.padded(ids, positions, mask, self._alone.width_for(count), True, batch.ranking_only)
+        rest = TokenBatch.padded(ids, positions, mask, self.spec.width_for(count), True, batch.ranking_only)
         return wanted._replace(batch=rest)
 
-    def forward(self, batch: TokenBatch, cache: PooledKVCache) -> ForwardOutput:
-        """See Engine.forward."""
-        return self.forward_together([Pass(self, batch, cache, not batch.cache_only)])[0]
-
-    def forward_together(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
+    def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """Score the batches of several caches in one pass; each output is as its own pass would have given it, or empty
         where nobody reads it.
 
-        Raises EngineError when all rows together exceed the widest pass, or the live ones the cache.
+        Raises EngineError when all rows together exceed the widest pass, or the live ones the cache; and for a cache
+        that was closed.
         """
+        caches = [narrow(each.cache, PooledKVCache) for each in passes]
+        if any(cache not in self.caches for cache in caches):
+            raise EngineError("this cache was closed, or belongs to another pool: open another one for the next text")
         counts = [each.batch.num_tokens for each in passes]
         rows = sum(counts)
-        width = self._alone.width_for(rows)
+        width = self.spec.width_for(rows)
         self._make_room(width)
-        used = int(self._storage.speculative)
+        used = self._storage.speculative
         mask = np.zeros((width, used + width), np.bool_)
         token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
         first = 0
         wanted: list[int] = []  # rows whose output somebody reads
         parts: list[slice] = []  # of it, by pass
-        for (_, batch, cache, output_read), count in zip(passes, counts, strict=True):
+        for (_, batch, _, output_read), cache, count in zip(passes, caches, counts, strict=True):
             new = used + np.arange(first, first + count)
             own = mask[first : first + count]
             own[:, cache.slots] = True
@@ -179,33 +190,34 @@ class PooledEngine:
         # Known before the pass: it happens with all that follows from it, or, where memory is short, not at all.
         ends = used + np.cumsum(counts)
         drafted = [
-            np.concatenate((each.cache.drafted, np.arange(end - count, end)))
-            for each, count, end in zip(passes, counts, ends.tolist(), strict=True)
+            np.concatenate((cache.drafted, np.arange(end - count, end)))
+            for cache, count, end in zip(caches, counts, ends.tolist(), strict=True)
         ]
         output_rows = passes[0].batch.output_rows if len(passes) == 1 else self._scored(wanted or [rows - 1], width)
         together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
-        output = self._engine.forward(together, self._storage)
+        output = self._engine.score(together, self._storage)
         if self.prefixes is not None:
             self.prefixes.note(used, token_ids[:rows], position_ids[:rows])
         outputs = [output] if len(passes) == 1 else [part(output, rows) for rows in parts]
-        for each, slots in zip(passes, drafted, strict=True):
-            each.cache.drafted = slots
+        for cache, slots in zip(caches, drafted, strict=True):
+            cache.drafted = slots
         return outputs
 
     def _scored(self, wanted: list[int], width: int) -> NDArray[np.int64]:
         """The rows of a pass to score, for those somebody reads: filled up to a compiled width by the last one, since
         engines keep buffers for each number of rows, and some add in another order for one row than for more."""
-        missing = min(self._alone.width_for(len(wanted)), width) - len(wanted)
+        missing = min(self.spec.width_for(len(wanted)), width) - len(wanted)
         return np.array([*wanted, *wanted[-1:] * missing], np.int64)
 
     def close(self) -> None:
         """The engine stays its owner's to close; what the sequences held is free."""
-        self._storage = None
+        self._storage.close()
+        self.caches.clear()
 
     def _make_room(self, width: int) -> None:
         """Space for one more pass: it grows, unless it is mostly garbage or may not; after a burst it shrinks. Where
         neighbouring slots are read together, the rows of each sequence are gathered now and then."""
-        used, capacity, limit = int(self._storage.speculative), int(self._storage.capacity), self.spec.capacity
+        used, capacity, limit = self._storage.speculative, self._storage.capacity, self._limit
         needed = width + sum(each.length + each.speculative for each in self.caches)
         self._spare_passes += 1
         if capacity <= max(SPARE * max(needed, FIRST_CAPACITY), self._retained):
@@ -259,7 +271,7 @@ class PooledEngine:
 
     def _live(self) -> NDArray[np.bool_]:
         """Which used slots some sequence refers to."""
-        live = np.zeros(int(self._storage.speculative), np.bool_)
+        live = np.zeros(self._storage.speculative, np.bool_)
         for each in self.caches:
             live[each.slots] = live[each.drafted] = True
         return live
@@ -268,7 +280,7 @@ class PooledEngine:
         """Move these rows together and tell every sequence where they are now. All of it happens or, where memory is
         too short, nothing: a sequence whose slots are not those of its rows would go on with another's text."""
         kept = self._by_sequence(live)
-        moved = np.full(int(self._storage.speculative), ROOT)
+        moved = np.full(self._storage.speculative, ROOT)
         moved[kept] = np.arange(len(kept))
         places = [(cache, moved[cache.slots], moved[cache.drafted]) for cache in self.caches]
         prefixes = None if self.prefixes is None else self.prefixes.moved(kept, moved)

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.tree_attention.op import SequenceRow
-from ..base import EngineSpec, ForwardOutput, StackedKVCache, TokenBatch, closed
+from ..base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, closed, narrow, num_fitting
+from ..cache import GrowingKVCache
 from ..layout import Layout, PassShape, refuse_growth
 from .device import Device, Execution, Program
 from .memory import CacheMemory, cache_geometry
-from .pool import SharedKVCache, StaticPool
+from .pool import StaticPool
 
 
 class MemoryUse(NamedTuple):
@@ -45,8 +46,8 @@ def memory_use(spec: EngineSpec, weight_bytes: int, workspace_bytes: int, cache_
     return MemoryUse(weight_bytes, workspace_bytes, cache_geometry(spec, cache_itemsize).nbytes, pinned)
 
 
-class StaticEngine:
-    """Engine protocol over a Program. Usable from several threads; passes run one at a time, on a stream of their own,
+class StaticEngine(Engine):
+    """An Engine over a Program. Usable from several threads; passes run one at a time, on a stream of their own,
     so that draft and target do not wait for each other's copies. Each sequence has a cache of its own, or all of them
     share one where the engine was built for several (`pool`)."""
 
@@ -75,13 +76,20 @@ class StaticEngine:
         program = self.program
         return memory_use(self.spec, program.weight_bytes, program.workspace_bytes, program.cache_itemsize)
 
-    def new_cache(self) -> StaticKVCache | SharedKVCache:
+    def new_cache(self) -> KVCache:
         return StaticKVCache(self) if self.spec.max_batch == 1 else self.pool.new_cache()
 
-    def forward(self, batch: TokenBatch, cache: StaticKVCache | SharedKVCache) -> ForwardOutput:
+    def num_joint(self, passes: Sequence[Pass]) -> int:
+        """See Engine.num_joint: as many as fit its widest pass, where it was built for several sequences."""
+        return 1 if self.spec.max_batch == 1 else num_fitting(self.spec, passes)
+
+    def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """See Engine.forward. Raises EngineError for more speculative rows than the program was compiled for."""
-        if isinstance(cache, SharedKVCache):
-            return self.pool.forward(batch, cache)
+        if self.spec.max_batch > 1:
+            return self.pool.forward(passes)
+        return [self._score(each.batch, narrow(each.cache, StaticKVCache)) for each in passes]
+
+    def _score(self, batch: TokenBatch, cache: StaticKVCache) -> ForwardOutput:
         start, limit = cache.reserve(batch), self.program.max_columns
         if batch.mask.shape[1] > limit:
             raise EngineError(
@@ -108,7 +116,7 @@ class StaticEngine:
         return self._executions[shape]
 
 
-class StaticKVCache(StackedKVCache):
+class StaticKVCache(GrowingKVCache):
     """The one sequence of an engine that was built for one: its speculative rows follow its committed ones, so that
     committing a chain moves nothing."""
 
@@ -135,6 +143,12 @@ class StaticKVCache(StackedKVCache):
     def _allocate(self, capacity: int) -> None:
         refuse_growth(self._spec, capacity)
         self._memory = CacheMemory(self._engine)
+
+    def _resize(self, capacity: int, used: int) -> None:
+        refuse_growth(self._spec, capacity)
+
+    def _free(self) -> None:
+        del self._memory
 
     def _move(self, rows: NDArray[np.int64]) -> None:
         if (np.diff(rows) <= 0).any():

@@ -10,17 +10,16 @@ narrower.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
 from ....plugins.tree_attention.op import SequenceRow
-from ..base import ForwardOutput, Pass, TokenBatch, check_mask
+from ..base import ForwardOutput, Pass, TokenBatch, narrow
+from ..cache import check_mask
 from ..layout import PassShape, mask_columns
 from .memory import CacheMemory
 
@@ -56,6 +55,10 @@ class SharedKVCache:
         """See KVCache.truncate."""
         self._pool.truncate(self, length)
 
+    def close(self) -> None:
+        """See KVCache.close: its region serves another sequence."""
+        self._pool.release(self)
+
 
 class StaticPool:
     """The sequences of one engine that was built for several. Usable from several threads, like the engine."""
@@ -67,7 +70,7 @@ class StaticPool:
         self._tree_slot = self.spec.max_batch * self.spec.capacity - self._columns
         self._region = self._tree_slot // self.spec.max_batch
         self._memory = CacheMemory(engine)
-        self._caches: WeakSet[SharedKVCache] = WeakSet()
+        self._caches: dict[int, SharedKVCache] = {}  # open ones, by the first slot of their regions
         self._used = 0  # columns
         self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # slots; queued with the next pass
 
@@ -79,41 +82,44 @@ class StaticPool:
     def new_cache(self) -> SharedKVCache:
         """Raises EngineError while as many sequences are open as the engine was built for."""
         with self._engine.lock:
-            first_slot = self._free_region()
-            if first_slot is None:
-                gc.collect()  # of an ended request that is part of a cycle
-                first_slot = self._free_region()
+            regions = (number * self._region for number in range(self.spec.max_batch))
+            first_slot = next((first for first in regions if first not in self._caches), None)
             if first_slot is None:
                 raise EngineError(
                     f"all {self.spec.max_batch} sequences that the {self.spec.role} engine was built for are in use: "
                     "run fewer requests at a time, or rebuild with a larger --max-batch"
                 )
             cache = SharedKVCache(self, first_slot)
-            self._caches.add(cache)
+            self._caches[first_slot] = cache
             return cache
 
-    def forward(self, batch: TokenBatch, cache: SharedKVCache) -> ForwardOutput:
-        """See Engine.forward."""
-        return self.forward_together([Pass(self, batch, cache)])[0]
+    def release(self, cache: SharedKVCache) -> None:
+        """See SharedKVCache.close."""
+        with self._engine.lock:
+            if self._caches.get(cache.first_slot) is cache:
+                del self._caches[cache.first_slot]
+            cache.length, cache.drafted = 0, NOTHING
 
-    def forward_together(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
+    def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """Score the batches of several caches in one pass; each output is as its own pass would have given it.
 
-        Raises EngineError when all rows together exceed the widest pass, or one sequence's its region or its share.
+        Raises EngineError when all rows together exceed the widest pass, or one sequence's its region or its share; and
+        for a cache that was closed.
         """
-        for each in passes:
-            self._check(each.batch, each.cache)
+        caches = [narrow(each.cache, SharedKVCache) for each in passes]
+        for each, cache in zip(passes, caches, strict=True):
+            self._check(each.batch, cache)
         counts = [each.batch.num_tokens for each in passes]
         width = self.spec.width_for(sum(counts))
         with self._engine.lock:
             first = self._make_room(width)
-            batch, sequences, wanted = self._joined(passes, width, first)
+            batch, sequences, wanted = self._joined([each.batch for each in passes], caches, width, first)
             self._queue_moves()
             shape = PassShape.of(batch, self._columns)
             output = self._memory.bound(shape).run(batch, sequences, self._tree_slot + first, sum(wanted))
             outputs, scored = [], 0
-            for each, count, rows in zip(passes, counts, wanted, strict=True):
-                each.cache.drafted = np.concatenate((each.cache.drafted, self._used + np.arange(count)))
+            for cache, count, rows in zip(caches, counts, wanted, strict=True):
+                cache.drafted = np.concatenate((cache.drafted, self._used + np.arange(count)))
                 self._used += count
                 outputs.append(copied(output, slice(scored, scored + rows), batch.ranking_only))
                 scored += rows
@@ -142,16 +148,10 @@ class StaticPool:
             self._queue_moves()
             return self._memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self._region]
 
-    def close(self) -> None:
-        """The engine, and with it the memory, stays its owner's to close."""
-
-    def _free_region(self) -> int | None:
-        taken = {cache.first_slot for cache in self._caches}
-        regions = (number * self._region for number in range(self.spec.max_batch))
-        return next((first_slot for first_slot in regions if first_slot not in taken), None)
-
     def _check(self, batch: TokenBatch, cache: SharedKVCache) -> None:
         """Refuse what would harm other sequences, or what the engine was not compiled for."""
+        if self._caches.get(cache.first_slot) is not cache:
+            raise EngineError("this cache was closed: open another one for the next text")
         check_mask(self.spec, batch.mask, cache.speculative)
         # A row is committed to the slot of its position, so that a text which fits does so row by row.
         last = int(batch.position_ids[: batch.num_tokens].max())
@@ -166,7 +166,7 @@ class StaticPool:
     def _make_room(self, width: int) -> int:
         """The column of the next pass's first row. Rows move together where the mask of this pass is then narrower: a
         launch costs less than a wide mask does, and passes have fewer shapes. There is room by each one's `share`."""
-        live = sum(cache.speculative for cache in self._caches)
+        live = sum(cache.speculative for cache in self._caches.values())
         needed = mask_columns(width, live + width, self._columns)
         if self._used + width > needed:
             self._compact()
@@ -174,11 +174,11 @@ class StaticPool:
 
     def _compact(self) -> None:
         """Move live speculative rows to the first columns, in their order."""
-        live = np.sort(np.concatenate([NOTHING, *(cache.drafted for cache in self._caches)]))
+        live = np.sort(np.concatenate([NOTHING, *(cache.drafted for cache in self._caches.values())]))
         columns = np.arange(len(live))
         stay = live == columns
         self._moves.append((self._tree_slot + live[~stay], self._tree_slot + columns[~stay]))
-        for cache in self._caches:
+        for cache in self._caches.values():
             cache.drafted = np.searchsorted(live, cache.drafted)
         self._used = len(live)
 
@@ -191,7 +191,7 @@ class StaticPool:
             self._moves.clear()
 
     def _joined(
-        self, passes: Sequence[Pass], width: int, first: int
+        self, batches: Sequence[TokenBatch], caches: Sequence[SharedKVCache], width: int, first: int
     ) -> tuple[TokenBatch, list[SequenceRow], list[int]]:
         """All rows as one batch whose first row gets column `first`, whose they are, and how many of each are scored.
         Scored rows come first in the output, so that no others need be copied to the host."""
@@ -200,7 +200,7 @@ class StaticPool:
         sequences: list[SequenceRow] = []
         scored: list[NDArray[np.int64]] = []
         row = 0
-        for _, batch, cache, _ in passes:
+        for batch, cache in zip(batches, caches, strict=True):
             count = batch.num_tokens
             rows = slice(row, row + count)
             seen = np.concatenate((cache.drafted, first + np.arange(row, row + count)))
@@ -211,7 +211,7 @@ class StaticPool:
             row += count
         wanted = np.concatenate(scored)
         output_rows = wanted if len(wanted) == 1 else np.resize(wanted, width)
-        ranking_only = all(each.batch.ranking_only for each in passes)
+        ranking_only = all(batch.ranking_only for batch in batches)
         joined = TokenBatch(token_ids, position_ids, mask, output_rows, row, ranking_only)
         return joined, sequences, [len(each) for each in scored]
 

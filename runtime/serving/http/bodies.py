@@ -1,4 +1,4 @@
-"""ArrivingBodies: reads the bodies of requests to their ends, and bounds those that are on the way."""
+"""ArrivingBodies: reads the bodies of requests completely, and bounds the bodies that are still arriving."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.types import Receive
 from .errors import Refusal
 
 MAX_ARRIVING = 256
-ARRIVING_BYTES = 64 << 20  # of all bodies on the way together
+ARRIVING_BYTES = 64 << 20  # most bytes of all arriving bodies together
 
 
 class Arrival:
-    """A body on the way. given_up: done once others need its room."""
+    """An arriving body. given_up: completed when the body is given up because others need its memory."""
 
     def __init__(self, client: str) -> None:
         self.client = client
@@ -24,8 +24,8 @@ class Arrival:
 
 
 class ArrivingBodies:
-    """Bodies on the way take no request's place. Too many of them, or too many bytes, and the client that has most on
-    the way loses the one that began first: it is the slowest."""
+    """Arriving bodies, which do not count among the requests in progress. If they are too many or have too many bytes,
+    the client with the most loses its oldest body, which is the slowest."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ArrivingBodies:
         max_arriving: int = MAX_ARRIVING,
         max_bytes: int = ARRIVING_BYTES,
     ) -> None:
-        """max_body_bytes, seconds: of one body. max_bytes: of all; at least a few bodies always fit."""
+        """max_body_bytes, seconds: limits of one body. max_bytes: limit of all; a few bodies always fit."""
         self._max_body_bytes = max_body_bytes
         self._seconds = seconds
         self._max_arriving = max_arriving
@@ -43,7 +43,7 @@ class ArrivingBodies:
         self._num_bytes = 0
 
     async def read(self, client: str, receive: Receive) -> bytes | Refusal | None:
-        """The whole body; None when the client went away before its end."""
+        """The whole body; None if the client disconnected before its end."""
         arrival = Arrival(client)
         self._arriving[arrival] = None
         if len(self._arriving) > self._max_arriving:
@@ -82,7 +82,7 @@ class ArrivingBodies:
                 self._give_up(lambda each: len(each.content))
 
     def _give_up(self, weight: Callable[[Arrival], int]) -> None:
-        """The oldest body of the client that has most, of those that weigh anything."""
+        """Give up the oldest body of the client with the largest sum of `weight`; bodies of weight 0 are kept."""
         held = Counter[str]()
         for arrival in self._arriving:
             held[arrival.client] += weight(arrival)

@@ -1,4 +1,4 @@
-"""Whose request it is: the name of its API key, or the address it comes from."""
+"""The client of a request: the name of its API key, or the address of the sender."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from typing import NamedTuple
 
 from ....models.errors import ConfigError
 
-KEY = re.compile(r"[!-~]+")  # what a header carries unchanged
+KEY = re.compile(r"[!-~]+")  # characters that a header transmits unchanged
 KEY_RULE = "a key is one or more visible ASCII characters"
-IPV6_NETWORK = 64  # bits that a provider gives to one customer, who then may use any address below
-MAX_ADDRESS = 64  # characters; a proxy may send anything
+IPV6_NETWORK = 64  # bits of the prefix that a provider gives to one customer, who may use every address below
+MAX_ADDRESS = 64  # characters; a proxy may send any text
 
 
 class ApiKey(NamedTuple):
-    """name: whose key it is; several may have the same one. digest: of the key, so that all are of one length."""
+    """name: of the key's owner; several keys may have the same name. digest: of the key, so that all have one
+    length."""
 
     name: str
     digest: bytes
 
     @classmethod
     def of(cls, name: str, key: str, source: str) -> ApiKey:
-        """source: where the key is from, for the error. Raises ConfigError for what cannot be a key."""
+        """source: origin of the key, for the error message. Raises ConfigError if `key` cannot be a key."""
         if not KEY.fullmatch(key):
             what = "is empty" if not key else "holds other characters"
             raise ConfigError(f"the API key of {source} {what}: {KEY_RULE}; leave it out for a server without a key")
@@ -34,9 +35,9 @@ class ApiKey(NamedTuple):
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """The keys of a file: a line has a name, spaces, and a key; lines that begin with # say nothing.
+    """The keys of a file. A line has a name, spaces and a key; lines that begin with # are comments.
 
-    Raises ConfigError for files without keys, other lines, and a key of two names.
+    Raises ConfigError for a file without keys, other lines, and a key that appears twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -59,7 +60,7 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def owner_of(keys: Sequence[ApiKey], authorization: str) -> str | None:
-    """The name of the key in the header Authorization; None for a wrong one. The time it takes tells nothing."""
+    """The name of the key in the header Authorization; None for a wrong key. The comparison takes constant time."""
     scheme, _, given = authorization.partition(" ")
     digest, owner = sha256(given.encode()).digest(), None
     for key in keys:
@@ -69,7 +70,7 @@ def owner_of(keys: Sequence[ApiKey], authorization: str) -> str | None:
 
 
 def network_of(address: str) -> str:
-    """What one client has of addresses: an IPv4 address, or an IPv6 network. Anything else is a name as it is."""
+    """The addresses of one client: an IPv4 address, or an IPv6 network. Any other text is returned as it is."""
     try:
         parsed = ip_address(address)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How many connections an HTTP server may have, and the limit of open files behind it."""
+"""The limit of an HTTP server's connections, which depends on the limit of open files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import sys
 
 from ....models.errors import ConfigError
 
-MAX_CONNECTIONS = 1024  # unless told otherwise; far above what is ever served at a time
-RESERVE = 16  # further ones, for questions about the server's state
-SPARE_FILES = 64  # that the process may open later, for other things than connections
+MAX_CONNECTIONS = 1024  # default limit; far more than the requests that run at a time
+RESERVE = 16  # further connections, only for requests about the server's state
+SPARE_FILES = 64  # files that the process may open later besides connections
 
 
-def room_for(wanted: int) -> int:
-    """How many of `wanted` connections fit under the limit of open files, which is raised as far as this is allowed.
+def raise_file_limit(wanted: int) -> int:
+    """Raise the limit of open files as far as necessary and allowed for `wanted` connections. Returns the number of
+    connections that fit, at most `wanted`.
 
-    Raises ConfigError when that is none.
+    Raises ConfigError if none fits.
     """
     if wanted < 1:
         raise ConfigError(f"--max-connections must be at least 1, not {wanted}")

@@ -1,4 +1,4 @@
-"""Door: takes connections in, as many as there is room for, and closes those that keep others out."""
+"""Acceptor: accepts connections up to a limit, and closes inactive ones when new ones need their place."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .connection_limit import RESERVE
 from .errors import RETRY_SECONDS, Refusal
 from .guard import HEALTH, IN_PROGRESS, refuse
 
-STATE = (*HEALTH, "/metrics")  # what the reserve answers
-HEAD_SECONDS = 30.0  # at least, until a connection on which no whole request head arrives is closed; twice that at most
-CLOSED_AT_ONCE = 32  # one in so many
-READ_BYTES = 8 << 10  # at a time; a body in chunks of one byte keeps others waiting for 45 ms with it, else for 1.5 s
+STATE = (*HEALTH, "/metrics")  # the only paths that reserved connections answer
+HEAD_SECONDS = 30.0  # a connection without a complete request head is closed after 1 to 2 times this
+CLOSED_AT_ONCE = 32  # one in this many connections is closed at once
+READ_BYTES = 8 << 10  # read at a time; a body in chunks of one byte delays others by 45 ms, without this limit by 1.5 s
 RETRY_ACCEPT_SECONDS = 0.1
-REPEAT_SECONDS = 60.0  # until the log says again what it has said
+REPEAT_SECONDS = 60.0  # interval in which the log does not repeat a message
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 log = logging.getLogger("uvicorn.error")
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """A client's connection. home: where it is from. since: when it was opened, or its last answer was complete, in the
-    event loop's time."""
+    """A client's connection. home: the client's network, see `network_of`. since: the event loop's time at which it was
+    opened, or its last answer was complete."""
 
     def __init__(self, server: uvicorn.Server, reserved: bool) -> None:
-        """reserved: for questions about the server's state only."""
+        """reserved: whether it may only ask for the server's state."""
         super().__init__(server.config, server.server_state, {})
         self.reserved = reserved
         self.home = ""
@@ -60,17 +60,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def asked(self) -> bool:
-        """Whether a request has begun and its answer is not complete."""
+        """Whether a request has begun and its answer is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def busy(self) -> bool:
-        """Whether its request has a place, see RequestGuard: then it is never closed for the sake of others."""
+        """Whether its request is in progress, see RequestGuard; then it is never closed to admit another."""
         return self.asked and bool(self.scope["state"].get(IN_PROGRESS))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing would be lost with it, at most half of a request's head."""
+        """Whether closing it would lose at most an incomplete request head."""
         return not self.asked and not self.transport.get_write_buffer_size()
 
     def on_response_complete(self) -> None:
@@ -78,7 +78,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn says to bytes that are no HTTP, also in the middle of a body or after an early answer."""
+        """uvicorn's answer to bytes that are no HTTP, also in the middle of a body or after an early answer."""
         if self.asked:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -88,7 +88,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close it once its answer is complete; at once if none has begun and the request has no place."""
+        """Close it after its answer; at once if no answer has begun and no request is in progress."""
         if self.asked and (self.busy or self.cycle.response_started):
             self.cycle.keep_alive = False
         else:
@@ -99,30 +99,30 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client that asks for a WebSocket is answered in HTTP; that is no news."""
+        """Log nothing: a client that asks for a WebSocket gets an HTTP answer."""
 
 
-class Door:
-    """Accepts connections for a uvicorn server, which itself listens to nothing.
+class Acceptor:
+    """Accepts connections for a uvicorn server, which itself listens on no address.
 
-    Beyond `room` connections, a new one takes the place of one that does nothing: of those from the address that has
-    most, the one that did nothing for the longest time; half-sent requests and unread ends of answers come after. So no
-    number of silent connections keeps anybody out. A few are closed at once, since looking for them takes time. When
-    all have requests in progress, RESERVE further ones are taken for questions about the server's state, under the same
-    rule among themselves.
+    Beyond `limit` connections, a new connection replaces an idle one: the one that has been idle for the longest time
+    among those of the network with the most connections. If none is idle, incomplete requests and unread ends of
+    answers are closed. Therefore silent connections cannot keep other clients out. Several are closed together, because
+    the search takes time. When all connections have requests in progress, RESERVE further connections are accepted for
+    requests about the server's state, with the same rule among themselves.
     """
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket, room: int) -> None:
+    def __init__(self, server: uvicorn.Server, listener: socket.socket, limit: int) -> None:
         self._server = server
         self._listener = listener
-        self._room = room
+        self._limit = limit
 
     @property
     def connections(self) -> list[Connection]:
         return [each for each in self._server.server_state.connections if isinstance(each, Connection)]
 
     async def accept(self) -> None:
-        """Until it is cancelled; then nobody listens any more."""
+        """Accept connections until cancelled, then close the listener."""
         loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         with self._listener:
@@ -138,24 +138,24 @@ class Door:
                 await self._enter(accepted)
 
     async def _enter(self, accepted: socket.socket) -> None:
-        reserved = not self._has_room(reserve=False)
-        if reserved and not self._has_room(reserve=True):
+        reserved = not self._may_enter(reserve=False)
+        if reserved and not self._may_enter(reserve=True):
             accepted.close()
-            await asyncio.sleep(0)  # for those that are inside
+            await asyncio.sleep(0)  # lets existing connections make progress
             return
         loop = asyncio.get_running_loop()
         try:
             await loop.connect_accepted_socket(lambda: Connection(self._server, reserved), accepted)
-        except OSError:  # it is gone again
+        except OSError:  # the client has already disconnected
             accepted.close()
 
-    def _has_room(self, reserve: bool) -> bool:
-        """Whether there is room for another connection, among the others or in the reserve."""
+    def _may_enter(self, reserve: bool) -> bool:
+        """Whether another connection may be accepted, either an ordinary or a reserved one."""
         inside = [each for each in self.connections if each.reserved == reserve]
-        return len(inside) < (RESERVE if reserve else self._room) or self._close_some(inside)
+        return len(inside) < (RESERVE if reserve else self._limit) or self._close_some(inside)
 
     def _close_some(self, connections: Sequence[Connection]) -> bool:
-        """Close the connections that are missed least. Returns whether there was one that could be closed."""
+        """Close the least active connections. Returns whether at least one could be closed."""
         held = Counter(each.home for each in connections)
         able = [each for each in connections if not each.busy]
         number = max(1, len(connections) // CLOSED_AT_ONCE)
@@ -165,10 +165,10 @@ class Door:
 
     def _abort(self, connection: Connection) -> None:
         connection.transport.abort()
-        self._server.server_state.connections.discard(connection)  # which it would do itself, a turn later
+        self._server.server_state.connections.discard(connection)  # the connection itself would do this only later
 
     async def hang_up_on_silent(self) -> None:
-        """Close connections that begin no request, until it is cancelled: uvicorn waits for one for ever."""
+        """Close connections without a request, until cancelled; uvicorn never closes them."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(HEAD_SECONDS)
@@ -183,9 +183,9 @@ class Door:
 
 
 def for_state_only(app: ASGIApp) -> ASGIApp:
-    """`app` where it is asked for the server's state, else a 503; the connection ends with the answer."""
+    """`app` for requests about the server's state, and a 503 for all others. The connection ends with the answer."""
 
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def last(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["connection"] = "close"
@@ -199,16 +199,16 @@ def for_state_only(app: ASGIApp) -> ASGIApp:
             Refusal(503, message, "server_error", code="too_many_connections", retry_after=RETRY_SECONDS), last
         )
 
-    return answered
+    return answer
 
 
-class Rarely(logging.Filter):
-    """Lets a warning pass once in a while: what strangers cause must not fill the log."""
+class RateLimit(logging.Filter):
+    """Limits how often a warning is logged: clients must not be able to fill the log."""
 
     def __init__(self, seconds: float = REPEAT_SECONDS) -> None:
         super().__init__()
         self._seconds = seconds
-        self._said: dict[Any, float] = {}  # message -> when
+        self._said: dict[Any, float] = {}  # message -> time of the last record
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING:

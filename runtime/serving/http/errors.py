@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, whatever went wrong."""
+"""All errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ....models.errors import ConfigError, RequestError
 from ...engines.shared.memory import OutOfMemoryError
 from ...requests.async_llm import DeadlineError, QueueFullError, ShutdownError
 
-FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic puts the branches of a union among the fields
+FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic lists the branches of a union among the fields
 MAX_NAME = 100  # characters of a field's name that are quoted
 PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
-MAX_SHOWN = 200  # characters of what was asked for
-RETRY_SECONDS = 1  # a place is free again after the shortest of the running requests
+MAX_SHOWN = 200  # characters of a client's text that are quoted
+RETRY_SECONDS = 1  # the shortest running requests end about this soon
 
 
 class Refusal(NamedTuple):
-    """An error as an answer. retry_after: seconds, for clients that may come again. closing: the connection, too."""
+    """An error as an answer. retry_after: seconds after which a retry may succeed. closing: whether the answer also
+    closes the connection."""
 
     status: int
     message: str
@@ -35,7 +36,7 @@ class Refusal(NamedTuple):
 
     @property
     def body(self) -> bytes:
-        """ASCII, since a message may quote half of a surrogate pair, which UTF-8 cannot carry."""
+        """The JSON in ASCII, because a message may quote half of a surrogate pair, which UTF-8 cannot express."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
@@ -52,7 +53,7 @@ class Refusal(NamedTuple):
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """The answer to an exception. What is not the client's doing is not described to the client."""
+    """The answer to an exception. Only errors of the client are described to the client."""
     if isinstance(error, (RequestError, ConfigError)):
         return Refusal(400, str(error))
     if isinstance(error, QueueFullError):
@@ -68,8 +69,8 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def invalid(error: RequestValidationError) -> Refusal:
-    """What is wrong with a body: of several things, and of the branches of a union, the most specific one, which a
-    value has that is of the right type and there at all."""
+    """The error of a body. Of several errors, and of the branches of a union, the most specific one is reported: an
+    error of a present value of the right type."""
     worst = max(error.errors(), key=lambda item: (len(item["loc"]), specific(item["type"])))
     if worst["type"] == "json_invalid":
         return Refusal(400, f"the body is not valid JSON: {worst['ctx']['error']}")
@@ -83,7 +84,7 @@ def invalid(error: RequestValidationError) -> Refusal:
 
 
 def specific(kind: str) -> int:
-    """How much a kind of pydantic's errors says."""
+    """How specific a kind of pydantic's errors is; greater is more specific."""
     return 0 if kind.endswith("_type") else 1 if kind == "missing" else 2
 
 

@@ -1,4 +1,4 @@
-"""RequestGuard: what a request must pass before anybody reads it: its host, its key, the number of others, its size."""
+"""RequestGuard: checks a request before the application: its host, API key, size, and the number of other requests."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...requests.scheduler import within_share
+from ...decoding.scheduler import within_share
 from .bodies import ArrivingBodies
 from .clients import ApiKey, network_of, owner_of
 from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
 from .hosts import AllowedHosts
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-HEALTH = ("/health", "/health/ready")  # asked for by whatever name a machine has; no page learns anything there
+HEALTH = ("/health", "/health/ready")  # allowed for every host name, because these answers contain no secrets
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 128
-IN_PROGRESS = "in_progress"  # in a scope's state: set once the request has a place
+IN_PROGRESS = "in_progress"  # key of a scope's state: set while the request counts as in progress
 PIECE_BYTES = 64 << 10
 
 
 class Limits(NamedTuple):
-    """max_body_bytes and body_seconds: of one request's body. max_requests: at the same time, whether queued, running
-    or still being answered. api_keys: what is asked for, none for nothing. All of them for what is GUARDED.
+    """Limits of paths below GUARDED. max_body_bytes and body_seconds: of one request's body. max_requests: requests in
+    progress (queued, running, or being answered). api_keys: accepted keys; if empty, no key is needed.
 
-    hosts: by which names the server may be called, None for any; HEALTH always answers. trusted_proxies: addresses or
-    networks whose X-Forwarded-For says where a request is from."""
+    hosts: accepted host names, None for any; HEALTH always answers. trusted_proxies: addresses or networks whose
+    X-Forwarded-For names the sender of a request."""
 
     max_body_bytes: int
     max_requests: int
@@ -41,11 +41,10 @@ class Limits(NamedTuple):
 
 
 class RequestGuard:
-    """ASGI middleware. It reads the body of a POST to its end before the application is called at all; only then does
-    the request take a place. No client may have more places than `within_share` says.
+    """ASGI middleware. It reads the body of a POST completely; only then the request counts as in progress, and the
+    application is called. `within_share` limits the requests in progress of each client.
 
-    The application finds in the scope's state the `client` whose request it is: the name of its key, where there are
-    several, or else its address.
+    The scope's state gets a `client`: the name of the API key if there are several names, else the address.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
@@ -83,16 +82,16 @@ class RequestGuard:
             return
         body = self._full(client) or await self._bodies.read(client, receive)
         if isinstance(body, bytes):
-            body = self._full(client) or body  # others may have come meanwhile
+            body = self._full(client) or body  # other requests may have begun meanwhile
         if isinstance(body, Refusal):
             await refuse(body, send)
         elif body is not None:
             with self._place(client):
                 state[IN_PROGRESS] = True
-                await self._app(scope, replayed(body, receive), send)
+                await self._app(scope, replay(body, receive), send)
 
     def _misdirected(self, path: str, host: str | None) -> Refusal | None:
-        """Whoever sends no host, as HTTP/1.0 has it, is no browser."""
+        """The refusal of a wrong Host. A missing Host (HTTP/1.0) is allowed, because no browser omits it."""
         hosts = self._limits.hosts
         if hosts is None or host is None or path in HEALTH or hosts.allow(host):
             return None
@@ -103,7 +102,7 @@ class RequestGuard:
         return Refusal(421, message, code="host_not_allowed")
 
     def _client(self, scope: Scope, headers: Headers) -> str | None:
-        """Whose request it is; None without a right key. One key is everybody's, and tells nobody apart."""
+        """The client of a request; None without a valid key. Keys of one name do not distinguish clients."""
         keys = self._limits.api_keys
         owner = owner_of(keys, headers.get("authorization", ""))
         if keys and owner is None:
@@ -114,7 +113,7 @@ class RequestGuard:
         return f"address {network_of(address[0])}" if address else "no address"
 
     def _full(self, client: str) -> Refusal | None:
-        """The refusal of a further request, if there is no place for it."""
+        """The refusal of a further request, if too many are in progress; else None."""
         places, held, taken = self._limits.max_requests, self._in_progress[client], self._in_progress.total()
         if within_share(held, taken, places):
             return None
@@ -133,23 +132,24 @@ class RequestGuard:
 
 
 def with_id(name: str, send: Send) -> Send:
-    """`send`, whose answer carries the name its client gave to the request, or a new one."""
+    """`send` with a header that contains the client's request id, or a new id."""
     name = name if 0 < len(name) <= MAX_REQUEST_ID else uuid4().hex
 
-    async def named(message: Message) -> None:
+    async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message)[REQUEST_ID] = name
         await send(message)
 
-    return named
+    return send_with_id
 
 
 def in_pieces(send: Send) -> Send:
-    """`send`, which hands a large answer over piece by piece: the next one waits until its client has read enough, and
-    a request keeps its place for so long. Else the server would hold the whole answers of any number of slow readers.
+    """`send` that passes a large answer on in pieces. The next piece waits until the client has read enough, and the
+    request stays in progress until then. Otherwise slow clients would make the server keep any number of whole answers
+    in memory.
     """
 
-    async def cut(message: Message) -> None:
+    async def send_pieces(message: Message) -> None:
         body = message.get("body", b"") if message["type"] == "http.response.body" else b""
         for start in range(0, len(body) - PIECE_BYTES, PIECE_BYTES):
             piece = body[start : start + PIECE_BYTES]
@@ -158,7 +158,7 @@ def in_pieces(send: Send) -> Send:
             message = {**message, "body": body[(len(body) - 1) // PIECE_BYTES * PIECE_BYTES :]}
         await send(message)
 
-    return cut
+    return send_pieces
 
 
 async def refuse(refusal: Refusal, send: Send) -> None:
@@ -168,8 +168,8 @@ async def refuse(refusal: Refusal, send: Send) -> None:
     await send({"type": "http.response.body", "body": refusal.body})
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """The body in one message, then whatever follows it: a disconnect."""
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the body in one message, and afterwards the messages of `receive`: a disconnect."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:

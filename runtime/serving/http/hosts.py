@@ -1,8 +1,8 @@
-"""AllowedHosts: by which names a server may be called.
+"""AllowedHosts: the host names under which clients may call a server.
 
-A web page may let its own name point to an address of this machine (DNS rebinding), and then reads what a server there
-answers. The browser still sends the page's name in the header Host, so names that nobody gave this server are refused.
-An address in that header is no page's name.
+A hostile web page may let its own host name point to an address of this machine (DNS rebinding), and then read the
+answers of a server there. The browser still sends the page's name in the header Host. Therefore names that are not
+configured for this server are refused. An address in this header is never the name of a page.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ HOST = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
 
 
 class AllowedHosts(NamedTuple):
-    """names: in lower case; "*" is any, "*.example.com" any below. any_address: also addresses that are not loopback.
+    """names: in lower case; "*" allows any name, "*.example.com" any name below. any_address: whether addresses other
+    than loopback addresses are allowed, too.
 
-    `localhost`, names below it and loopback addresses are always among them.
+    `localhost`, names below it and loopback addresses are always allowed.
     """
 
     names: frozenset[str]
@@ -27,15 +28,15 @@ class AllowedHosts(NamedTuple):
 
     @classmethod
     def of(cls, listening: str, names: Sequence[str], has_key: bool) -> AllowedHosts:
-        """For a server that listens on `listening`. Without names, one that asks for a key takes any, because a page
-        that does not know the key learns nothing."""
+        """The hosts of a server that listens on `listening`. Without `names`, a server with API keys allows any name,
+        because a page that does not know the key gets no answers."""
         local = is_loopback(listening)
         if not names and not local and has_key:
             names = ("*",)
         return cls(frozenset(name.lower().rstrip(".") for name in (*names, listening)), any_address=not local)
 
     def allow(self, header: str) -> bool:
-        """header: what was sent as Host."""
+        """Whether a request with this header Host is allowed."""
         if "*" in self.names:
             return True
         match = HOST.fullmatch(header.strip())
@@ -51,7 +52,7 @@ class AllowedHosts(NamedTuple):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can reach `host`."""
     return host == LOCALHOST or (is_address(host) and ip_address(host).is_loopback)
 
 

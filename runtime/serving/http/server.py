@@ -1,4 +1,4 @@
-"""Runs an ASGI application until it is told to stop, and stops it without losing an accepted request."""
+"""Runs an ASGI application until a stop signal, and then finishes the accepted requests before it stops."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from starlette.types import ASGIApp
 
 from ....models.errors import ConfigError
 from ...requests.async_llm import AsyncLLM
-from .connection_limit import MAX_CONNECTIONS, room_for
-from .connections import Door, Rarely
+from .connection_limit import MAX_CONNECTIONS, raise_file_limit
+from .connections import Acceptor, RateLimit
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_SECONDS = 0.5  # some senders, such as timeout(1), deliver one signal twice
-FLUSH_SECONDS = 5  # for answers that are generated already, to be read by their clients
-UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is gone: it would keep its place for ever
-CLOSE_SECONDS = 60.0  # for the pass that is computed when requests are cut off; longer ones are on a device that hangs
+REPEAT_SECONDS = 0.5  # some programs, such as timeout(1), send one signal twice
+FLUSH_SECONDS = 5  # time for clients to read answers that are already generated
+UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is disconnected
+CLOSE_SECONDS = 60.0  # time for the current pass when requests are aborted; a longer pass means that a device hangs
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which would close the door before readiness says so."""
+    """uvicorn without its own signal handling, which would close the listener before readiness changes."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -37,10 +37,10 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError when the address cannot be had.
+    """A listening socket; port 0 takes a free port. Raises ConfigError if the address is not available.
 
-    unread_seconds: until the connection of a client that does not read its answer breaks. Linux only; elsewhere such a
-    client is waited for.
+    unread_seconds: time after which the connection of a client that does not read its answer is closed. Only Linux
+    supports this; on other systems the server waits for such a client.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -67,46 +67,46 @@ async def serve(
     started: Callable[[], None],
     max_connections: int = MAX_CONNECTIONS,
 ) -> bool:
-    """Serve until SIGTERM or SIGINT; from then on refuse new requests, finish the accepted ones, and return.
+    """Serve until SIGTERM or SIGINT; then refuse new requests, finish the accepted ones, and return.
 
-    A later signal, or the end of drain_seconds, cuts off what still runs. started: called once requests are answered.
-    max_connections: see Door; fewer, with a warning, where fewer files may be open. Closes the listener. Returns
-    whether every accepted request was finished. Raises ConfigError when no connection could be had.
+    A second signal, or the end of drain_seconds, aborts running requests. started: called when requests are answered.
+    max_connections: see Acceptor; the limit of open files may lower it, with a warning. Closes the listener. Returns
+    whether every accepted request was finished. Raises ConfigError if no connection is possible.
     """
-    room = room_for(max_connections)
-    if room < max_connections:
+    limit = raise_file_limit(max_connections)
+    if limit < max_connections:
         print(
-            f"draftwood: warning: room for {room} connections instead of {max_connections}: raise the limit of open "
+            f"draftwood: warning: room for {limit} connections instead of {max_connections}: raise the limit of open "
             "files (ulimit -n)",
             file=sys.stderr,
         )
-    # A proxy is believed by create_app, if at all.
+    # Only create_app decides which proxies are trusted.
     config = uvicorn.Config(
         app, log_level=log_level, lifespan="off", ws="none", http="h11", server_header=False, proxy_headers=False
     )
-    logging.getLogger("uvicorn.error").addFilter(Rarely())
+    logging.getLogger("uvicorn.error").addFilter(RateLimit())
     server = Server(config)
-    door = Door(server, listener, room)
+    acceptor = Acceptor(server, listener, limit)
     stop, hurry = asyncio.Event(), asyncio.Event()
-    with signals_to(asyncio.get_running_loop(), stop, hurry):
+    with route_signals(asyncio.get_running_loop(), stop, hurry):
         serving = asyncio.create_task(server.serve(sockets=[]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
-        accepting = asyncio.create_task(door.accept())
+        accepting = asyncio.create_task(acceptor.accept())
         if server.started:
             started()
-        watching = asyncio.create_task(door.hang_up_on_silent())
+        watching = asyncio.create_task(acceptor.hang_up_on_silent())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((stopping, serving, accepting), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         watching.cancel()
-        finished = await drained(async_llm, drain_seconds, hurry)
-        with ended_after(CLOSE_SECONDS):
+        finished = await drain(async_llm, drain_seconds, hurry)
+        with end_after(CLOSE_SECONDS):
             await asyncio.to_thread(async_llm.close)
         accepting.cancel()
         server.should_exit = True
         await asyncio.wait((serving,), timeout=FLUSH_SECONDS)
-        door.hang_up()  # on whoever reads no more, or never sent all of its request
+        acceptor.hang_up()  # on clients that stopped reading, or sent an incomplete request
         await serving
         with suppress(asyncio.CancelledError):
             await accepting
@@ -114,8 +114,8 @@ async def serve(
 
 
 @contextmanager
-def ended_after(seconds: float) -> Generator[None, None, None]:
-    """The process ends with exit code 1 if what is inside takes longer: nothing else ends a thread that hangs."""
+def end_after(seconds: float) -> Generator[None, None, None]:
+    """End the process with exit code 1 if the block takes longer: nothing else ends a thread that hangs."""
 
     def end() -> None:
         print("draftwood: the engine hangs, and was left in the middle of a pass", file=sys.stderr, flush=True)
@@ -130,8 +130,8 @@ def ended_after(seconds: float) -> Generator[None, None, None]:
         timer.cancel()
 
 
-async def drained(async_llm: AsyncLLM, seconds: float, hurry: asyncio.Event) -> bool:
-    """Whether everything was finished in time, and before somebody was in a hurry."""
+async def drain(async_llm: AsyncLLM, seconds: float, hurry: asyncio.Event) -> bool:
+    """Wait for the running requests. Returns whether all ended within `seconds` and before `hurry` was set."""
     draining = asyncio.create_task(async_llm.drain(seconds))
     hurrying = asyncio.create_task(hurry.wait())
     await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +140,7 @@ async def drained(async_llm: AsyncLLM, seconds: float, hurry: asyncio.Event) -> 
 
 
 @contextmanager
-def signals_to(
+def route_signals(
     loop: asyncio.AbstractEventLoop, stop: asyncio.Event, hurry: asyncio.Event
 ) -> Generator[None, None, None]:
     """The first stop signal sets `stop`, a later one `hurry`."""

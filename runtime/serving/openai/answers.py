@@ -1,4 +1,4 @@
-"""What OpenAI clients read: choices, log-probabilities, usage and metrics of both APIs, whole or in chunks."""
+"""The answers of both OpenAI APIs: choices, log-probabilities, usage and metrics, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from uuid import uuid4
 
 from fastapi.responses import Response
 
-from ...decoding.decoder import TokenLogprob
+from ...decoding.chunk import TokenLogprob
 from ...decoding.stats import SpecDecodeStats
 from ...text.tokenizer import Tokenizer, token_texts
 from ...text.writer import StreamChunk
 from ..json_text import pieces
 
-KNOWN_TOKENS = 65536  # whose texts are remembered: the alternatives of a long answer are mostly the same ones
+KNOWN_TOKENS = 65536  # most cached token texts: the alternatives of a long answer are mostly the same tokens
 
 
 class Part(NamedTuple):
-    """Some of a choice's text, or all of it. offset: characters of the choice before it."""
+    """A part of a choice's text, or all of it. offset: number of characters of the choice before this part."""
 
     text: str
     logprobs: list[TokenLogprob]
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class TokenTexts:
-    """What a token is called in an answer; shared by all requests."""
+    """The texts of tokens in answers; shared by all requests."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -39,29 +39,29 @@ class TokenTexts:
         self.bytes = lru_cache(KNOWN_TOKENS)(self._bytes)
 
     def _bytes(self, token: int) -> tuple[int, ...] | None:
-        """UTF-8 of the token; None where it is only a part of a character."""
+        """The UTF-8 bytes of the token; None if the token is only a part of a character."""
         alone = self._tokenizer.decode([token], skip_special_tokens=False)
         return None if "\ufffd" in alone else tuple(self.text(token).encode())
 
 
-class Shape(Protocol):
-    """How one of the two APIs writes a choice. Log-probabilities are iterators, see `json_text.pieces`: a token with
-    its alternatives is a kilobyte of text and several of objects, and there may be a hundred thousand."""
+class AnswerFormat(Protocol):
+    """The format of a choice in one of the two APIs. Log-probabilities are iterators, see `json_text.pieces`: a token
+    with its alternatives takes a kilobyte as text and several as objects, and an answer may have 100,000 tokens."""
 
-    prefix: str  # of an answer's id
+    prefix: str  # prefix of an answer's id
     whole_object: str
     chunk_object: str
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice's first chunk, before there is any text; None where the API has none."""
+        """The choice's first chunk, before any text; None if the API has no such chunk."""
 
     def chunk(self, index: int, part: Part) -> dict[str, Any]: ...
 
     def whole(self, index: int, part: Part) -> dict[str, Any]: ...
 
 
-class CompletionShape:
-    """/v1/completions. logprobs: whether they were asked for."""
+class CompletionFormat:
+    """/v1/completions. logprobs: whether the request asked for log-probabilities."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
@@ -87,15 +87,16 @@ class CompletionShape:
         }
 
     def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
-        """As the API has it: where two tokens look the same, only the more probable one is shown."""
+        """Alternatives by text. As in OpenAI's API, only the more probable of two tokens with the same text is
+        shown."""
         shown: dict[str, float] = {}
         for token, logprob in top.items():
             shown.setdefault(self._texts.text(token), finite(logprob))
         return shown
 
 
-class ChatShape:
-    """/v1/chat/completions. logprobs: whether they were asked for."""
+class ChatFormat:
+    """/v1/chat/completions. logprobs: whether the request asked for log-probabilities."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -130,7 +131,7 @@ class ChatShape:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice so far. texts: of its chunks."""
+    """The content of one choice so far. texts: of its chunks."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -141,37 +142,38 @@ class Choice:
 
 
 class Answer:
-    """One answer in the making, to be sent whole or in chunks."""
+    """Collects one answer, which is sent whole or in chunks."""
 
     def __init__(
         self,
-        shape: Shape,
+        format: AnswerFormat,
         texts: TokenTexts,
         model: str,
         prompts: Sequence[Sequence[int]],
         echoes: Sequence[str],
         proposal: int,
     ) -> None:
-        """prompts: token ids of each. echoes: what each choice's text begins with; every prompt has equally many, side
-        by side. proposal: tokens one may have at most; 0: no speculation."""
+        """prompts: token ids of each prompt. echoes: text before each choice's own text, one per choice; the choices of
+        a prompt are adjacent, and every prompt has equally many. proposal: most tokens of a proposal; 0 without
+        speculation."""
         self.choices = [Choice(texts=[echo]) for echo in echoes]
-        self._shape, self._texts = shape, texts
-        self._head = {"id": shape.prefix + uuid4().hex, "created": int(time.time()), "model": model}
+        self._format, self._texts = format, texts
+        self._head = {"id": format.prefix + uuid4().hex, "created": int(time.time()), "model": model}
         self._prompts = prompts
         self._proposal = proposal
 
     def openings(self) -> list[dict[str, Any]]:
-        """The chunks before the first token: roles, and the prompts where they are echoed."""
-        opening = [self._shape.opening(index) for index in range(len(self.choices))]
+        """The chunks before the first token: roles, and echoed prompts."""
+        opening = [self._format.opening(index) for index in range(len(self.choices))]
         echoes = [
-            self._shape.chunk(index, Part(choice.texts[0], [], None))
+            self._format.chunk(index, Part(choice.texts[0], [], None))
             for index, choice in enumerate(self.choices)
             if choice.texts[0]
         ]
         return [self._chunk([choice]) for choice in (*opening, *echoes) if choice is not None]
 
     def note(self, index: int, chunk: StreamChunk) -> None:
-        """What a round added."""
+        """Add the chunk of one round."""
         choice = self.choices[index]
         choice.texts.append(chunk.text)
         choice.logprobs += chunk.logprobs
@@ -179,33 +181,33 @@ class Answer:
         choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
 
     def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
-        """Note it in an answer that is sent in chunks; the one to send for it, None when there is nothing to tell
-        yet."""
+        """Add the chunk of one round to an answer that is sent in chunks. Returns the chunk to send; None if there is
+        no new text yet."""
         choice = self.choices[index]
         part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
-        self.note(index, chunk._replace(text="", logprobs=[]))  # which are sent, and nobody asks for again
+        self.note(index, chunk._replace(text="", logprobs=[]))  # these are sent now and not needed later
         choice.offset += sum(len(self._texts.text(item.token_id)) for item in chunk.logprobs)
         if not (part.text or part.logprobs or part.finish_reason):
             return None
-        return self._chunk([self._shape.chunk(index, part)])
+        return self._chunk([self._format.chunk(index, part)])
 
     def whole(self) -> Response:
         """The finished answer."""
         choices = [
-            self._shape.whole(index, Part("".join(choice.texts), choice.logprobs, choice.finish_reason))
+            self._format.whole(index, Part("".join(choice.texts), choice.logprobs, choice.finish_reason))
             for index, choice in enumerate(self.choices)
         ]
-        return as_json({**self._head, "object": self._shape.whole_object, "choices": choices, **self._account()})
+        return as_json({**self._head, "object": self._format.whole_object, "choices": choices, **self._account()})
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage and metrics."""
         return self._chunk([]) | self._account()
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self._shape.chunk_object, "choices": choices}
+        return {**self._head, "object": self._format.chunk_object, "choices": choices}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far. The draft's count as predicted ones, of which only the accepted are among the output's."""
+        """Token counts so far. Draft tokens count as predicted tokens; only accepted ones are part of the output."""
         prompt_tokens, tokens = sum(map(len, self._prompts)), sum(choice.num_tokens for choice in self.choices)
         used = {
             "prompt_tokens": prompt_tokens,
@@ -227,19 +229,19 @@ class Answer:
         return {"usage": self.usage(), "metrics": speculative_metrics(stats, self._proposal)}
 
     def _cached_tokens(self) -> int:
-        """Of every prompt those that not even the first of its choices had to read."""
+        """The number of prompt tokens that even the first choice of each prompt took from the cache."""
         each = len(self.choices) // len(self._prompts)
         cached = [choice.stats.num_cached_tokens for choice in self.choices]
         return sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
 
 
 def as_json(content: Mapping[str, Any]) -> Response:
-    """An answer; its iterators are used up."""
+    """A JSON response. It consumes the iterators of `content`."""
     return Response("".join(pieces(content)), media_type="application/json")
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; the number is vLLM's."""
+    """`logprob`, or vLLM's number instead of -inf, because JSON has no infinity."""
     return max(logprob, -9999.0)
 
 

@@ -19,26 +19,26 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ....models.bindings import TARGET
 from ....models.errors import DraftwoodError, RequestError, shown
+from ...decoding.scheduler import most_of_one
 from ...llm import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
-from ...requests.scheduler import most_of_one
 from ...speculation.config import SpeculativeConfig
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
 from ..json_text import pieces
-from .answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts, as_json
+from .answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, TokenTexts, as_json
 from .protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from .route import JsonRoute
 from .streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connected
 from .tokens import TokensApi
 
-COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when max_tokens is left out
+COMPLETION_TOKENS = 16  # the default max_tokens of OpenAI's /v1/completions
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}},
     "4XX": {"description": "refused", "content": {"application/json": {}}},
     "5XX": {"description": "not now", "content": {"application/json": {}}},
 }
-STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # nginx would hold events back
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # otherwise nginx would buffer events
 log = logging.getLogger(__name__)
 
 
@@ -51,10 +51,10 @@ def create_app(
 ) -> ASGIApp:
     """The ASGI application.
 
-    model: the name clients ask for. request_seconds: until a request ends with an error. allowed_origins: of web pages
-    whose scripts may use it, "*" for any.
+    model: the model's name in requests. request_seconds: time limit of a request. allowed_origins: origins of web pages
+    whose scripts may use the server, "*" for any.
     """
-    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
+    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # these pages would load scripts from other servers
     app.router.route_class = JsonRoute
     add_errors(app)
     add_state(app, async_llm)
@@ -71,7 +71,7 @@ def create_app(
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
     guard: ASGIApp = RequestGuard(app, limits)
-    if limits.trusted_proxies:  # uvicorn's types of the same protocol are its own
+    if limits.trusted_proxies:  # uvicorn has its own types of the ASGI protocol
         guard = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, guard), list(limits.trusted_proxies)))
     if not allowed_origins:
         return guard
@@ -85,18 +85,18 @@ def create_app(
 
 
 def add_state(app: FastAPI, async_llm: AsyncLLM) -> None:
-    """What orchestrators and Prometheus ask for."""
+    """Add the endpoints for orchestrators and Prometheus."""
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=PlainTextResponse, responses=ANSWERS)
     async def health() -> Response:
-        """Whether this process is of any use. Restart it otherwise."""
+        """Whether this process can answer requests. If not, it must be restarted."""
         return state("ok", async_llm.trouble)
 
     @app.head("/health/ready", include_in_schema=False)
     @app.get("/health/ready", response_class=PlainTextResponse, responses=ANSWERS)
     async def ready() -> Response:
-        """Whether new requests should be sent here."""
+        """Whether new requests should be sent to this process."""
         return state("ready", async_llm.trouble or (None if async_llm.accepting else "stopping"))
 
     @app.get("/version")
@@ -146,8 +146,8 @@ class OpenAIApi:
             echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        shape = CompletionShape(self._texts, body.logprobs is not None)
-        return await self._answer(request, body, config, shape, prompts, echoes, COMPLETION_TOKENS)
+        format = CompletionFormat(self._texts, body.logprobs is not None)
+        return await self._answer(request, body, config, format, prompts, echoes, COMPLETION_TOKENS)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         if refused := self.other_model(body.model):
@@ -157,12 +157,12 @@ class OpenAIApi:
             prompt = await while_connected(request, self._async_llm.encode_chat(body.conversation))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        shape = ChatShape(self._texts, body.logprobs)
+        format = ChatFormat(self._texts, body.logprobs)
         default_max_tokens = min(self._max_length, self._async_llm.max_tokens_behind(prompt))
-        return await self._answer(request, body, config, shape, [prompt], [""], default_max_tokens)
+        return await self._answer(request, body, config, format, [prompt], [""], default_max_tokens)
 
     def other_model(self, name: str | None) -> Response | None:
-        """The refusal of a model that is not this one."""
+        """The refusal if `name` is another model than this one; else None."""
         if name in (None, self._card["id"]):
             return None
         message = f"the model {shown(name)} does not exist; this server has {self._card['id']!r}"
@@ -170,8 +170,8 @@ class OpenAIApi:
         return Response(refusal.body, refusal.status, refusal.headers)
 
     def _checked(self, body: GenerationBody, num_prompts: int) -> SpeculativeConfig | None:
-        """How to speculate, after everything was checked that costs nothing to check. Raises RequestError, also for
-        more choices than there could ever be room for, or ConfigError."""
+        """Do all checks that need no computation. Returns the settings of speculation. Raises ConfigError or
+        RequestError, also for more choices than one client may ever have."""
         body.check()
         running, total = self._async_llm.max_running, num_prompts * body.n
         room = running + most_of_one(self._async_llm.max_requests - running)
@@ -192,21 +192,21 @@ class OpenAIApi:
         request: Request,
         body: GenerationBody,
         config: SpeculativeConfig | None,
-        shape: Shape,
+        format: AnswerFormat,
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
         default_max_tokens: int,
     ) -> Response:
-        """Generate `n` choices per prompt and send them the way the client asked for."""
+        """Generate `n` choices per prompt, and send them whole or as a stream."""
         streams = await self._submit(body, request.state.client, prompts, config, default_max_tokens)
         proposal = 0 if config is None else config.max_tokens
         echoed = [echo for echo in echoes for _ in range(body.n)]
-        answer = Answer(shape, self._texts, str(self._card["id"]), prompts, echoed, proposal)
+        answer = Answer(format, self._texts, str(self._card["id"]), prompts, echoed, proposal)
         chunks = merged(streams)
         try:
             if not body.stream:
                 return await while_connected(request, collected(answer, chunks))
-            # Until there is a first chunk, an error still is an HTTP status.
+            # Before the first chunk, an error can still be an HTTP status.
             first = await while_connected(request, anext(chunks))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
@@ -221,7 +221,7 @@ class OpenAIApi:
         config: SpeculativeConfig | None,
         default_max_tokens: int,
     ) -> list[RequestStream]:
-        """Queue every choice, or none."""
+        """Queue all choices, or none."""
         params = body.sampling_params(default_max_tokens, self._vocab_size)
         streams: list[RequestStream] = []
         call = object()
@@ -248,7 +248,7 @@ class OpenAIApi:
 
 
 async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> Response:
-    """The whole answer. It is written beside the event loop, since it may have many megabytes."""
+    """The whole answer. Another thread writes it, because it may have many megabytes."""
     async with aclosing(chunks):
         async for index, chunk in chunks:
             answer.note(index, chunk)
@@ -258,7 +258,7 @@ async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> R
 async def server_sent(
     answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None], options: StreamOptions
 ) -> AsyncIterator[bytes]:
-    """The answer as server-sent events. An error in the middle is an event of its own."""
+    """The answer as server-sent events. An error after the first chunk is an event."""
 
     def accounted(chunk: dict[str, Any]) -> bytes:
         if options.include_usage:

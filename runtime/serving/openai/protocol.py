@@ -1,7 +1,7 @@
-"""What OpenAI clients send: the bodies of /v1/completions and /v1/chat/completions, as this server understands them.
+"""The bodies of /v1/completions and /v1/chat/completions, which OpenAI clients send.
 
-Names are OpenAI's, with vLLM's additions. A field left out or null keeps the default of SamplingParams. A field this
-server does not know, or knows and cannot honour, is refused by name, unless its value asks for nothing.
+Names are OpenAI's, with vLLM's additions. A field that is left out or null keeps the default of SamplingParams. Unknown
+or unsupported fields are refused by name, unless their value is neutral (asks for no change).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...speculation.bounds import check_bounds
 from ...speculation.config import SpeculativeConfig
 from ...text.conversation import Role
 
-# Known fields that change nothing about the text, whatever they say.
+# Known fields that never change the text.
 IGNORED = {
     "cache_prompt",
     "include_reasoning",
@@ -44,8 +44,7 @@ IGNORED = {
     "service_tier",
     "store",
 }
-# Fields that are not supported, and the values of them that ask for nothing: OpenAI's, vLLM's and llama.cpp's defaults,
-# which many clients send along.
+# Unsupported fields with their neutral values: the defaults of OpenAI, vLLM and llama.cpp, which many clients send.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "bad_words": ([],),
@@ -81,40 +80,40 @@ MAX_USER = 512  # characters
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 User = Annotated[str, StringConstraints(max_length=MAX_USER)]
-# Without fail_fast a wrong list costs one error message per item.
+# Without fail_fast a wrong list would produce one error message per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
-    """Types as JSON has them: no "1" for 1, no 1 for true, no NaN. A field that is null is left out."""
+    """Strict JSON types: no "1" for 1, no 1 for true, no NaN. A field that is null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, content: Any) -> Any:
+    def _drop_neutral(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
-        return {name: value for name, value in content.items() if not cls._asks_for_nothing(name, value)}
+        return {name: value for name, value in content.items() if not cls._is_neutral(name, value)}
 
     @classmethod
-    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def _is_neutral(cls, name: str, value: Any) -> bool:
         return value is None
 
 
 class Body(Strict):
-    """Without the fields that ask for nothing."""
+    """A body; fields with neutral values count as left out."""
 
     @classmethod
-    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def _is_neutral(cls, name: str, value: Any) -> bool:
         if name == "speculative":
-            return False  # null says: do not speculate
+            return False  # null is not neutral: it turns speculation off
         return value is None or name in IGNORED or any(same(value, neutral) for neutral in NEUTRAL.get(name, ()))
 
 
 class StreamOptions(Strict):
-    """include_usage: a last chunk with usage and metrics; continuous_usage_stats: and the usage so far in every other
-    one. include_obfuscation only pads what OpenAI itself sends."""
+    """include_usage: send a last chunk with usage and metrics. continuous_usage_stats: additionally, the usage so far
+    in every other chunk. include_obfuscation has no effect; it pads the events of OpenAI's own servers."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -122,54 +121,54 @@ class StreamOptions(Strict):
 
 
 class GenerationBody(Body, ABC):
-    """What both APIs share."""
+    """The fields that both APIs share."""
 
-    model: str | None = Field(None, description="this server's one, where it is left out")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices per prompt; choice i is drawn with seed + i")
+    model: str | None = Field(None, description="default: this server's model")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices per prompt; choice i uses seed + i")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(None, ge=1, le=LARGEST_COUNT)
     temperature: float | None = Field(
-        None, ge=0, le=TEMPERATURES[1], description=f"0 is greedy, {TEMPERATURES[0]:g} the least besides"
+        None, ge=0, le=TEMPERATURES[1], description=f"0 is greedy, else at least {TEMPERATURES[0]:g}"
     )
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=-1, le=LARGEST_SEED, description="-1 is none")
+    seed: int | None = Field(None, ge=-1, le=LARGEST_SEED, description="-1 means no seed")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit, -100 to 100")
-    # Beyond OpenAI's, with vLLM's names.
-    top_k: int | None = Field(None, ge=-1, le=LARGEST_COUNT, description="0 or -1 keeps all")
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> bias added to its logit, -100 to 100")
+    # Fields that OpenAI's API does not have, with vLLM's names.
+    top_k: int | None = Field(None, ge=-1, le=LARGEST_COUNT, description="0 or -1 keeps all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     min_tokens: int | None = Field(None, ge=0, le=LARGEST_COUNT)
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    user: User | None = Field(None, description="whose request it is: users that wait get places in turn")
+    user: User | None = Field(None, description="the user of the request; waiting users are taken in turn")
     safety_identifier: User | None = Field(None, description="OpenAI's newer name for user")
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT)] | None = Field(
-        None, description="what was read is shared only among requests of an equal one"
+        None, description="cache rows are shared only among requests with an equal salt"
     )
-    # Ours.
+    # Fields of this server only.
     speculative: Literal[False] | dict[str, Any] | None = Field(
-        None, description="SpeculativeConfig's fields for this request; false or null decodes plainly"
+        None, description="SpeculativeConfig's fields for this request; false or null for plain decoding"
     )
 
     @field_validator("speculative", mode="before")
     @classmethod
     def _false_alone_is_false(cls, value: Any) -> Any:
-        if value == 0 and value is not False:  # which Literal takes for it
+        if value == 0 and value is not False:  # Literal[False] accepts 0, too
             raise ValueError("send false, null, or an object of SpeculativeConfig's fields")
         return value
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate; None: as the API has it."""
+        """The most tokens to generate; None for the API's default."""
         return self.max_tokens
 
     @property
     def client(self) -> str | None:
-        """Whose request it is, by the body's own account."""
+        """The client that the body names, if any."""
         return self.user or self.safety_identifier
 
     @property
@@ -178,7 +177,7 @@ class GenerationBody(Body, ABC):
         """SamplingParams.logprobs."""
 
     def check(self) -> None:
-        """Raises RequestError for fields that do not go together."""
+        """Raises RequestError for fields that contradict each other."""
         if not self.stream and self.stream_options != StreamOptions():
             raise RequestError("stream_options needs stream to be true")
 
@@ -196,14 +195,14 @@ class GenerationBody(Body, ABC):
         return SamplingParams(**values, max_tokens=self.token_limit or default_max_tokens, logprobs=self.num_logprobs)
 
     def speculation(self) -> Speculation:
-        """How to speculate for this request. Raises RequestError or ConfigError."""
+        """The request's settings of speculation. Raises RequestError or ConfigError."""
         if "speculative" not in self.model_fields_set:
             return "own"
         return speculative_config(self.speculative) if isinstance(self.speculative, dict) else None
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. prompt: text or token ids, one or several."""
+    """POST /v1/completions. prompt: one or several texts or lists of token ids."""
 
     prompt: (
         str
@@ -212,7 +211,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
     )
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = Field(False, description="the text begins with the prompt's; not together with logprobs")
+    echo: bool = Field(False, description="the text begins with the prompt; not together with logprobs")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -225,28 +224,28 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompt, or prompts, as a list."""
+        """The list of prompts."""
         prompt = cast(Prompt | list[Prompt], self.prompt)
         return prompt if prompt and is_batch(prompt) else [cast(Prompt, prompt)]
 
 
 class TextPart(Strict):
-    """A part of a message; there are only texts here."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Strict):
-    """One message, see `conversation.to_template`. Null and empty lists, as in an answer that is sent back, are left
-    out."""
+    """One message, see `conversation.to_template`. Fields that are null or empty lists are left out, because clients
+    send answers back with them."""
 
     role: Role
     content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
     name: str | None = None
 
     @classmethod
-    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def _is_neutral(cls, name: str, value: Any) -> bool:
         return value is None or (value == [] and name not in cls.model_fields)
 
 
@@ -280,7 +279,7 @@ class ChatBody(GenerationBody):
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as Python has them."""
+    """The messages as Python dictionaries."""
     return [message.model_dump(exclude_none=True) for message in messages]
 
 
@@ -290,7 +289,7 @@ def same(value: Any, neutral: Any) -> bool:
 
 
 def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
-    """A SpeculativeConfig from JSON. Raises RequestError, or ConfigError when it is not lossless."""
+    """A SpeculativeConfig from JSON. Raises RequestError, or ConfigError if it is not lossless."""
     unknown = sorted(set(values) - {field.name for field in fields(SpeculativeConfig)})
     if unknown:
         name = f"speculative.{unknown[0]:.100}"
@@ -300,7 +299,8 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
 
 
 def logit_bias(biases: Mapping[str, float], vocab_size: int) -> LogitsProcessor:
-    """Adds to the logits of some tokens. Raises RequestError for what is no token or out of OpenAI's range."""
+    """A processor that adds biases to logits. Raises RequestError for invalid tokens or values outside OpenAI's
+    range."""
     added = np.zeros(vocab_size)
     for token, bias in biases.items():
         if not token.isascii() or not token.isdigit() or len(token) > 9 or int(token) >= vocab_size:

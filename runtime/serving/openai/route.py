@@ -1,4 +1,4 @@
-"""How a body becomes JSON: before FastAPI and pydantic see it, and beside the event loop where that takes long."""
+"""Parses a body as JSON before FastAPI and pydantic read it, and in another thread if the body is long."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from ....models.errors import RequestError
-from ..json_text import parsed
+from ..json_text import parse
 
-LONG_BODY = 1 << 16  # bytes; reading so many takes about a millisecond
+LONG_BODY = 1 << 16  # bytes; parsing this many takes about a millisecond
 
 
 class JsonRequest(Request):
-    """A request whose body is read by `json_text.parsed`."""
+    """A request whose body is parsed by `json_text.parse`."""
 
     async def json(self) -> Any:
-        """The body's content. Raises JSONDecodeError, which FastAPI makes a RequestValidationError of."""
+        """The body's content. Raises JSONDecodeError, which FastAPI turns into a RequestValidationError."""
         body = await self.body()
         if len(body) > LONG_BODY:
             return await asyncio.to_thread(content_of, body)
@@ -28,7 +28,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """Hands JsonRequests to its endpoint."""
+    """A route that passes a JsonRequest to its endpoint."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -41,7 +41,7 @@ class JsonRoute(APIRoute):
 
 def content_of(body: bytes) -> Any:
     try:
-        return parsed(body.decode("utf-8-sig"))
+        return parse(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError("it is not UTF-8", "", 0) from error
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Asynchronous plumbing of the HTTP application: several choices as one stream, and clients that go away."""
+"""Merges the streams of several choices into one, and detects clients that disconnect."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ...requests.async_llm import RequestStream
 from ...requests.stream import contained
 from ...text.writer import StreamChunk
 
-CLIENT_CLOSED = 499  # nginx' name for the status that nobody reads
+CLIENT_CLOSED = 499  # nginx' status for requests whose client has disconnected
 
 T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""
 
 
 class Numbered(NamedTuple):
-    """A chunk, and which of the streams it came from."""
+    """A chunk with the number of its stream."""
 
     choice: int
     chunk: StreamChunk
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[Numbered, None]:
-    """Chunks of all streams as they come. However it ends, every stream is closed; an error in one ends all."""
+    """Chunks of all streams in the order of their arrival. All streams are closed at the end, also after an error."""
     arrived: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
 
     async def forward(index: int, stream: RequestStream) -> None:
@@ -39,7 +39,7 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[Numbered, N
             arrived.put_nowait(None)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # whatever it is: who waits for this choice must not wait for ever
+        except BaseException as error:  # any error: the reader of this choice must not wait for ever
             arrived.put_nowait(contained(error))
 
     tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
@@ -60,7 +60,7 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[Numbered, N
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. Raises ClientGone then."""
+    """The result of `work`. If the client disconnects, `work` is cancelled and ClientGone is raised."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(gone(request))
     try:
@@ -75,6 +75,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gone(request: Request) -> None:
-    """Returns when the client has closed its connection. The body must have been read before."""
+    """Wait until the client has closed its connection. The body must have been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Text to tokens and back over HTTP, as vLLM has it: /tokenize and /detokenize."""
+"""The endpoints /tokenize and /detokenize, with vLLM's format."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .streams import CLIENT_CLOSED, ClientGone, while_connected
 
 
 class TokenizeBody(Body):
-    """POST /tokenize. Either a text, which gets the tokens that /v1/completions would put around it, or a conversation,
-    which gets what /v1/chat/completions makes of it."""
+    """POST /tokenize. Either a text, which is tokenized as by /v1/completions, or a conversation, which is tokenized as
+    by /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, fail_fast=True)
-    add_special_tokens: bool = Field(True, description="of a text: whether it begins with the begin-of-text token")
-    add_generation_prompt: bool = Field(True, description="of a conversation: whether an answer begins at its end")
-    return_token_strs: bool = Field(False, description="every token's own text, too")
+    add_special_tokens: bool = Field(True, description="for a text: add the begin-of-text token")
+    add_generation_prompt: bool = Field(True, description="for a conversation: add the beginning of an answer")
+    return_token_strs: bool = Field(False, description="also return the text of each token")
 
 
 class DetokenizeBody(Body):
@@ -41,9 +41,9 @@ class DetokenizeBody(Body):
 
 
 class TokensApi:
-    """Both endpoints. other_model: the refusal of a model's name.
+    """Both endpoints. other_model: returns the refusal of another model's name.
 
-    What could never fit the model is refused, as in completions: to read megabytes of text takes many seconds.
+    Texts that are too long for the model are refused, as in completions: tokenizing megabytes takes many seconds.
     """
 
     def __init__(self, async_llm: AsyncLLM, other_model: Callable[[str | None], Response | None]) -> None:

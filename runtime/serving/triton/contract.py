@@ -1,7 +1,7 @@
-"""What a draftwood model looks like to Triton Inference Server: its tensors, and its settings in config.pbtxt.
+"""The contract of a draftwood model with Triton Inference Server: its tensors, and its settings in config.pbtxt.
 
 Names, types and shapes are those of TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` models, with the additions of
-Triton's vLLM backend: a client of either finds what it sends and reads.
+Triton's vLLM backend, so that clients of either work unchanged.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from ....models.errors import ConfigError
 from ...decoding.loop import MAX_RUNNING
-from ...requests.async_llm import MAX_WAITING, PREFIX_CACHE_SLOTS
-from ...requests.scheduler import Scheduler
+from ...decoding.scheduler import Scheduler
+from ...llm import PREFIX_CACHE_SLOTS
+from ...requests.async_llm import MAX_WAITING
 from ...speculation.config import SpeculativeConfig
 
 VARIABLE = (-1,)
@@ -58,7 +59,7 @@ OPTIONAL_INPUTS = (
     TensorSpec("return_num_input_tokens", "TYPE_BOOL"),
     TensorSpec("return_num_output_tokens", "TYPE_BOOL"),
     TensorSpec("return_finish_reason", "TYPE_BOOL"),
-    TensorSpec("sampling_parameters", "TYPE_STRING"),  # JSON, as vLLM's backend takes it
+    TensorSpec("sampling_parameters", "TYPE_STRING"),  # JSON, as in vLLM's backend
 )
 OUTPUTS = (
     TensorSpec("text_output", "TYPE_STRING", VARIABLE),
@@ -77,12 +78,12 @@ OUTPUTS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """How a model is served; each field is a parameter of config.pbtxt.
+    """The settings of a model; each field is a parameter of config.pbtxt.
 
-    bundle: its folder, absolute or relative to the model's folder. speculative: how requests are decoded that do not
-    say otherwise; None leaves the draft closed. threads, draft_threads, provider: see LLM. max_running: requests
-    decoded at the same time; max_waiting: requests that wait for one of them to end before more are refused.
-    kv_cache_bytes, prefix_cache_slots: see AsyncLLM; 0 bytes are its default. Raises ConfigError.
+    bundle: its folder, absolute or relative to the model's folder. speculative: default settings of speculation; None
+    does not open the draft. threads, draft_threads, provider: see LLM. max_running: most requests that are decoded at
+    the same time. max_waiting: most requests that wait; further ones are refused. kv_cache_bytes, prefix_cache_slots:
+    see AsyncLLM; 0 bytes mean its default. Raises ConfigError.
     """
 
     bundle: str
@@ -96,16 +97,16 @@ class ModelSettings:
     prefix_cache_slots: int = PREFIX_CACHE_SLOTS
 
     def __post_init__(self) -> None:
-        Scheduler(self.max_running, self.max_waiting)  # refuses limits under which nothing could run
+        Scheduler(self.max_running, self.max_waiting)  # refuses limits under which no request could run
 
     def to_parameters(self) -> dict[str, str]:
-        """Every field as the text config.pbtxt holds."""
+        """Every field as a text for config.pbtxt."""
         values = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         return values | {"speculative": json.dumps(changed(self.speculative))}
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> ModelSettings:
-        """The inverse of `to_parameters`; what is left out keeps its default. Raises ConfigError."""
+        """The inverse of `to_parameters`; missing fields keep their defaults. Raises ConfigError."""
         try:
             values: dict[str, Any] = {"bundle": parameters["bundle"]}
             numbers = ("threads", "draft_threads", "max_running", "max_waiting", "kv_cache_bytes", "prefix_cache_slots")
@@ -133,7 +134,7 @@ def changed(config: SpeculativeConfig | None) -> dict[str, Any] | None:
 
 
 def changed_from(content: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """The inverse of `changed` after a way through JSON."""
+    """The inverse of `changed`, from its JSON."""
     if content is None:
         return None
     return SpeculativeConfig(**content)

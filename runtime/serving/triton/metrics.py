@@ -12,10 +12,10 @@ REASONS = ("stop", "length", "abort", "deadline", "refused", "error")
 
 
 class TritonMetrics:
-    """Named and defined as ServingMetrics. Not to be used from two threads at a time."""
+    """The metrics of ServingMetrics, with the same names. Must not be used from two threads at a time."""
 
     def __init__(self, family: Any, labels: Mapping[str, str]) -> None:
-        """family: Triton's MetricFamily class. labels: what tells this instance of the model from others."""
+        """family: Triton's MetricFamily class. labels: distinguish this instance of the model from others."""
         described = [
             (metrics.COUNTERS, family.COUNTER),
             ({metrics.ENDED: metrics.ENDED_TEXT}, family.COUNTER),
@@ -30,7 +30,7 @@ class TritonMetrics:
             name: self._families[name].Metric(labels=labels) for name in (*metrics.COUNTERS, *metrics.GAUGES)
         }
         for name, (text, buckets) in metrics.HISTOGRAMS.items():
-            if name == metrics.QUEUE:  # nobody tells this class when a request leaves the queue
+            if name == metrics.QUEUE:  # this class does not know when a request leaves the queue
                 continue
             self._families[name] = family(name=name, description=text, kind=family.HISTOGRAM)
             self._metrics[name] = self._families[name].Metric(labels=labels, buckets=list(buckets))
@@ -41,7 +41,7 @@ class TritonMetrics:
         self._now: tuple[int, ...] = ()
 
     def record_now(self, running: int, waiting: int, healthy: bool) -> None:
-        """What is true at the moment: how many requests there are, and whether any can expect a text."""
+        """Set the gauges: the numbers of requests, and whether the model can answer requests."""
         now = (running, waiting, int(healthy))
         if now != self._now:
             self._now = now
@@ -49,12 +49,12 @@ class TritonMetrics:
                 self._metrics[name].set(value)
 
     def record_start(self, prompt_tokens: int) -> None:
-        """A request was taken."""
+        """Count an accepted request."""
         self._metrics[metrics.PROMPT_TOKENS].increment(prompt_tokens)
         self._metrics[metrics.PREFIX_QUERIES].increment(prompt_tokens)
 
     def record_round(self, tokens: int, seconds: float, first: bool) -> None:
-        """One round emitted `tokens`, so many seconds after the request's arrival, or after its last round."""
+        """Count a round of `tokens` output tokens. seconds: since the arrival if `first`, else since the last round."""
         self._metrics[metrics.GENERATION_TOKENS].increment(tokens)
         if first:
             self._metrics[metrics.FIRST_TOKEN].observe(seconds)
@@ -62,7 +62,7 @@ class TritonMetrics:
             self._metrics[metrics.INTER_TOKEN].observe(seconds / tokens)
 
     def record_end(self, reason: str, seconds: float, stats: SpecDecodeStats) -> None:
-        """A request ended, so many seconds after its arrival. reason: one of REASONS."""
+        """Count a request that ended. seconds: since its arrival. reason: one of REASONS."""
         self._ended[reason].increment(1)
         self._metrics[metrics.REQUEST].observe(seconds)
         self._metrics[metrics.PREFIX_HITS].increment(stats.num_cached_tokens)

@@ -1,7 +1,8 @@
 """TritonModel: a Triton python-backend model over AsyncLLM. A model repository's `model.py` derives from it.
 
-Decoupled: `execute` hands requests to an event loop in a thread of its own and returns; responses are sent as rounds
-end. Only that thread touches Triton's metrics: two threads at a time crash the whole server (seen with 24.10).
+The model is decoupled: `execute` passes requests to an event loop in another thread and returns; responses are sent as
+rounds end. Only that thread uses Triton's metrics, because two threads at a time crash the whole server (seen with
+24.10).
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, Reque
 from ...requests.stream import contained
 from ...sampling.sampler import SamplingParams
 from ...text.writer import StreamChunk
-from ..json_text import parsed as parsed_json
+from ..json_text import parse as parse_json
 from .contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
 from .metrics import TritonMetrics
 from .request import parse_request
 from .response import ResponseWriter
 
-POLL_SECONDS = 0.05  # how often to look whether the client of a request without chunks has gone, and at the load
-NAMELESS = ""  # the client of every request that names none
+POLL_SECONDS = 0.05  # interval of checks for disconnected clients, and of updates of the gauges
+NAMELESS = ""  # the client's name of requests without one
 WARM_UP = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
 class CancelledError(DraftwoodError):
-    """The client took its request back, or is gone."""
+    """The client cancelled its request, or has disconnected."""
 
 
 class TritonModel:
@@ -50,7 +51,7 @@ class TritonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the bundle and decode a few tokens, so that the model is warm when Triton calls it ready."""
-        if args["model_instance_kind"] == "GPU":  # set before anything looks for devices
+        if args["model_instance_kind"] == "GPU":  # must be set before any library looks for devices
             os.environ["CUDA_VISIBLE_DEVICES"] = args["model_instance_device_id"]
         parameters = json.loads(args["model_config"])["parameters"]
         settings = ModelSettings.from_parameters({name: value["string_value"] for name, value in parameters.items()})
@@ -76,17 +77,17 @@ class TritonModel:
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests over; each is answered through its own response sender."""
+        """Accept requests; each is answered through its own response sender."""
         for request in requests:
             asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
 
     def is_ready(self) -> bool:
-        """Whether anybody can expect a text. Triton asks it for the model's readiness since python_backend's pull
-        request 430 of 2026; older ones, 24.10 among them, never do."""
+        """Whether the model can answer requests. Triton calls it for the model's readiness since python_backend's pull
+        request 430 of 2026; older releases, such as 24.10, never do."""
         return self._engine.trouble is None
 
     def finalize(self) -> None:
-        """Triton unloads the model; by then every request is answered."""
+        """Triton calls this to unload the model, after every request is answered."""
         self._unloading.set()
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -95,15 +96,15 @@ class TritonModel:
         self._llm.close()
 
     async def _serve(self, request: Any) -> None:
-        """One request, from its tensors to its final response, whatever happens on the way."""
+        """Serve one request. A final response is sent after any error, too."""
         call = Call(request, self.backend, self._metrics)
         try:
             await call.answer(self._engine)
-        except BaseException as error:  # anything: a request without a final response keeps its client waiting for ever
+        except BaseException as error:  # any error: without a final response the client would wait for ever
             call.fail(contained(error))
 
     def _run(self) -> None:
-        """The thread of the event loop, which goes on with its requests whatever was raised in it."""
+        """The thread of the event loop. The loop continues with other requests after any exception."""
         while not self._unloading.is_set():
             try:
                 self._loop.run_until_complete(self._watch())
@@ -112,14 +113,14 @@ class TritonModel:
                 sleep(POLL_SECONDS)
 
     async def _watch(self) -> None:
-        """The event loop's main task: it keeps the gauges true, which change without an event here, until unloading."""
+        """The event loop's main task: updates the gauges until the model is unloaded."""
         while not self._unloading.is_set():
             self._metrics.record_now(self._engine.num_running, self._engine.num_waiting, self.is_ready())
             await asyncio.sleep(POLL_SECONDS)
 
 
 class Call:
-    """One request that is being answered."""
+    """One request in progress."""
 
     def __init__(self, request: Any, backend: Any, metrics: TritonMetrics) -> None:
         self._request = request
@@ -130,10 +131,11 @@ class Call:
         self._stats = SpecDecodeStats()
 
     async def answer(self, engine: AsyncLLM) -> None:
-        """Send responses as rounds end. Raises whatever ends the request early; then nothing final was sent."""
-        parameters = parsed_json(self._request.parameters() or "{}")
+        """Send responses as rounds end. Raises the error that ends the request early; no final response is sent
+        then."""
+        parameters = parse_json(self._request.parameters() or "{}")
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
-        deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's own, microseconds, 0 for none
+        deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's, microseconds or 0
         prompt = await engine.encode(parsed.prompt)
         sequence = self._request.correlation_id()  # 0 and "" for none
         stream = engine.generate(
@@ -167,7 +169,7 @@ class Call:
         self._sender.send(self._backend.InferenceResponse(error=described), flags=self._final)
 
     def _tensors(self) -> dict[str, NDArray[Any]]:
-        """The inputs that were sent."""
+        """The input tensors of the request, by name."""
         found = {
             spec.name: self._backend.get_input_tensor_by_name(self._request, spec.name)
             for spec in (PROMPT, *OPTIONAL_INPUTS)
@@ -184,7 +186,7 @@ class Call:
 
 
 async def next_chunk(stream: RequestStream, is_cancelled: Callable[[], bool]) -> StreamChunk:
-    """The next chunk, however long it takes. Raises CancelledError, and frees the engine, when the client has gone."""
+    """Wait for the next chunk. Raises CancelledError, and ends the request, if the client has disconnected."""
     pending = asyncio.ensure_future(anext(stream))
     while True:
         await asyncio.wait((pending,), timeout=POLL_SECONDS)
@@ -198,7 +200,7 @@ async def next_chunk(stream: RequestStream, is_cancelled: Callable[[], bool]) ->
 
 
 def classify(error: Exception) -> tuple[str, str]:
-    """The code of a TritonError, and the reason TritonMetrics counts."""
+    """The code of a TritonError, and the reason for TritonMetrics."""
     if isinstance(error, CancelledError):
         return "CANCELLED", "abort"
     if isinstance(error, DeadlineError):

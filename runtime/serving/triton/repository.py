@@ -31,8 +31,9 @@ README = """# {name}
 A draftwood bundle behind Triton Inference Server: a decoupled python-backend model with the tensor names of
 TensorRT-LLM. The bundle is {bundle}.
 
-Start it by adding `--run` to the command that wrote it, where draftwood[triton] is installed, with any tritonserver
-whose Python has draftwood installed (in explicit mode: loading the model again is the way back should its process die)
+If draftwood[triton] is installed, start the model by adding `--run` to the command that wrote it. Otherwise use any
+tritonserver whose Python has draftwood installed (in explicit mode, so that the model can be loaded again if its
+process dies)
 
     tritonserver --model-repository={repository} {options}
 
@@ -45,21 +46,21 @@ or in NVIDIA's container, with draftwood's wheel in ./dist
                exec tritonserver --model-repository=/models \\
                {options}'
 
-Ask it:
+Send a request:
 
     curl -d '{{"text_input": "def main():", "max_tokens": 32, "exclude_input_in_output": true}}' \\
       localhost:8000/v2/models/{name}/generate
     curl -N -d '{{"text_input": "def main():", "max_tokens": 32, "stream": true}}' \\
       localhost:8000/v2/models/{name}/generate_stream
 
-Where several clients share it, let each say who it is, and they get places in turn: "client": "me" in the body, or the
-request parameter `client` over gRPC. The sequence id counts where that is missing.
+If several clients share the model, each should name itself, so that the scheduler takes them in turn: "client": "me"
+in the body, or the request parameter `client` over gRPC. Without a name the sequence id identifies the client.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`instances` of a model on each of these GPUs, or on the CPU when there are none. Each has its own engines."""
+    """`instances` of a model on each of `gpus`, or on the CPU if it is empty. Each instance has its own engines."""
 
     instances: int = 1
     gpus: tuple[int, ...] = ()
@@ -74,10 +75,11 @@ class Placement:
 def write_model(
     bundle: Path, repository: Path, name: str, settings: ModelSettings, placement: Placement, copy_bundle: bool
 ) -> Path:
-    """Write the model `name` into a repository and return its folder; an older one is replaced all at once.
+    """Write the model `name` into a repository and return its folder; an older model is replaced atomically.
 
-    settings: but for the bundle, which is found through its absolute path, or copied into the model's folder. Raises
-    BundleError for a damaged bundle, ConfigError for speculation it is too small for and a name that cannot be used.
+    settings: their `bundle` is ignored; the model refers to `bundle` by its absolute path, or to a copy in the model's
+    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name and for speculation that is too
+    large for the bundle.
     """
     opened = EngineBundle.open(bundle)
     if settings.speculative is not None:
@@ -112,7 +114,7 @@ def written_here(folder: Path) -> bool:
 
 
 def config_pbtxt(name: str, settings: ModelSettings, placement: Placement) -> str:
-    """The model's configuration, complete, in protobuf's text format."""
+    """The complete configuration of the model, in protobuf's text format."""
     parameters = settings.to_parameters() | {"FORCE_CPU_ONLY_INPUT_TENSORS": "yes"}
     count = f"count: {placement.instances}"
     groups = [f"{{ kind: KIND_GPU {count} gpus: [ {gpu} ] }}" for gpu in placement.gpus]
@@ -120,7 +122,7 @@ def config_pbtxt(name: str, settings: ModelSettings, placement: Placement) -> st
         HEADER,
         f"name: {quoted(name)}",
         'backend: "python"',
-        "max_batch_size: 1",  # TensorRT-LLM's clients send a batch axis; one prompt per request
+        "max_batch_size: 1",  # TensorRT-LLM's clients send a batch axis; a request has one prompt
         "model_transaction_policy { decoupled: true }",
         *block("input", [tensor(PROMPT), *(tensor(spec, " optional: true") for spec in OPTIONAL_INPUTS)]),
         *block("output", [tensor(spec) for spec in OUTPUTS]),
@@ -148,7 +150,7 @@ def quoted(text: str) -> str:
 
 
 def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Placement) -> str:
-    """How to start this model, line by line."""
+    """The README of the model's folder: how to start the model."""
     copied = settings.bundle == "bundle"
     devices = ",".join(map(str, placement.gpus))
     return README.format(

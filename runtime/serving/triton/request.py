@@ -1,8 +1,8 @@
-"""One Triton request -> prompt, SamplingParams, speculation, wanted outputs. Pure: tensors in, a TritonRequest out.
+"""Converts the tensors of one Triton request to a TritonRequest: prompt, SamplingParams, speculation, wanted outputs.
 
 A setting may come as an input tensor, as a request parameter (over HTTP any other field of the JSON body), or inside
-`sampling_parameters`, the JSON text of Triton's vLLM backend; more than once only with the same value. What is not
-served and would change the output is refused.
+`sampling_parameters`, the JSON text of Triton's vLLM backend. If it comes more than once, the values must be equal.
+Unsupported settings that would change the output are refused.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ....models.errors import RequestError, shown
 from ...sampling.sampler import SamplingParams
 from ...speculation.bounds import MAX_PROPOSAL, check_bounds
 from ...speculation.config import SpeculativeConfig
-from ..json_text import parsed
+from ..json_text import parse
 from .contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
 
 ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
-# Settings of other servers that are taken where they ask for nothing: name -> values that mean so.
+# Unsupported settings of other servers: name -> neutral values, with which the setting is accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "beam_width": (1,),
     "best_of": (1, None),
     "include_stop_str_in_output": (False,),
     "logit_bias": (None, {}),
-    "logprobs": (None,),  # there is no output for alternatives; return_log_probs reports the tokens' own
+    "logprobs": (None,),  # no output for alternatives; return_log_probs reports those of the tokens
     "n": (1,),
     "num_return_sequences": (1,),
     "prompt_logprobs": (None,),
@@ -40,16 +40,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
 }
-# On padding, on beams, and on which of two exact ways to accept.
+# Settings of padding, of beam search, and of the choice between two exact verification methods.
 WITHOUT_EFFECT = {"pad_id", "length_penalty", "use_draft_logits"}
-LARGEST = 2**64  # of integers: a seed is the largest that anything takes
-MAX_TEXT_BYTES = 4 << 20  # of one text; to read it as tokens takes seconds, and Triton itself lets gigabytes pass
+LARGEST = 2**64  # integers are below it; the largest ones are seeds
+MAX_TEXT_BYTES = 4 << 20  # of one text; tokenizing it takes seconds, and Triton itself has no limit below gigabytes
 
 
 @dataclass(frozen=True, slots=True)
 class TritonRequest:
-    """What a client asked for. returns: names of its `return_…` flags that are set. deadline_s: seconds it has, client:
-    whose request it is, cache_salt: see AsyncLLM.generate; None when it does not say."""
+    """One request. returns: names of the `return_…` flags that are set. deadline_s: time limit in seconds. client: name
+    of the client. cache_salt: see AsyncLLM.generate. The last three are None if the request has no such setting."""
 
     prompt: str
     params: SamplingParams
@@ -67,13 +67,14 @@ def parse_request(
 ) -> TritonRequest:
     """The request in these input tensors and request parameters.
 
-    tensors: by name, [1, 1] or [1, n], strings as bytes. own: how the model speculates when a request does not say.
+    tensors: by name, [1, 1] or [1, n], strings as bytes. own: the model's settings of speculation, for requests without
+    such settings.
     Raises RequestError or ConfigError.
     """
     given = {name: read(name, tensor) for name, tensor in tensors.items()}
     prompt = given.pop(PROMPT.name)
     content = given.pop("sampling_parameters", None)
-    values = merged(given, parameters, {} if content is None else json_object(content))
+    values = merge_sources(given, parameters, {} if content is None else json_object(content))
     params = sampling_params(values, greedy=content is None)
     return TritonRequest(
         prompt=prompt,
@@ -89,19 +90,19 @@ def parse_request(
 
 
 def read(name: str, tensor: NDArray[Any]) -> Any:
-    """A tensor's only value, or the list of its values where the contract allows several."""
+    """A tensor's only value, or the list of its values if the contract allows several."""
     items = [plain(name, item) for item in tensor.reshape(-1)]
     if name in LISTS:
-        return [item for item in items if item]  # clients send one empty string for none
+        return [item for item in items if item]  # clients send an empty string for an empty list
     if len(items) != 1:
         raise RequestError(f"{name} must hold one value, not {len(items)}: send one request per prompt")
     return items[0]
 
 
 def plain(name: str, item: Any) -> Any:
-    """An element of a tensor as Python has it."""
+    """An element of a tensor as a Python value."""
     if isinstance(item, np.float32):
-        return float(str(item))  # 0.7 is meant, not the nearest number of 32 bits
+        return float(str(item))  # the client means 0.7, not the nearest fp32 number
     if not isinstance(item, bytes):
         return item.item()
     if len(item) > MAX_TEXT_BYTES:
@@ -114,7 +115,7 @@ def plain(name: str, item: Any) -> Any:
 
 def json_object(content: str) -> dict[str, Any]:
     try:
-        settings = parsed(content)
+        settings = parse(content)
     except RequestError as error:
         raise RequestError(f"sampling_parameters is not JSON: {error}") from error
     if not isinstance(settings, dict):
@@ -122,14 +123,14 @@ def json_object(content: str) -> dict[str, Any]:
     return settings
 
 
-def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was asked for, under its own name and of its own type. Raises RequestError for what is not served
-    and for sources that disagree."""
+def merge_sources(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings by name, converted to their types. Raises RequestError for unsupported settings and for sources that
+    disagree."""
     values: dict[str, Any] = {}
     for source in sources:
         for sent, value in source.items():
             name = ALIASES.get(sent, sent)
-            if asks_for_nothing(name, value):
+            if is_neutral(name, value):
                 continue
             converted = convert(name, value)
             if values.setdefault(name, converted) != converted:
@@ -139,25 +140,25 @@ def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a setting may be left out. Raises RequestError when it may not, and is not served."""
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether a setting may be ignored. Raises RequestError for an unsupported setting that may not."""
     if name in NEUTRAL and str(value).lower() not in {str(neutral).lower() for neutral in NEUTRAL[name]}:
         raise RequestError(f"{name}={shown(value)} is not served: leave it out")
     return name in NEUTRAL or name in WITHOUT_EFFECT
 
 
 def sampling_params(values: Mapping[str, Any], greedy: bool) -> SamplingParams:
-    """greedy: whether a request that names no sampling setting is decoded greedily, as TensorRT-LLM does; vLLM draws
-    at temperature 1."""
+    """The SamplingParams of these settings. greedy: whether a request without sampling settings is greedy, as in
+    TensorRT-LLM; in vLLM its temperature is 1."""
     chosen = {name: value for name, value in values.items() if name in SAMPLING}
-    if chosen.get("top_k") == -1:  # vLLM's way to keep all
+    if chosen.get("top_k") == -1:  # vLLM's value for keeping all tokens
         chosen["top_k"] = 0
-    if chosen.get("top_p") == 0:  # TensorRT-LLM's
+    if chosen.get("top_p") == 0:  # TensorRT-LLM's value for greedy decoding
         chosen["top_p"] = 1.0
     draws = "temperature" in chosen or any(values.get(name, 0) > 0 for name in ("top_k", "top_p", "min_p"))
     if chosen.get("top_k") == 1 or (greedy and not draws):
         chosen["temperature"] = 0.0  # the same token, without a draw
-    if "end_id" in values:  # instead of the model's own; none ends the text at -1
+    if "end_id" in values:  # replaces the model's end tokens; -1 means that no token ends the text
         ends = () if values["end_id"] == -1 else (values["end_id"],)
         chosen |= {"ignore_eos": True, "stop_token_ids": (*chosen.get("stop_token_ids", ()), *ends)}
     if values.get("return_log_probs"):
@@ -166,7 +167,7 @@ def sampling_params(values: Mapping[str, Any], greedy: bool) -> SamplingParams:
 
 
 def speculation(values: Mapping[str, Any], own: SpeculativeConfig | None) -> SpeculativeConfig | None:
-    """The model's way to speculate, as the request changes it. num_draft_tokens: of one proposal, 0 decodes plainly."""
+    """The model's settings of speculation with the request's changes. num_draft_tokens 0 means plain decoding."""
     changes = {name: value for name, value in values.items() if name in SPECULATION}
     limit = values.get("num_draft_tokens")
     check_bounds(changes, RequestError)
@@ -184,10 +185,10 @@ def speculation(values: Mapping[str, Any], own: SpeculativeConfig | None) -> Spe
 
 
 def convert(name: str, value: Any) -> Any:
-    """A value as the type its setting has; numbers and lists may come as text. Raises RequestError."""
-    kind = KINDS.get(name)
+    """Convert a value to the type of its setting; numbers and lists may come as text. Raises RequestError."""
+    kind = CONVERTERS.get(name)
     if kind is None:
-        similar = ", ".join(get_close_matches(name, KINDS))
+        similar = ", ".join(get_close_matches(name, CONVERTERS))
         raise RequestError(
             f"{shown(name)} is no setting of this model: leave it out{similar and f', or send {similar}'}"
         )
@@ -248,7 +249,7 @@ def texts(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(text(item) for item in value)
 
 
-KIND_OF: dict[type, Callable[[Any], Any]] = {
+CONVERTER_OF: dict[type, Callable[[Any], Any]] = {
     bool: boolean,
     int: integer,
     float: number,
@@ -258,10 +259,10 @@ KIND_OF: dict[type, Callable[[Any], Any]] = {
 }
 LISTS = {spec.name for spec in OPTIONAL_INPUTS if spec.dims == VARIABLE}
 FLAGS = {spec.name for spec in OPTIONAL_INPUTS if spec.data_type == "TYPE_BOOL"} - {*NEUTRAL, *WITHOUT_EFFECT}
-SAMPLING = {field.name: KIND_OF[type(field.default)] for field in fields(SamplingParams)} | {"stop": texts}
-SPECULATION = {field.name: KIND_OF[type(field.default)] for field in fields(SpeculativeConfig)}
-# Everything a request may set -> how its value is read.
-KINDS: dict[str, Callable[[Any], Any]] = {
+SAMPLING = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SamplingParams)} | {"stop": texts}
+SPECULATION = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SpeculativeConfig)}
+# Every setting of a request -> the function that converts its value.
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
     **{name: kind for name, kind in SAMPLING.items() if name not in ("logits_processors", "logprobs")},
     **SPECULATION,
     **{name: boolean for name in sorted(FLAGS)},

@@ -1,4 +1,4 @@
-"""Chunks of text -> the output tensors of Triton responses."""
+"""ResponseWriter: converts chunks of text to the output tensors of Triton responses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .request import TritonRequest
 
 
 class ResponseWriter:
-    """One request's responses: one per chunk when it streams, otherwise one at the end.
+    """The responses of one request: one per chunk of a stream, otherwise one at the end.
 
-    A response has the text, two indices that are always 0 (one prompt, one sequence), and what a `return_…` flag of the
-    request asked for. As with TensorRT-LLM, a stream never repeats the prompt, and a whole text begins with it unless
-    `exclude_input_in_output` is set; counts and log-probabilities are those of the response, `cum_log_probs` of the
-    whole text so far.
+    A response has the text, two indices that are always 0 (one prompt, one sequence), and the outputs of the request's
+    `return_…` flags. As with TensorRT-LLM, a stream never repeats the prompt, and a whole text begins with the prompt
+    unless `exclude_input_in_output` is set. Counts and log-probabilities are those of the response; `cum_log_probs`
+    covers the whole text so far.
     """
 
     def __init__(self, request: TritonRequest, num_input_tokens: int) -> None:
@@ -30,7 +30,7 @@ class ResponseWriter:
         self._cum_logprob = 0.0
 
     def write(self, chunk: StreamChunk) -> dict[str, NDArray[Any]] | None:
-        """The next response's tensors by name, each with a batch axis of 1; None while there is nothing to send."""
+        """The tensors of the next response by name, each with a batch axis of 1; None if nothing is to be sent yet."""
         self._text += chunk.text
         self._num_tokens += len(chunk.token_ids)
         self._logprobs += [logprob.logprob for logprob in chunk.logprobs]
@@ -61,7 +61,7 @@ class ResponseWriter:
 
 
 def strings(text: str) -> NDArray[np.object_]:
-    """[1, 1] of UTF-8 bytes, as Triton has text."""
+    """[1, 1] of UTF-8 bytes, Triton's form of text."""
     return np.array([[text.encode("utf-8")]], np.object_)
 
 

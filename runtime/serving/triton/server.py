@@ -28,7 +28,7 @@ STUB = "triton_python_backend_stub"
 BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 SHARED_MEMORY = Path("/dev/shm")
 POLL_SECONDS = 0.05
-LOG_LINES = 30  # of the server's log in an error
+LOG_LINES = 30  # lines of the server's log in an error
 
 
 class Distribution(NamedTuple):
@@ -40,7 +40,7 @@ class Distribution(NamedTuple):
 
     @classmethod
     def find(cls) -> Distribution:
-        """Locate the wheel without importing it. Raises EngineError when it is missing or does not fit this Python."""
+        """Find the wheel without importing it. Raises EngineError if it is missing or for another Python."""
         found = importlib.util.find_spec("pytriton")
         if found is None or not found.submodule_search_locations:
             raise EngineError(f"Triton Inference Server is not installed: {INSTALL}")
@@ -71,7 +71,7 @@ def check_numpy() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where a server listens."""
+    """The ports of a server."""
 
     http: int
     grpc: int
@@ -79,7 +79,7 @@ class Ports:
 
     @classmethod
     def free(cls) -> Ports:
-        """Three ports nobody listens on at the moment; Triton itself cannot choose them."""
+        """Three currently free ports; Triton itself cannot choose free ports."""
         sockets = [socket.socket() for _ in range(3)]
         try:
             for opened in sockets:
@@ -91,7 +91,7 @@ class Ports:
 
 
 class TritonServer:
-    """A tritonserver process over a model repository; `with` waits until it is ready, and leaves nothing behind."""
+    """A tritonserver process with a model repository. `with` waits until it is ready, and at the end stops it."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class TritonServer:
         exit_timeout: int = 5,
         log: Path | None = None,
     ) -> None:
-        """ports: where to listen; None takes free ones. models: load these and allow loading and unloading while the
-        server runs; None loads all. ready_timeout: seconds until `start` gives up. exit_timeout: seconds requests in
-        flight get to end. log: where the server's own output goes; None shows it only in errors.
+        """ports: None takes free ports. models: load these models and allow loading and unloading while the server
+        runs; None loads all. ready_timeout: seconds until `start` gives up. exit_timeout: seconds for running requests
+        to end. log: file for the server's output; None shows the output only in errors.
 
-        Raises EngineError when the server is not installed.
+        Raises EngineError if the server is not installed.
         """
         self.repository = repository.resolve()
         self.ports = ports or Ports.free()
@@ -146,7 +146,7 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that server and model processes can be ended together
+                start_new_session=True,  # allows ending the server and the model processes together
             )
         deadline = time.monotonic() + self._ready_timeout
         while not self._is_ready():
@@ -161,17 +161,17 @@ class TritonServer:
             time.sleep(POLL_SECONDS)
 
     def wait(self) -> int:
-        """Block until the server ends by itself; its exit code."""
+        """Wait until the server ends by itself. Returns its exit code."""
         assert self._process is not None, "wait() before start()"
         return self._process.wait()
 
     def last_words(self) -> str:
-        """The end of the server's log, without the tables that follow what went wrong."""
+        """The end of the server's log, without the tables after the errors."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join([line for line in lines if line and line[0] not in "+|"][-LOG_LINES:])
 
     def stop(self) -> None:
-        """End the server and its model processes. Models that outlive it, as after a crash, are killed."""
+        """End the server and its model processes. Model processes that remain, as after a crash, are killed."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -204,7 +204,7 @@ class TritonServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _install_backend(self) -> Path:
-        """A backend folder with the stub of this Python: the wheel keeps its stubs where the server does not look."""
+        """Make a backend folder with the stub of this Python, because the server does not find the wheel's stubs."""
         backend = self._folder / "backends" / "python"
         backend.mkdir(parents=True)
         for name in BACKEND_FILES:
@@ -214,7 +214,7 @@ class TritonServer:
         return backend.parent
 
     def _command(self, backends: Path) -> list[str]:
-        # The kernel ends the server should this process be killed; without setpriv it would go on alone.
+        # With setpriv, the kernel ends the server if this process is killed.
         guard = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
         command = [
             *guard,
@@ -222,7 +222,7 @@ class TritonServer:
             f"--model-repository={self.repository}",
             f"--backend-directory={backends}",
             f"--backend-config=python,shm-region-prefix-name={self._memory_prefix}",
-            "--disable-auto-complete-config",  # the configuration is complete; asking the model costs two seconds
+            "--disable-auto-complete-config",  # the configuration is complete, and completing it would take two seconds
             f"--exit-timeout-secs={self._exit_timeout}",
             "--allow-gpu-metrics=false",
         ]
@@ -233,10 +233,11 @@ class TritonServer:
         return command
 
     def _environment(self) -> dict[str, str]:
-        """This process's, so arranged that the stub runs this very Python.
+        """This process's environment, changed so that the stub runs the same Python.
 
-        Without the wheel's libraries the stub cannot start and the server waits for it for ever. It embeds libpython:
-        ours comes first, or it takes an older one of the system. Its packages are those of the first python on PATH.
+        Without the wheel's libraries the stub cannot start, and the server waits for it for ever. The stub embeds
+        libpython: ours must come first, or an older one of the system is taken. The stub uses the packages of the first
+        python on PATH.
         """
         own = [str(sysconfig.get_config_var("LIBDIR"))] if sysconfig.get_config_var("Py_ENABLE_SHARED") else []
         inherited = [os.environ["LD_LIBRARY_PATH"]] if os.environ.get("LD_LIBRARY_PATH") else []

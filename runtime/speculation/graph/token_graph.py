@@ -1,4 +1,4 @@
-"""TokenGraph: the hypotheses of one round, while they grow."""
+"""TokenGraph: one round's proposal while the draft grows it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = 0  # the last committed token
 
 class Edge(NamedTuple):
     """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. certain: the child was not
-    drawn from the parent's q but given, with probability one. R [K]: what a drawn child was drawn from, q
-    without the siblings drawn before it."""
+    drawn from the parent's q but given (by prompt lookup), with probability one. R [K]: the distribution from which a
+    drawn child was drawn, which is q without the siblings drawn before it."""
 
     child: int
     gain: float
@@ -26,22 +26,22 @@ class Edge(NamedTuple):
 
 
 class Best:
-    """Log-values of the tokens counted on so far: what is not among the `size` largest of them cannot be kept."""
+    """Log-values of the tokens expected so far. A token that is not among the `size` largest cannot be kept."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._values: list[float] = []  # ascending
 
     def offer(self, value: float) -> None:
-        """Count on a token of this value."""
+        """Add an expected token of this value."""
         bisect.insort(self._values, value)
 
     def withdraw(self, value: float) -> None:
-        """No longer count on a token that was offered."""
+        """Remove a token that was offered."""
         del self._values[bisect.bisect_left(self._values, value)]
 
     def admits(self, value: float) -> bool:
-        """Whether one more token of this value would be among the largest. Ties go to the earlier token."""
+        """Whether one more token of this value would be among the largest. The earlier one of equal tokens is kept."""
         return value > self._least()
 
     def holds(self, value: float) -> bool:
@@ -53,16 +53,17 @@ class Best:
 
 
 class TokenGraph:
-    """A directed acyclic graph; nodes in creation order, node 0 is the root. Edges keep the order they were drawn in.
+    """A directed acyclic graph; nodes in creation order, node 0 is the root. The edges of a node are in draw order.
 
-    The first edge that reached a node is its parent: `parents`, `depths`, and the one draft cache entry, belong to that
-    context. Further edges are merges (GSD); each path from the root is a hypothesis of its own when it is unrolled.
+    The first edge to a node comes from its parent: `parents`, `depths` and the node's slot in the draft's KV cache
+    belong to the context of this edge. Further edges are merges (GSD). Each path from the root is a separate candidate
+    text when the graph is unrolled.
 
-    A node's log-value is the sum of the gains on its path. Of chosen tokens it is the path's log-probability; of drawn
-    ones it may hold only what was known *before* the node's own token was drawn, or pruning by it would be biased.
-    `shares[n]`: the draft's probability of n's token among what remained when it was drawn or chosen.
-    `draft_probs[n]` is the distribution q that n's children were drawn from. `acceptance[n]`: the probability that
-    the target accepts n, given its parent, where a head has estimated it.
+    A node's log-value is the sum of the gains on its path. For chosen tokens it is the path's log-probability. For
+    drawn tokens it may depend only on facts known *before* the node's own token was drawn; else pruning by the value
+    would be biased. `shares[n]`: the draft's probability of n's token among the tokens that remained when it was drawn
+    or chosen. `draft_probs[n]`: the distribution q from which n's children were drawn. `acceptance[n]`: the probability
+    that the target accepts n, given that it accepts n's parent, if a head has estimated it.
     """
 
     def __init__(self, root_token: int) -> None:
@@ -88,7 +89,7 @@ class TokenGraph:
         certain: bool = False,
         R: NDArray[np.float64] | None = None,
     ) -> int:
-        """A new child of `parent`; for the arguments see Edge and `shares`. Returns the node."""
+        """Add a child of `parent`; for the arguments see Edge and `shares`. Returns the new node."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.nodes_of.setdefault(token, []).append(node)
@@ -101,7 +102,7 @@ class TokenGraph:
         return node
 
     def link(self, parent: int, node: int, gain: float, R: NDArray[np.float64] | None = None) -> None:
-        """A merge edge to a node that exists. Raises ValueError when it would close a cycle."""
+        """Add a merge edge to an existing node. Raises ValueError if the edge would close a cycle."""
         if self.reaches(node, parent):
             raise ValueError(f"an edge from node {parent} to its ancestor {node} would close a cycle")
         self.edges[parent].append(Edge(node, gain, False, R))
@@ -119,7 +120,7 @@ class TokenGraph:
         return False
 
     def rank(self, node: int) -> int:
-        """Siblings that were drawn or chosen before `node`."""
+        """The number of siblings that were drawn or chosen before `node`."""
         siblings = [edge.child for edge in self.edges[self.parents[node]] if not edge.certain]
         return siblings.index(node) if node in siblings else 0
 

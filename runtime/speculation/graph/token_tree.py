@@ -1,4 +1,4 @@
-"""TokenTree: what the target scores in one pass, unrolled from a TokenGraph."""
+"""TokenTree: the rows that the target scores in one pass, unrolled from a TokenGraph."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TokenTree:
     """Rows of one verification pass, parents first and siblings in draw order; row 0 is the root.
 
     token_ids, parents, depths: one entry per row (the root's parent is -1). children: rows below each row, in draw
-    order. nodes: the graph node of each row. merged: whether the row's path differs from the context its node was
-    drafted in. certain: rows whose token was given, not drawn. shares: the draft's probability of each row's token, see
-    TokenGraph. draft_probs: q that a row's other children were drawn from, by row; empty when nothing was drawn.
-    remaining: what each row that was drawn was drawn from, R [K] of its Edge.
+    order. nodes: the graph node of each row. merged: whether the row's path differs from the context in which its node
+    was drafted. certain: rows whose token was given, not drawn. shares: the draft's probability of each row's token,
+    see TokenGraph. draft_probs: by row, the distribution q from which its drawn children were drawn; empty if none was.
+    remaining: by drawn row, the distribution R [K] of its Edge, from which the row's token was drawn.
     """
 
     token_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class TokenTree:
     def to_batch(self, spec: EngineSpec, committed: int, ranking_only: bool = False) -> TokenBatch:
         """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch."""
         rows = len(self)
-        lines: list[bytes] = []  # of the mask: a row sees what its parent sees, and itself
+        lines: list[bytes] = []  # of the mask: a row attends to the rows of its parent, and to itself
         for row, parent in enumerate(self.parents):
             above = lines[parent][:row] if row else b""
             lines.append((above + b"\1").ljust(rows, b"\0"))
@@ -51,12 +51,14 @@ class TokenTree:
 
 
 def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
-    """Every path of the graph down to `max_depth`, or the best `max_tokens` of all tokens by log-value: best-first from
-    the root. Only copies can be deeper than what a grower was told; a row loses all of its children there or none.
+    """Turn every path of the graph, down to `max_depth`, into a path of a tree. If the tree would have more than
+    `max_tokens` tokens below its root, only the tokens with the greatest log-values are kept.
 
-    A token's value never exceeds its parent's, nor a later sibling's an earlier one's, so what is kept is closed under
-    ancestors and holds each node's first draws. Equal values keep creation order: an order by token would look at what
-    was drawn. A merged node is copied once per path that reaches it, with its whole continuation.
+    The value of a token never exceeds its parent's value, and the value of a later sibling never exceeds an earlier
+    sibling's. Therefore the kept tokens include all their ancestors, and the first draws below each node. Tokens of
+    equal value keep creation order: an order by token would depend on the drawn tokens. A merged node is copied once
+    per path that reaches it, with all nodes below it. Only copies can be deeper than the grower's limit; at
+    `max_depth` a row loses all of its children.
     """
     nodes: list[int] = []
     parents: list[int] = []

@@ -1,4 +1,4 @@
-"""Growers without a paper of their own here: drawn static trees (chain, k-ary, Sequoia's) and the best-first tree."""
+"""Baseline growers: drawn static trees (chain, k-ary, Sequoia's) and the best-first tree."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .gsd import NO_MERGER, Merger
 
 
 class Grower(Protocol):
-    """Decides which nodes the draft scores next, and which children they get."""
+    """Decides which nodes the draft scores next, and which children each node gets."""
 
     def frontier(self, graph: TokenGraph) -> list[int]:
-        """Nodes for the next draft pass; empty when growth has ended."""
+        """The nodes of the next draft pass; empty when growth has ended."""
 
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
-        """Add children to `nodes`; row i of `output` is the draft's prediction after nodes[i]."""
+        """Add children to `nodes`. Row i of `output`: the draft's prediction after nodes[i]."""
 
 
 class StaticTree:
-    """A shape fixed before anything is drawn; children are drawn from the draft without replacement.
+    """A tree whose shape is fixed before anything is drawn. Children are drawn from the draft without replacement.
 
-    topology[i] is the parent of position i + 1; position 0 is the root, parents come first. (0, 1, 2, …) is the chain
-    of speculative decoding; `k_ary` and `sequoia` below make wider ones. With a merger, what a position's token recurs
-    with takes its place.
+    topology[i] is the parent of position i + 1; position 0 is the root, and parents come first. (0, 1, 2, …) is the
+    chain of speculative decoding; `k_ary` and `sequoia` below make wider shapes. With a merger, a position whose token
+    recurs becomes an edge to the node with the recurrence.
     """
 
     def __init__(self, topology: Sequence[int], merger: Merger = NO_MERGER) -> None:
@@ -55,7 +55,7 @@ class StaticTree:
         self._layer = []
         for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
             for position in self._children[self._positions[node]]:
-                if drawing.exhausted:  # fewer tokens than children have any probability
+                if drawing.exhausted:  # fewer tokens have a positive probability than there are children
                     break
                 token, share, R = drawing.draw(stream)
                 self._place(graph, node, token, share, position, R)
@@ -73,32 +73,34 @@ class StaticTree:
         if match is not None:
             graph.link(parent, match, 0.0, R)
             return
-        child = graph.add(parent, token, 0.0, share, R=R)  # everything is kept: no token is worth more than another
+        child = graph.add(parent, token, 0.0, share, R=R)  # all values are equal, because every token is kept
         self._positions[child] = position
         self._layer.append(child)
 
 
 class RankedStaticTree(StaticTree):
-    """The same shape with each node's most probable tokens as its children, best first: for temperature 0."""
+    """The same shape for temperature 0: the children of a node are its most probable tokens, best first."""
 
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         self._layer = []
         most = max(len(self._children[self._positions[node]]) for node in nodes)
-        ids, logprobs = ranked(graph, nodes, output, sampler, most)
+        ids, logprobs = rank_children(graph, nodes, output, sampler, most)
         for row, node in enumerate(nodes):
             for column, position in enumerate(self._children[self._positions[node]][: ids.shape[1]]):
                 self._place(graph, node, int(ids[row, column]), math.exp(logprobs[row, column]), position)
 
 
 class BestFirst:
-    """Chosen tokens: each pass scores the `width` most probable nodes of the last layer, each of which offers its most
-    probable children; `unroll` keeps the best `size` of all (EAGLE-2's expansion and rerank, 2406.16858).
+    """A tree of chosen tokens. Each pass scores the `width` most probable nodes of the last layer, and each of these
+    nodes gets its `width` most probable children. `unroll` keeps the best `size` tokens of all (EAGLE-2's expansion and
+    rerank, 2406.16858).
 
-    width 1 is the greedy chain. Layer by layer, so `depth` passes whatever the size. With a merger this is GSD's
-    deterministic draft: children less probable than `sibling_share` of their best sibling are pruned, nodes less
-    probable than `leaf_share` after their parent are not drafted further, and recurring sequences are linked.
+    width 1 is the greedy chain. The tree grows by layers, so it takes `depth` passes for any size. With a merger this
+    is GSD's deterministic draft: children whose probability is below `sibling_share` of their best sibling's are
+    pruned, nodes whose probability after their parent is below `leaf_share` get no children, and recurring sequences
+    are linked.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class BestFirst:
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
-        ids, logprobs = ranked(graph, nodes, output, sampler, self.width)
+        ids, logprobs = rank_children(graph, nodes, output, sampler, self.width)
         offered = []
         for node, tokens, gains in zip(nodes, ids.tolist(), logprobs.tolist(), strict=True):
             value, least = graph.values[node], gains[0] + self._log_sibling
@@ -136,7 +138,7 @@ class BestFirst:
         self._layer = []
         for value, node, token, gain in offered:
             if not self._best.admits(value):
-                break  # and the ones behind it are no better
+                break  # all later ones have lower values
             self._best.offer(value)
             match = self._merger.match(graph, node, token)
             if match is not None:
@@ -147,11 +149,11 @@ class BestFirst:
                 self._layer.append(child)
 
 
-def ranked(
+def rank_children(
     graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The most probable tokens after each node and their log-probabilities, each [nodes, <= width], best first: the
-    draft's own ranking unless the request's processors change it."""
+    """The most probable tokens after each node and their log-probabilities, each [nodes, <= width], best first. The
+    engine's ranking is used unless logits processors or penalties of the request change it."""
     columns = 0 if output.top_ids is None else output.top_ids.shape[1]
     if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path and width <= columns:
         return output.top_ids[: len(nodes), :width], output.top_logprobs[: len(nodes), :width].astype(np.float64)
@@ -165,7 +167,7 @@ def ranked(
 
 
 def chain(length: int) -> tuple[int, ...]:
-    """Topology of one hypothesis."""
+    """Topology of a single path."""
     return tuple(range(length))
 
 
@@ -183,9 +185,9 @@ def k_ary(branching: Sequence[int]) -> tuple[int, ...]:
 def sequoia(acceptance: Sequence[float], size: int, depth: int) -> tuple[int, ...]:
     """Sequoia's optimal topology (2402.12374) for a measured acceptance vector.
 
-    acceptance[b]: the share of rounds in which child b of a node is the one accepted. T[l][n]: the largest expected
-    number of accepted nodes in a tree of n nodes and depth at most l, its root counted as one, by dynamic programming
-    over the last child's subtree: T[l][n, b] = max over m of T[l][n - m, b - 1] + acceptance[b] · max_b' T[l-1][m, b'].
+    acceptance[b]: the share of rounds that accept child b of a node. T[l][n]: the largest expected number of accepted
+    nodes in a tree of n nodes and depth at most l, counting its root. Dynamic programming over the last child's
+    subtree: T[l][n, b] = max over m of T[l][n - m, b - 1] + acceptance[b] · max_b' T[l-1][m, b'].
     """
     ranks = len(acceptance)
     best = np.full((depth + 1, size + 2), -np.inf)  # best[l, n]: over all numbers of children

@@ -1,4 +1,4 @@
-"""Drawing tokens without replacement, one at a time: what every sampled proposal is made of."""
+"""Draws of tokens without replacement, one at a time, for sampled proposals."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..graph.token_graph import TokenGraph
 
 
 class Drawing:
-    """Successive draws from q, each token at most once. `drawn`: how many so far."""
+    """Successive draws from q, each token at most once. `drawn`: the number of draws so far."""
 
     def __init__(self, q: Candidates) -> None:
         self._ids, self._R = q
-        self._last = 0  # where the latest token drawn is, which is still in R: most nodes are drawn from only once
+        self._last = 0  # index of the latest drawn token. R still contains it, because most nodes need only one draw
         self.drawn = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether every token with any probability was drawn."""
+        """Whether every token with a positive probability was drawn."""
         return self.drawn == len(self._ids)
 
     def draw(self, stream: RandomStream) -> tuple[int, float, NDArray[np.float64]]:
-        """The next token, its share of what remained before it, and all that remained, R [K]."""
+        """Draw the next token. Returns the token, its probability under R, and R [K], the distribution of this draw."""
         if self.drawn:
-            self._R = self._R.copy()  # the draws before keep theirs
+            self._R = self._R.copy()  # earlier draws keep their R
             self._R[self._last] = 0.0
             self._R /= self._R.sum()
         self._last = stream.categorical(self._R)
@@ -38,7 +38,7 @@ class Drawing:
 
 
 def drawings(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler) -> list[Drawing]:
-    """From q below each of these nodes, which the graph keeps; row i of `output` is the draft's after nodes[i]."""
+    """A Drawing below each of these nodes. The graph stores each q. Row i of `output`: the draft's after nodes[i]."""
     qs = [sampler.candidates(output.logits[row], graph.path(node)) for row, node in enumerate(nodes)]
     graph.draft_probs.update(zip(nodes, qs, strict=True))
     return [Drawing(q) for q in qs]

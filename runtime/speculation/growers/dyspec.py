@@ -1,20 +1,20 @@
-"""DySpec (arXiv 2410.11744): a token tree grown greedily where the draft expects acceptance.
+"""DySpec (arXiv 2410.11744): a token tree that grows where acceptance is most probable by the draft's estimate.
 
-A *slot* is a place where a token may be drawn: below a node, after the siblings drawn there before. Its value v is the
-expected probability that verification reaches it. Drawing y from a slot with remaining distribution R opens two more:
+A *site* is a place where a token may be drawn: below a node, after the siblings drawn there before. Its value v is the
+expected probability that verification reaches it. A draw of y at a site with remaining distribution R opens two sites:
 
-    child slot    v · a(y)          sibling slot    v · (1 − a(y))          a(y) = R[y] in the paper (Hypothesis 1)
+    child site    v · a(y)          sibling site    v · (1 − a(y))          a(y) = R[y] in the paper (Hypothesis 1)
 
-`estimate` gives a(y); the default is the paper's, `Calibration` corrects it by what was accepted in earlier rounds.
+`estimate` gives a(y). The default is the paper's; `Calibration` corrects it by the acceptance of earlier rounds.
 
-Only the decision *whether* to draw may depend on values, and a value holds nothing about the token its own slot will
-yield; that is the condition under which recursive rejection and traversal verification stay exact (section 5.1).
-With `head`, where a head has estimated the acceptance of a node (SpecDec++), the child slot of that node uses the
-estimate instead of R[y]: it is known as soon as the draft has scored the node, when the slot can first be drawn from.
+Only the decision *whether* to draw may depend on values, and the value of a site does not depend on the token that will
+be drawn there. Under this condition recursive rejection and traversal verification are exact (section 5.1). With
+`head`, the child site of a node uses the acceptance head's estimate (SpecDec++) instead of R[y]. The estimate is known
+when the draft has scored the node, and only then can the site be drawn from.
 
-A `merger` links a drawn token to a node that carries it already (GSD). In the heap and the layers a merge may depend
-on what was drawn below its end: such a graph is verified by matching. `DySpecThreshold` merges as rejection sampling
-asks.
+A `merger` links a drawn token to an existing node with the same token (GSD). In the heap and the layers a merge may
+depend on tokens drawn below the end of the new edge, so such a graph is verified by matching. The merges of
+`DySpecThreshold` are exact under rejection sampling.
 
 All values are natural logarithms. Errata of the printed Algorithm 2: `while v < t` is inverted.
 """
@@ -37,34 +37,34 @@ NEVER = -math.inf
 
 
 class DySpecHeap:
-    """Algorithm 1: m tokens, always from the most valuable slot of the whole tree. One draft pass per node whose child
-    slot reaches the top: the reference for the static forms below, and the fewest draft rows. Nodes at `depth`, where
-    the text ends, have no child slot."""
+    """Algorithm 1: draws m tokens, each at the most valuable site of the whole tree. It needs one draft pass for each
+    node whose child site becomes the most valuable, and the fewest draft rows of all forms. It is the reference for the
+    static forms below. Nodes at `depth`, where the text ends, have no child site."""
 
     def __init__(
         self, m: int, depth: int, estimate: Estimate = uncorrected, head: bool = False, merger: Merger = NO_MERGER
     ) -> None:
         self.m, self.depth, self.estimate, self.head = m, depth, estimate, head
         self._merger = merger
-        self._slots: list[tuple[float, int, int]] = [(0.0, 0, ROOT)]  # -log v, creation order, node
+        self._sites: list[tuple[float, int, int]] = [(0.0, 0, ROOT)]  # -log v, creation order, node
         self._created = 0
         self._drawings: dict[int, Drawing] = {}
 
     def frontier(self, graph: TokenGraph) -> list[int]:
-        return [self._slots[0][2]] if self._slots and len(graph) <= self.m else []
+        return [self._sites[0][2]] if self._sites and len(graph) <= self.m else []
 
     def expand(
         self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
     ) -> None:
         for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
             self._drawings[node] = drawing
-            if self.head and node in graph.acceptance:  # the slot on top is this node's: value it anew
-                heapq.heapreplace(self._slots, self._slot(estimated(graph, node), node))
-        while self._slots and len(graph) <= self.m:
-            log_v, node = -self._slots[0][0], self._slots[0][2]
+            if self.head and node in graph.acceptance:  # the top site belongs to this node: replace its value
+                heapq.heapreplace(self._sites, self._site(head_value(graph, node), node))
+        while self._sites and len(graph) <= self.m:
+            log_v, node = -self._sites[0][0], self._sites[0][2]
             if node not in self._drawings:
-                return  # the draft has to score this node before anything can be drawn below it
-            heapq.heappop(self._slots)
+                return  # the draft must score this node before a token can be drawn below it
+            heapq.heappop(self._sites)
             drawing = self._drawings[node]
             y, share, R = drawing.draw(stream)
             a = self.estimate(drawing.drawn - 1, share)
@@ -73,24 +73,25 @@ class DySpecHeap:
             if match is None:
                 child = graph.add(node, y, gain, share, R=R)
                 if graph.depths[child] < self.depth:
-                    heapq.heappush(self._slots, self._slot(log_v + math.log(a), child))
+                    heapq.heappush(self._sites, self._site(log_v + math.log(a), child))
             else:
                 graph.link(node, match, gain, R)
             if not drawing.exhausted and a < 1:
-                heapq.heappush(self._slots, self._slot(log_v + log1m(a), node))
+                heapq.heappush(self._sites, self._site(log_v + log1m(a), node))
 
-    def _slot(self, log_v: float, node: int) -> tuple[float, int, int]:
+    def _site(self, log_v: float, node: int) -> tuple[float, int, int]:
         self._created += 1
         return -log_v, self._created, node
 
 
 class DySpecLayers:
-    """The tree of Algorithm 1 in a static shape: `depth` draft passes of at most `width` nodes, then the `size` best.
+    """The tree of Algorithm 1 in a static shape: `depth` draft passes of at most `width` nodes; `unroll` then keeps the
+    `size` best tokens.
 
-    Layer by layer, each layer's slots are drawn from in order of value, as long as a slot can still be among the best
-    `size` of the whole tree, counting the first token below each node that goes on; `unroll` keeps the best. With
-    enough width and depth this is the tree of Algorithm 1 for the same random numbers, in `depth` passes instead of one
-    per node.
+    The tree grows layer by layer. A layer's sites are drawn from in order of value, as long as a site can be among the
+    best `size` of the whole tree. This count includes the first token below each node that gets children. If width and
+    depth suffice, the result is the tree of Algorithm 1 for the same random numbers, in `depth` passes instead of one
+    pass per node.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class DySpecLayers:
         self.depth, self.width, self.estimate, self.head = depth, width, estimate, head
         self._merger = merger
         self._layer: list[int] = []
-        self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child slot
+        self._reach: dict[int, float] = {ROOT: 0.0}  # node -> log-value of its child site
         self._best = Best(size)
         self._best.offer(0.0)  # the root's first child
 
@@ -114,7 +115,7 @@ class DySpecLayers:
             return []
         useful = [node for node in self._layer if self._best.holds(self._reach[node])]
         useful.sort(key=lambda node: -self._reach[node])
-        for node in useful[self.width :]:  # nothing will be drawn below them
+        for node in useful[self.width :]:  # these nodes get no children
             self._best.withdraw(self._reach[node])
         return useful[: self.width]
 
@@ -125,11 +126,11 @@ class DySpecLayers:
         for node in nodes if self.head else ():
             if node in graph.acceptance:
                 self._best.withdraw(self._reach[node])
-                self._reach[node] = estimated(graph, node)
+                self._reach[node] = head_value(graph, node)
                 self._best.offer(self._reach[node])
-        below, slots = open_slots(graph, nodes, output, sampler, self._reach)
-        while slots:
-            log_v, node = -slots[0][0], slots[0][1]
+        below, sites = open_sites(graph, nodes, output, sampler, self._reach)
+        while sites:
+            log_v, node = -sites[0][0], sites[0][1]
             drawing = below[node]
             rank = drawing.drawn
             if not (self._best.admits(log_v) if rank else self._best.holds(log_v)):
@@ -138,7 +139,7 @@ class DySpecLayers:
             a = self.estimate(rank, share)
             gain = log_v - graph.values[node]
             match = self._merger.match(graph, node, y)
-            if rank:  # a node's first child was counted on when the node was drawn
+            if rank:  # the node's first child was already offered when the node was drawn
                 self._best.offer(log_v)
             if match is None:
                 child = graph.add(node, y, gain, share, R=R)
@@ -148,14 +149,14 @@ class DySpecLayers:
                     self._best.offer(self._reach[child])
             else:
                 graph.link(node, match, gain, R)
-            next_slot(slots, drawing, log_v + log1m(a))
+            replace_top(sites, drawing, log_v + log1m(a))
 
 
 class DySpecThreshold:
-    """Algorithm 2: every slot worth at least t, layer by layer; at most `size` tokens when unrolled.
+    """Algorithm 2: draws at every site of value t or more, layer by layer; at most `size` tokens when unrolled.
 
-    The budget is checked before each draw, so nothing drawn is ever dropped, and recurring sequences may be merged as
-    they are drawn (GSD): a draw below a node costs one token per path that reaches the node.
+    The budget is checked before each draw, so no drawn token is ever dropped. Therefore recurring sequences may be
+    merged as they are drawn (GSD). A draw below a node costs one token for each path that reaches the node.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class DySpecThreshold:
         self._merger = merger
         self._layer: list[int] = []
         self._reach: dict[int, float] = {ROOT: 0.0}
-        self._paths: dict[int, int] = {ROOT: 1}  # node -> paths from the root: its copies when unrolled
+        self._paths: dict[int, int] = {ROOT: 1}  # node -> number of paths from the root, which is its copies unrolled
         self._spent = 0
 
     def frontier(self, graph: TokenGraph) -> list[int]:
@@ -187,12 +188,12 @@ class DySpecThreshold:
     ) -> None:
         self._layer = []
         if self.head:
-            self._reach.update((node, estimated(graph, node)) for node in nodes if node in graph.acceptance)
-        below, slots = open_slots(graph, nodes, output, sampler, self._reach)
-        while slots and -slots[0][0] >= self.log_t:
-            log_v, node = -slots[0][0], slots[0][1]
+            self._reach.update((node, head_value(graph, node)) for node in nodes if node in graph.acceptance)
+        below, sites = open_sites(graph, nodes, output, sampler, self._reach)
+        while sites and -sites[0][0] >= self.log_t:
+            log_v, node = -sites[0][0], sites[0][1]
             if not self._affords(node):
-                heapq.heappop(slots)
+                heapq.heappop(sites)
                 continue
             drawing = below[node]
             y, share, R = drawing.draw(stream)
@@ -208,31 +209,32 @@ class DySpecThreshold:
                 graph.link(node, match, gain, R)
                 self._paths[match] += self._paths[node]
             self._spent += self._paths[node]
-            next_slot(slots, drawing, log_v + log1m(a))
+            replace_top(sites, drawing, log_v + log1m(a))
 
     def _affords(self, node: int) -> bool:
         return self._spent + self._paths[node] <= self.size
 
 
-def open_slots(
+def open_sites(
     graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, reach: Mapping[int, float]
 ) -> tuple[dict[int, Drawing], list[tuple[float, int]]]:
-    """The first slot below each node of a layer, as a heap of (-log v, node): equal values keep creation order."""
-    slots = [(-reach[node], node) for node in nodes]
-    heapq.heapify(slots)
-    return dict(zip(nodes, drawings(graph, nodes, output, sampler), strict=True)), slots
+    """The Drawing of each node of a layer, and the first site below each node as a heap of (-log v, node); sites of
+    equal value are in creation order."""
+    sites = [(-reach[node], node) for node in nodes]
+    heapq.heapify(sites)
+    return dict(zip(nodes, drawings(graph, nodes, output, sampler), strict=True)), sites
 
 
-def next_slot(slots: list[tuple[float, int]], drawing: Drawing, log_v: float) -> None:
-    """Replace the slot on top, which was just drawn from, by its sibling slot."""
+def replace_top(sites: list[tuple[float, int]], drawing: Drawing, log_v: float) -> None:
+    """Replace the top site, which was just drawn from, by its sibling site."""
     if drawing.exhausted or log_v == NEVER:
-        heapq.heappop(slots)
+        heapq.heappop(sites)
     else:
-        heapq.heapreplace(slots, (-log_v, slots[0][1]))
+        heapq.heapreplace(sites, (-log_v, sites[0][1]))
 
 
-def estimated(graph: TokenGraph, node: int) -> float:
-    """Log-value of a scored node's child slot by the head's estimate, in place of R[y]."""
+def head_value(graph: TokenGraph, node: int) -> float:
+    """Log-value of a scored node's child site, by the head's estimate instead of R[y]."""
     acceptance = graph.acceptance[node]
     return graph.values[node] + math.log(acceptance) if acceptance > 0 else NEVER
 

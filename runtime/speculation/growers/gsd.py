@@ -1,12 +1,13 @@
 """GSD, graph-structured speculative decoding (arXiv 2407.16207): recurring token sequences are merged.
 
-When the token y drafted after `parent` ends an n-gram of τ + 1 tokens that the graph already holds elsewhere, a merge
-edge leads to the node that ends it there and no node is created: whatever follows is drafted once, in the context of
-its first parent, and copied under every path when the graph is unrolled.
+If the token y drafted after `parent` ends an n-gram of τ + 1 tokens that also ends at another node z of the graph, a
+merge edge leads from `parent` to z and no node is created. The tokens below z are drafted once, in the context of z's
+first parent, and copied under every path to z when the graph is unrolled.
 
-Differs from the authors' release where that is in error: a merge never closes a cycle (the release excludes only the
-parent's own ancestors, which leaves cycles on most graphs), a node may have several merge edges (a second one used to
-overwrite the first), pruned candidates are not merged, and the unroll keeps the most probable copies, not the first.
+The authors' release has errors that are corrected here: a merge never closes a cycle (the release excludes only the
+parent's own ancestors, which leaves cycles on most graphs), a node may have several merge edges (in the release a
+second edge overwrites the first), pruned candidates are not merged, and the unroll keeps the most probable copies, not
+the first.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ..graph.token_graph import ROOT, TokenGraph
 
 
 class Merger(Protocol):
-    """Where a drafted token may continue instead of becoming a node of its own."""
+    """Finds an existing node that replaces a drafted token's own node."""
 
     def match(self, graph: TokenGraph, parent: int, token: int) -> int | None:
         """The node to merge with, or None."""
 
 
 class NoMerger:
-    """A tree."""
+    """Never merges: the graph stays a tree."""
 
     def match(self, graph: TokenGraph, parent: int, token: int) -> int | None:
         return None
@@ -36,7 +37,7 @@ NO_MERGER = NoMerger()
 
 @dataclass(frozen=True, slots=True)
 class GraphMerger:
-    """For any tokens, verified by matching: any recurrence of tau + 1 tokens that keeps the graph acyclic."""
+    """For any tokens, verified by matching: merges every recurrence of tau + 1 tokens that keeps the graph acyclic."""
 
     tau: int
 
@@ -49,9 +50,9 @@ class GraphMerger:
 
 @dataclass(frozen=True, slots=True)
 class UnexpandedMerger:
-    """For drawn tokens, verified by recursive rejection: only into a node created after the parent and still without
-    children. Whether an edge exists must not depend on what was drawn below its end (docs/papers.md,
-    What is biased)."""
+    """For drawn tokens, verified by recursive rejection: merges only into a node that was created after the parent and
+    has no children yet. The existence of an edge must not depend on tokens drawn below its end (docs/papers.md, What
+    is biased)."""
 
     tau: int
 
@@ -63,7 +64,7 @@ class UnexpandedMerger:
 
 
 def recurs(graph: TokenGraph, z: int, parent: int, tau: int) -> bool:
-    """Whether the tau tokens before z are those that end in `parent`."""
+    """Whether the tau tokens before z equal the tau tokens that end with `parent`."""
     before, behind = graph.parents[z], parent
     for _ in range(tau):
         if before < ROOT or behind < ROOT or graph.tokens[before] != graph.tokens[behind]:

@@ -1,4 +1,5 @@
-"""Growers by name: what each proposes, how deep, in how many rows of its draft passes. A new grower is a row here."""
+"""The table of growers by name: the kind of their proposals, the depth, and the rows of the draft passes. A new grower
+needs a row here."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ from .baseline import BestFirst, Grower, RankedStaticTree, StaticTree, chain, de
 from .dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from .gsd import NO_MERGER, GraphMerger, Merger, UnexpandedMerger
 
-Shape = tuple[int, ...]
+Topology = tuple[int, ...]
 DRAWN_CHAIN, DRAWN_TREE = "drawn chain", "drawn tree"
 DRAWN_GRAPH = "drawn graph"  # merged branches share their draws
-CHOSEN_GRAPH = "chosen graph"  # tokens or merges are picked by what they are
+CHOSEN_GRAPH = "chosen graph"  # tokens are chosen by probability, or merges by the drawn tokens
 
 
 class Growth(NamedTuple):
-    """What a grower is made from. size, depth, width: the most tokens, their depth, and nodes of a draft pass. shape:
-    where it is given beforehand. tau: tokens before one that is merged with its recurrence, see GSD; None merges none.
-    head: whether the acceptance head values slots. The other fields are those of SpeculativeConfig."""
+    """The arguments of a grower. size: most tokens. depth: greatest depth. width: most nodes of a draft pass. shape:
+    the topology of growers with a fixed shape. tau: n of GSD's n-grams minus one; None for no merges. head: whether the
+    acceptance head gives the values of DySpec's sites. The other fields are those of SpeculativeConfig."""
 
     size: int
     depth: int
     width: int
-    shape: Shape
+    shape: Topology
     tau: int | None
     draft_threshold: float
     sibling_share: float
@@ -43,16 +44,16 @@ def best_first(g: Growth) -> Grower:
 
 @dataclass(frozen=True, slots=True)
 class GrowerKind:
-    """draw, choose: make the grower above temperature 0, and at it. proposal: what is drawn, a kind that verifiers are
-    exact for; merged: the same with GSD. shape: makes the topology, where it is given, of `branching` and `topology`.
-    layered: whether a draft pass scores a whole layer, so that a depth can be planned. by_value: whether estimates of
-    acceptance say where to draw."""
+    """draw, choose: make the grower above temperature 0, and at temperature 0. proposal: the kind of the drawn
+    proposals, a key of `config.LOSSLESS`; merged: the same with GSD. shape: makes the topology of a fixed shape from
+    `branching` and `topology`. layered: whether a draft pass scores a whole layer, so that the depth can be planned.
+    by_value: whether estimates of acceptance decide where to draw."""
 
     draw: Callable[[Growth], Grower]
     choose: Callable[[Growth], Grower] = best_first
     proposal: str = DRAWN_TREE
     merged: str = CHOSEN_GRAPH
-    shape: Callable[[Shape, Shape], Shape] | None = None
+    shape: Callable[[Topology, Topology], Topology] | None = None
     layered: bool = True
     by_value: bool = False
 
@@ -61,13 +62,13 @@ class GrowerKind:
         return self.proposal == DRAWN_CHAIN
 
     def deepest(self, limits: Growth, greedy: bool) -> int:
-        """The deepest a proposal may get; without layers, drawn tokens are limited by their number alone."""
+        """The greatest depth of a proposal. Without layers only the number of drawn tokens limits the depth."""
         if self.shape is not None:
             return max(depths_of(limits.shape))
         return limits.depth if self.layered or greedy else limits.size + 1
 
     def rows(self, limits: Growth) -> list[int]:
-        """The most nodes the draft scores in each of its passes."""
+        """The most nodes that the draft scores in each pass of a round."""
         if self.shape is not None:
             depths = depths_of(limits.shape)
             return [depths.count(depth) for depth in range(1, max(depths))]
@@ -75,8 +76,8 @@ class GrowerKind:
         return [1 if self.is_chain else limits.width] * passes
 
 
-def shaped(shape: Callable[[Shape, Shape], Shape]) -> GrowerKind:
-    """Static trees of a given shape."""
+def fixed_shape(shape: Callable[[Topology, Topology], Topology]) -> GrowerKind:
+    """The kind of growers whose settings fix the shape of the tree."""
     return GrowerKind(
         lambda g: StaticTree(shallow(g.shape, g.depth), g.merger()),
         lambda g: RankedStaticTree(shallow(g.shape, g.depth), g.merger()),
@@ -87,12 +88,12 @@ def shaped(shape: Callable[[Shape, Shape], Shape]) -> GrowerKind:
 KINDS = {
     "chain": GrowerKind(
         lambda g: StaticTree(chain(g.depth)),
-        lambda g: BestFirst(g.depth, g.depth, 1, NO_MERGER),  # without drawing from distributions
+        lambda g: BestFirst(g.depth, g.depth, 1, NO_MERGER),  # needs no distributions
         proposal=DRAWN_CHAIN,
-        merged=DRAWN_CHAIN,  # nothing can merge: its nodes are each other's ancestors
+        merged=DRAWN_CHAIN,  # nothing can merge: all nodes are ancestors of each other
     ),
-    "k-ary": shaped(lambda branching, _: k_ary(branching)),
-    "static": shaped(lambda _, topology: topology),
+    "k-ary": fixed_shape(lambda branching, _: k_ary(branching)),
+    "static": fixed_shape(lambda _, topology: topology),
     "topk": GrowerKind(best_first, proposal=CHOSEN_GRAPH),
     "dyspec": GrowerKind(
         lambda g: DySpecLayers(g.size, g.depth, g.width, g.estimate, g.head, g.merger()), by_value=True

@@ -1,15 +1,16 @@
-"""SpecDec++ (arXiv 2405.19715): stop drafting when a rejection has become likely enough; and its training-free rivals.
+"""SpecDec++ (arXiv 2405.19715): drafting stops when a rejection is likely enough. Also two rules without training.
 
-A head on the draft's last hidden state estimates, for each token the draft has read, the probability a that the target
-accepts it, given that everything before it was accepted. Theorem 3.1: drafting on is no longer worth its cost once
+A head on the draft's last hidden state estimates, for each token that the draft has read, the probability a that the
+target accepts it, given that all tokens before it are accepted. Theorem 3.1: further drafting costs more than it brings
+once
 
     P(some token among Y_1..Y_k is rejected) = 1 - Π a(Y_i)  >  h
 
-Here the product runs along a path of the graph, so that each branch stops for itself. A stopper sees only what is drawn
-already: it may forbid further draws, never drop a token because of its own score, which is biased (TV 0.15 measured).
+Here the product runs along a path of the graph, so each branch stops separately. A stopper may forbid further draws.
+It must never drop a drawn token because of the token's own score; this would be biased (TV 0.15 measured).
 
-What the paper leaves out is the price of asking: a(Y_k) is known only after the draft pass over Y_k, and that pass
-serves nothing else when the answer is to stop. `SpecDecPP` therefore asks a cheaper estimate first.
+The paper ignores the cost of the estimate: a(Y_k) is known only after the draft pass over Y_k, and this pass is wasted
+if the decision is to stop. Therefore `SpecDecPP` first tests a cheaper estimate.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Stopper(Protocol):
     """Ends growth below a node, before its children are drawn or before the draft scores it."""
 
     def before_draw(self, graph: TokenGraph, node: int, logits: NDArray[np.float32]) -> bool:
-        """Whether to draw nothing below `node`, which was just scored: `logits` [V] are the draft's after it."""
+        """Whether to draw nothing below `node`, which was just scored. logits [V]: the draft's after `node`."""
 
     def before_score(self, graph: TokenGraph, node: int) -> bool:
-        """Whether to spend no draft pass on `node`, which stays proposed."""
+        """Whether the draft shall not score `node`. The node stays in the proposal."""
 
 
 class Fixed:
@@ -45,23 +46,23 @@ class Fixed:
         return False
 
 
-def hopeful(rank: int, share: float) -> float:
-    """No estimate before the draft has read a token: it is as good as accepted."""
+def assume_accepted(rank: int, share: float) -> float:
+    """The estimate that every token is accepted, so that nothing stops before the draft has read a token."""
     return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SpecDecPP:
-    """The paper's rule with two improvements. a(Y_k) is known once Y_k is scored: stop *before* Y_{k+1} is drawn. And
-    where `estimate`, which knows only the draft's probability of Y_k, already makes a rejection likely enough, Y_k
-    stays proposed but is not scored, which saves the round's last draft pass.
+    """The paper's rule with two improvements. First, a(Y_k) is known once Y_k is scored, so growth stops *before*
+    Y_{k+1} is drawn. Second, `estimate` needs only the draft's probability of Y_k. If `estimate` already makes a
+    rejection likely enough, Y_k stays in the proposal but is not scored. This saves the round's last draft pass.
 
     h: threshold on the probability of a rejection. k_min: tokens proposed in any case.
     """
 
     h: float
     k_min: int
-    estimate: Estimate = hopeful
+    estimate: Estimate = assume_accepted
 
     def before_draw(self, graph: TokenGraph, node: int, logits: NDArray[np.float32]) -> bool:
         return graph.depths[node] >= self.k_min and rejection(graph, node) > self.h
@@ -75,7 +76,7 @@ class SpecDecPP:
 
 @dataclass(frozen=True, slots=True)
 class SpecDecPPLagged:
-    """The rule as released: the decision comes one token late. Y_{k+1} is drawn and submitted, unscored."""
+    """The rule of the released code, which stops one token later: Y_{k+1} is drawn and proposed, but not scored."""
 
     h: float
     k_min: int
@@ -89,7 +90,7 @@ class SpecDecPPLagged:
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """Hugging Face's assistant threshold (DISCO): stop after a token the draft gave less than `threshold`."""
+    """Hugging Face's assistant threshold (DISCO): stop after a token whose draft probability is below `threshold`."""
 
     threshold: float
 
@@ -102,7 +103,7 @@ class Confidence:
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
-    """AdaEDL (2410.18351): stop where 1 - √(γ H(q)), a lower bound on acceptance, falls below `threshold`."""
+    """AdaEDL (2410.18351): stop where 1 - √(γ H(q)), a lower bound on acceptance, is below `threshold`."""
 
     threshold: float
     gamma: float = 0.5
@@ -112,7 +113,8 @@ class Entropy:
             return False
         weights = np.exp(logits - logits.max())
         q = weights / weights.sum()
-        entropy = -float((q * np.log(np.maximum(q, np.finfo(np.float32).tiny))).sum())  # BLAS would spin
+        # Not a BLAS product, because the threads of BLAS would spin.
+        entropy = -float((q * np.log(np.maximum(q, np.finfo(np.float32).tiny))).sum())
         return 1 - math.sqrt(self.gamma * max(0.0, entropy)) < self.threshold
 
     def before_score(self, graph: TokenGraph, node: int) -> bool:

@@ -1,9 +1,10 @@
-"""How probable acceptance really is where the draft gives a token some probability, learned while a request runs.
+"""Calibration: the measured acceptance rate of drawn tokens by their draft probability, learned while a request runs.
 
-DySpec takes the draft's probability of a drawn token for the probability that it is accepted. At high temperature that
-is far too low: a token is accepted with 1 - TV(p, q) on average, however many others were possible. The tree then grows
-wide where depth would pay. The correction is a table over the token's rank among its siblings and its probability,
-updated after each round and fixed while a round grows: nothing it holds depends on the round's own draws.
+DySpec takes the draft's probability of a drawn token for the probability that the token is accepted. At high
+temperature this is far too low: a token is accepted with 1 - TV(p, q) on average, for any number of other likely
+tokens. The tree then grows wide where depth would pay. The correction is a table over the token's rank among its
+siblings and its probability. The table is updated after each round and fixed during a round, so it does not depend on
+the round's own draws.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Protocol
 from ..graph.token_tree import TokenTree
 
 RANKS, BINS = 4, 12  # later siblings share a row; bin b holds probabilities in (2^-(b+1), 2^-b]
-TYPICAL = (0.6, 0.3, 0.2, 0.1)  # acceptance by rank before anything was seen
-PRIOR = 4.0  # observations the general estimate counts for against the particular one
-FLOOR = 1e-3  # no estimate is certain
+TYPICAL = (0.6, 0.3, 0.2, 0.1)  # acceptance by rank before the first observation
+PRIOR = 4.0  # weight of the more general estimate, in observations
+FLOOR = 1e-3  # every estimate is between FLOOR and 1 - FLOOR
 
 
 class Estimate(Protocol):
     """The probability that a token is accepted when verification reaches it."""
 
     def __call__(self, rank: int, share: float) -> float:
-        """rank: siblings drawn before the token. share: its probability among what remained."""
+        """rank: siblings drawn before the token. share: its probability among the tokens that remained."""
 
 
 def uncorrected(rank: int, share: float) -> float:
@@ -44,20 +45,21 @@ class Calibration:
         return self._estimates[min(rank, RANKS - 1)][bin_of(share)]
 
     def _estimated(self, rank: int) -> list[float]:
-        """The estimate of each cell, drawn towards that of its whole rank, which is drawn towards what is typical."""
+        """The estimates of a rank's cells. Each cell's prior is the estimate of its whole rank, whose prior is
+        TYPICAL."""
         accepted, offered = self._accepted[rank], self._offered[rank]
         whole = (sum(accepted) + PRIOR * TYPICAL[rank]) / (sum(offered) + PRIOR)
         cells = [(a + PRIOR * whole) / (o + PRIOR) for a, o in zip(accepted, offered, strict=True)]
         return [min(max(cell, FLOOR), 1 - FLOOR) for cell in cells]
 
     def update(self, tree: TokenTree, accepted: Sequence[int]) -> None:
-        """Enter one round: the rows that were accepted."""
+        """Learn from one round. accepted: the accepted rows of `tree`."""
         kept = set(accepted)
         ranks = set()
         for row in (0, *accepted):
             drawn = [child for child in tree.children[row] if child not in tree.certain]
             if kept.intersection(tree.children[row]).difference(drawn):
-                continue  # a given token was accepted: the drawn ones may never have been looked at
+                continue  # a given token was accepted, possibly before any drawn token was tested
             for rank, child in enumerate(drawn):
                 counted, cell = min(rank, RANKS - 1), bin_of(tree.shares[child])
                 ranks.add(counted)

@@ -1,13 +1,14 @@
-"""Controller: a chain or a tree, how deep and how wide, or nothing in the next round, by what passes cost here.
+"""Controller: plans the next round: a chain, a tree or no proposal, and the depth and size, by the costs of passes.
 
     speed(kind, d, n) = (1 + E[accepted | kind, depth d, n tokens]) / (draft passes + target pass + host)
 
-The costs are a stored table (`cost.py`); the acceptance is learned while requests run, see `estimate.py`.
+The costs are a stored table (`cost.py`). The acceptance is learned while requests run, see `estimate.py`.
 
-A plan, the kind of proposal included, is made before its round, from the stored table, what earlier rounds accepted,
-and how many others share its passes; never from what this round will draw: the output keeps its distribution. How many
-share, and what other requests accepted, depends on who else happens to be served, so a sampled request with a seed is
-told that it is alone and has an `Experience` of its own: it keeps its text as long as the table stays the same.
+A plan is made before its round. It depends on the stored table, the acceptance of earlier rounds and the number of
+requests that share the passes, but never on the draws of its round, so the output keeps its distribution. The number of
+sharing requests and the acceptance of other requests depend on the load of the server. Therefore the plans of a sampled
+request with a seed assume that it runs alone, and it has an `Experience` of its own: its text stays the same as long as
+the table does.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel, PassCosts
-from .estimate import AcceptanceEstimate, Choice, Shapes
+from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
-PROBE_LOSS = 0.01  # share of plain decoding's time that looking whether speculation pays again may cost
-REMEMBERED = 64  # kinds of request whose latest estimate is kept: clients choose what they are
-SHARED_SPEED_UP = 1.05  # that a proposal must promise where passes are shared
-CONTEXT_STEP = 64  # costs are looked up anew after so many tokens
+PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
+REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
+SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
+CONTEXT_STEP = 64  # tokens of context after which costs are looked up again
 PLAIN_DEPTH = 0
 
 
-class Plan(NamedTuple):
-    """One round's limits; depth 0 decodes plainly. tokens, seconds: what the round is expected to yield and to take.
-    speed_up: expected of the best proposal over plain decoding. probe: it is made although that is less than one, to
-    see whether it still is. chain: propose a chain of `depth` tokens, whatever else the configuration grows. reason: of
-    a plain round, the figures that decided."""
+class RoundPlan(NamedTuple):
+    """One round's limits; depth 0 means plain decoding. tokens, seconds: expected tokens and duration of the round.
+    speed_up: expected speed-up of the best proposal over plain decoding. probe: whether the round tests speculation
+    although plain decoding is expected to be faster. chain: whether to propose a chain of `depth` tokens instead of the
+    configured tree. reason: for a plain round, the figures that decided."""
 
     depth: int
     size: int
@@ -46,21 +47,21 @@ class Plan(NamedTuple):
 
 
 class Experience:
-    """What the requests of one model leave to the next: the latest estimates, and plain rounds since the last look
-    whether speculation pays. Only ever a guess, so that requests on several threads may mix theirs."""
+    """State that requests of one model pass on to later requests: the latest estimates, and the number of plain rounds
+    since the last probe. It only serves as a first guess, so requests on several threads may overwrite each other's."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._latest: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
         self.plain_rounds = 0
 
-    def recall(self, shapes: Shapes, greedy: bool) -> AcceptanceEstimate:
-        """What a new request may expect."""
+    def estimate_for(self, shapes: Shapes, greedy: bool) -> AcceptanceEstimate:
+        """The first estimate of a new request."""
         latest = self._latest.get((shapes, greedy))
-        return AcceptanceEstimate(shapes) if latest is None else latest.carried()
+        return AcceptanceEstimate(shapes) if latest is None else latest.for_next_request()
 
-    def note(self, shapes: Shapes, greedy: bool, estimate: AcceptanceEstimate) -> None:
-        """Of the request that runs; what was not heard of for longest is forgotten."""
+    def store(self, shapes: Shapes, greedy: bool, estimate: AcceptanceEstimate) -> None:
+        """Keep the estimate of the running request; the least recently stored one is dropped if there are too many."""
         with self._lock:
             self._latest.pop((shapes, greedy), None)
             self._latest[shapes, greedy] = estimate
@@ -69,108 +70,110 @@ class Experience:
 
 
 class Controller:
-    """The plans of one request."""
+    """Plans the rounds of one request."""
 
     def __init__(self, costs: CostModel, shapes: Shapes, greedy: bool, experience: Experience | None = None) -> None:
-        """experience: of earlier requests; none for a request that must not depend on them."""
+        """experience: of earlier requests; None for a request that must not depend on them."""
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
         self._host = costs.greedy if greedy else costs.sampled
         self._experience = Experience() if experience is None else experience
-        self._estimate = self._experience.recall(shapes, greedy)
-        self._priced = (-1, 0)  # for which context and sharing
+        self._estimate = self._experience.estimate_for(shapes, greedy)
+        self._priced = (-1, 0)  # the context (in steps) and sharing of the prices below
         self._seconds = np.zeros(shapes.grid)
         self._plain_seconds = 0.0
-        self._draft_alone: list[float] = []  # seconds of a draft pass of 1, 2, ... rows that nobody shares
-        self._found: dict[int, Plan] = {}  # the best of each depth, as long as nothing is learned
+        self._draft_alone: list[float] = []  # seconds of a draft pass of 1, 2, ... rows of a single request
+        self._found: dict[int, RoundPlan] = {}  # the best plan by greatest depth, until the next observation
 
-    def plan(self, context: int, room: int, sharing: int = 1, unread: int = 1) -> Plan:
-        """The next round's limits behind `context` committed tokens; at most `room` deep. sharing: requests whose
-        passes run together: the more there are, the dearer is a row. unread: tokens the draft would read first."""
+    def plan(self, context: int, remaining: int, sharing: int = 1, unread: int = 1) -> RoundPlan:
+        """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
+        limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
+        costs. unread: committed tokens that the draft would have to read first."""
         self._price(context, sharing)
-        plain = Plan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
-        if room < 1:
+        plain = RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
+        if remaining < 1:
             return plain
-        best = self._best(room)
-        catching_up = self._catching_up(unread)
-        if self._pays(best, room, catching_up, sharing):
+        best = self._best(remaining)
+        reading_time = self._reading_time(unread)
+        if self._pays(best, remaining, reading_time, sharing):
             return best
         self._experience.plain_rounds += 1
-        # Nobody else drafts when one request looks: its draft passes are its own.
-        loss = catching_up + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
+        # When one request probes, the others do not draft, so it shares its draft passes with none.
+        loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
         allowed = self._experience.plain_rounds * PROBE_LOSS * self._plain_seconds
-        if allowed > loss and allowed > loss + self._held_up(best, context, sharing):
+        if allowed > loss and allowed > loss + self._delay(best, context, sharing):
             self._experience.plain_rounds = 0
             return best._replace(probe=True)
-        return plain._replace(speed_up=best.speed_up, reason=self._why_not(best, room, unread, sharing))
+        return plain._replace(speed_up=best.speed_up, reason=self._reason_for_plain(best, remaining, unread, sharing))
 
-    def worth_reading(self, context: int, room: int, sharing: int) -> bool:
-        """Whether the draft is to read the prompt of `context` tokens, for a text of `room` tokens behind it."""
+    def worth_reading(self, context: int, remaining: int, sharing: int) -> bool:
+        """Whether the draft shall read the prompt of `context` tokens, if `remaining` tokens may follow."""
         self._price(context, sharing)
-        return room > 0 and self._pays(self._best(room), room, self._catching_up(context), sharing)
+        return remaining > 0 and self._pays(self._best(remaining), remaining, self._reading_time(context), sharing)
 
-    def observe(self, plan: Plan, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
-        """Learn from a verified round: what it, and every smaller proposal, got. accepted: rows of its tree. choices:
-        of the verifier along them."""
+    def observe(self, plan: RoundPlan, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
+        """Learn from a verified round the acceptance of its proposal and of every smaller one. accepted: accepted rows
+        of the tree. choices: the verifier's choices along these rows."""
         self._found.clear()
         self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
-        self._experience.note(self._shapes, self._greedy, self._estimate)
+        self._experience.store(self._shapes, self._greedy, self._estimate)
 
-    def _pays(self, plan: Plan, room: int, catching_up: float, sharing: int) -> bool:
-        """Whether it is expected to be faster than plain decoding, and among others clearly so: a table measured alone
-        does not know what their rows, and those rejected, do to a pass."""
+    def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, sharing: int) -> bool:
+        """Whether `plan` is expected to be faster than plain decoding. When requests share passes, the difference must
+        be clear, because the cost table was measured with a single request's rows, none of them rejected."""
         clearly = sharing == 1 or plan.speed_up > SHARED_SPEED_UP
-        return clearly and self._saves(plan, room) > catching_up
+        return clearly and self._saves(plan, remaining) > reading_time
 
-    def _why_not(self, plan: Plan, room: int, unread: int, sharing: int) -> str:
-        """What `_pays` found wanting. Times are counted in plain tokens: costs may stand for sizes of models."""
+    def _reason_for_plain(self, plan: RoundPlan, remaining: int, unread: int, sharing: int) -> str:
+        """The reason why `_pays` is false. Times are counted in plain tokens, because the costs may be assumed ones."""
         promise = f"a proposal promises {plan.speed_up:.2f} times plain speed"
         if sharing > 1 and plan.speed_up <= SHARED_SPEED_UP:
-            return f"{promise} and {sharing} requests share the passes, where more than {SHARED_SPEED_UP:.2f} is asked"
-        if not (reading := self._catching_up(unread)):
+            return f"{promise}, but more than {SHARED_SPEED_UP:.2f} is needed when {sharing} requests share the passes"
+        if not (reading := self._reading_time(unread)):
             return promise
-        saved, reading = self._saves(plan, room) / self._plain_seconds, reading / self._plain_seconds
-        saving = f"{promise}, which saves the time of {max(0.0, saved):.1f} tokens over the {room} that may follow"
+        saved, reading = self._saves(plan, remaining) / self._plain_seconds, reading / self._plain_seconds
+        saving = f"{promise}, which saves the time of {max(0.0, saved):.1f} tokens over the {remaining} that may follow"
         return f"{saving}, but the draft would first read {unread} tokens, in the time of {reading:.1f}"
 
-    def _saves(self, plan: Plan, room: float) -> float:
-        """Seconds that such rounds save over a text of `room` tokens."""
-        return (self._plain_seconds - plan.seconds / plan.tokens) * room
+    def _saves(self, plan: RoundPlan, remaining: float) -> float:
+        """Seconds that rounds like `plan` save over a text of `remaining` tokens."""
+        return (self._plain_seconds - plan.seconds / plan.tokens) * remaining
 
-    def _held_up(self, plan: Plan, context: int, sharing: int) -> float:
-        """Seconds that a proposal which nobody else makes adds to a pass that all wait for, beyond what it yields."""
+    def _delay(self, plan: RoundPlan, context: int, sharing: int) -> float:
+        """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
         tokens = plan.size + self._shapes.given
         passes, host = self._costs.target, self._host
         longer = passes.at(sharing + tokens, context * sharing) - passes.at(sharing, context * sharing)
         longer += host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 
-    def _catching_up(self, unread: int) -> float:
-        """Seconds in which the draft reads what it missed, perhaps the whole prompt: once, and in a pass of its own.
-        A few tokens are part of every round."""
+    def _reading_time(self, unread: int) -> float:
+        """Seconds for the draft to read its `unread` tokens, perhaps the whole prompt, in passes of their own. A few
+        tokens are part of every round and count as zero."""
         widest = len(self._draft_alone)
         missed = self._draft_alone[min(unread, widest) - 1] * max(1.0, unread / widest)
         return missed if unread > self._shapes.depth else 0.0
 
-    def _best(self, room: int) -> Plan:
-        """The proposal of most tokens per second."""
-        most = min(room, self._shapes.depth)
+    def _best(self, remaining: int) -> RoundPlan:
+        """The proposal with the most expected tokens per second, at most `remaining` deep."""
+        most = min(remaining, self._shapes.depth)
         if most not in self._found:
-            expected, every = 1 + self._estimate.accepted()[:, :most], self._seconds[:, :most]
+            expected, every = 1 + self._estimate.expected_accepted()[:, :most], self._seconds[:, :most]
             row, column = divmod(int((expected / every).argmax()), most)
             depth, tokens, seconds = column + 1, float(expected[row, column]), float(every[row, column])
             chain = self._shapes.chain and row == 0
             size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
             speed_up = tokens * self._plain_seconds / seconds
-            self._found[most] = Plan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
+            self._found[most] = RoundPlan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
         return self._found[most]
 
     def _price(self, context: int, sharing: int) -> None:
-        """Seconds [kinds and sizes, depths] of every plan, and of a plain token, behind so many committed ones: this
-        request's part of passes in which all have as many rows as itself, and its own time on the host."""
+        """Compute the seconds [kinds and sizes, depths] of every plan, and of a plain token, after `context` committed
+        tokens: the request's share of passes in which all requests have equally many rows, and its time on the host."""
         priced = context // CONTEXT_STEP, sharing
         if priced == self._priced:
             return
-        self._priced, shapes, spanned = priced, self._shapes, context * sharing  # attention reads everybody's rows
+        self._priced, shapes = priced, self._shapes
+        spanned = context * sharing  # attention reads the rows of all requests
         self._found.clear()
 
         def part(passes: PassCosts, rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -183,7 +186,7 @@ class Controller:
         tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
         tokens[: int(shapes.chain)] = depths
         tokens += shapes.given
-        first = part(self._costs.draft, np.array(2))  # the root, and often the last accepted token
+        first = part(self._costs.draft, np.array(2))  # two rows: the root, and often the last accepted token
         further = part(self._costs.draft, np.minimum(sizes, shapes.frontier))
         verify = part(self._costs.target, tokens + 1) + self._host.round + self._host.token * tokens
         self._seconds = first + (depths - 1) * further[:, None] + verify

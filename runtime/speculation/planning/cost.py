@@ -1,4 +1,5 @@
-"""CostModel: what a pass of either engine costs, by rows and context. Pure; `bundle/costs.py` stores it."""
+"""CostModel: seconds of a pass of either engine, by rows and context. Without input or output: `bundle/costs.py`
+stores the table."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ from numpy.typing import NDArray
 from ....models.config import LlamaConfig
 from ....models.layers import num_parameters
 
-MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # of a pass, and of its rows or context
-BYTES_PER_SECOND = 40e9  # of a machine nobody has measured: a small server's memory
-ROW_SHARE = 0.06  # what each further row adds to a pass there, as a share of the first
+MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # greatest seconds of a pass, and greatest number of rows or context tokens
+BYTES_PER_SECOND = 40e9  # assumed memory bandwidth of a machine that was not measured: a small server's
+ROW_SHARE = 0.06  # assumed cost of each further row there, as a share of the first row's
 ASSUMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Seconds of one engine's passes. seconds[i][j]: `widths[j]` rows behind `contexts[i]` committed ones, both
-    ascending. padded: other numbers of rows cost as much as the next larger width, which they are filled up to."""
+    """Seconds of one engine's passes. seconds[i][j]: of a pass of `widths[j]` rows after `contexts[i]` committed rows;
+    both tuples ascend. padded: whether the engine pads other numbers of rows to the next larger width, so that they
+    cost as much."""
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -40,11 +42,12 @@ class PassCosts:
             raise ValueError(f"widths {self.widths} and contexts {self.contexts} must be from 1 or 0 to {MOST_TOKENS}")
 
     def at(self, rows: int, context: int) -> float:
-        """Seconds of a pass, between the nearest contexts; of more rows than were measured, in proportion."""
+        """Seconds of a pass, interpolated between the nearest contexts. Beyond the greatest measured width the seconds
+        are proportional to the rows."""
         return float(self.of(np.asarray(rows), context))
 
     def of(self, rows: NDArray[np.int64], context: int) -> NDArray[np.float64]:
-        """The same of passes of so many rows each, of any shape."""
+        """The same for an array of numbers of rows, of any shape."""
         widths = np.asarray(self.widths)
         if self.padded:
             rows = np.where(rows < widths[-1], widths[np.searchsorted(widths, np.minimum(rows, widths[-1]))], rows)
@@ -52,8 +55,8 @@ class PassCosts:
         return seconds
 
     def _behind(self, context: int) -> NDArray[np.float64]:
-        """Seconds of every width. Beyond the last context they grow as between the last two, since attention does:
-        never below the last, and a wider pass costs no less there either, whatever noise there is in its growth."""
+        """Seconds of every width. Beyond the last context they grow as between the last two contexts, because
+        attention does. To limit noise, they never fall below the last context's, and a wider pass never costs less."""
         seconds = np.asarray(self.seconds)
         if len(self.contexts) == 1:
             return np.asarray(seconds[0])
@@ -69,7 +72,8 @@ class PassCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds outside both engines: of a plain round, of one with a proposal, and of every token proposed in it."""
+    """Seconds outside both engines. plain: of a plain round. round: of a round with a proposal. token: additionally,
+    of every proposed token."""
 
     plain: float
     round: float
@@ -83,8 +87,8 @@ class HostCosts:
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Costs of both engines on one machine. greedy, sampled: host time at temperature 0 and above. machine: see
-    `fingerprint` of `bundle/costs.py`; empty where nothing was measured. spread: upper quartile / least of the seconds
-    a pass took when it was repeated, the median over all passes; None where it is not known."""
+    `fingerprint` of `bundle/costs.py`; empty if nothing was measured. spread: for each pass, the upper quartile of its
+    repeated measurements over the least; of these the median over all passes. None if unknown."""
 
     target: PassCosts
     draft: PassCosts
@@ -99,7 +103,8 @@ class CostModel:
 
 
 def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:
-    """Costs nobody has measured: every pass reads all weights once at a usual memory's speed, rows add a little."""
+    """Costs without a measurement: every pass reads all weights once at a usual memory bandwidth, and each further row
+    adds a little."""
 
     def passes(model: LlamaConfig) -> PassCosts:
         once = 4 * num_parameters(model) / BYTES_PER_SECOND + 1e-4

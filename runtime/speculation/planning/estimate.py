@@ -1,15 +1,16 @@
-"""How many tokens of a proposal will be accepted: chains and trees of every size and depth, learned online.
+"""Estimates of the accepted tokens of chains and trees, by size and depth, learned while requests run.
 
-Two numbers say what a draft is worth: α, the chance that its first choice for a token is accepted, and ρ, the share of
-the remaining cases that its next choice saves. A chain needs α alone. A tree of n tokens is what its growers make:
-the n most valuable nodes, a node of choices k_1..k_d being worth
+Two numbers describe a draft: α, the probability that its first choice for a token is accepted, and ρ, the probability
+that its next choice is accepted after the choices before were rejected. A chain needs only α. A tree of n tokens
+consists of the n most valuable nodes. The value of a node that is reached by the choices k_1..k_d is
 
     v = Π a(k_i),   a(0) = α,   a(k) = (1 - α) ρ (1 - ρ)^(k - 1)
 
-so that the values at depth d add up to the chance to get so far. A draft that knows where it is sure does better, a
-tree cut short does worse: that is learned for each size and depth, the two numbers being the prior.
-Rows of a tree stand in order of value, so the n best of them are the tree a budget of n would have had, and its first
-choices the chain: one verified round tells what every smaller proposal would have got.
+so that the values at depth d add up to the probability that depth d is reached. Real proposals differ: a draft with
+good confidence estimates does better, a tree that is cut short does worse. Therefore the acceptance is learned for each
+size and depth, and the two numbers only give the prior.
+Rows of a tree stand in order of value. The first n rows are the tree that a budget of n would have given, and the first
+choices are the chain. Therefore one verified round shows the acceptance of every smaller proposal, too.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from numpy.typing import NDArray
 
 from ..graph.token_tree import TokenTree
 
-MEMORY = 0.96  # what a round counts for after the next one: about 25 rounds are remembered
-CARRIED = 0.5  # what a request's rounds count for in the next request
-FIRST_GUESS = 0.6  # α before anything was seen
-SAVED_GUESS = 0.3  # ρ before anything was seen
-PRIOR = 5.0  # observations a guess counts for
-STEPS = 40  # the prior of trees is computed for so many values of α and of ρ
+MEMORY = 0.96  # factor on the weight of earlier rounds after each round: about 25 rounds count
+CARRIED = 0.5  # factor on the weight of a request's rounds in the next request
+FIRST_GUESS = 0.6  # α before the first observation
+SAVED_GUESS = 0.3  # ρ before the first observation
+PRIOR = 5.0  # weight of the prior, in observations
+STEPS = 40  # resolution of α and of ρ for the prior of trees
 
 
 class Shapes(NamedTuple):
-    """The proposals to choose from: chains, where `chain`, and trees of the given `sizes`, in tokens, ascending.
-    depth: of the deepest. frontier: rows of a draft pass. given: tokens of a prompt lookup that come on top."""
+    """The proposals to choose from: chains, if `chain` is true, and trees of the given `sizes` in tokens, ascending.
+    depth: greatest depth. frontier: rows of a draft pass. given: additional tokens from a prompt lookup."""
 
     sizes: tuple[int, ...]
     depth: int
@@ -44,30 +45,31 @@ class Shapes(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Kinds and sizes, the chain first, and depths."""
+        """The shape of arrays over all proposals: kinds and sizes (the chain first) x depths."""
         return self.chain + len(self.sizes), self.depth
 
 
-class Choice(NamedTuple):
-    """What verification took below one row. rank: of the child it accepted, None for none. offered: children."""
+class VerifierChoice(NamedTuple):
+    """The verifier's choice below one row. rank: of the accepted child, None if none was. offered: number of
+    children."""
 
     rank: int | None
     offered: int
 
 
-def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[Choice]:
-    """The verifier's choices along an accepted path, among what was drawn or chosen. A row says nothing where a token
-    that was given is accepted: the others may never have been looked at."""
+def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[VerifierChoice]:
+    """The verifier's choices along an accepted path, among drawn or chosen tokens. A row at which a given token was
+    accepted is left out, because the verifier may not have tested the other children."""
     choices = []
     for row, taken in zip((0, *accepted), (*accepted, None), strict=True):
         drawn = [child for child in tree.children[row] if child not in tree.certain]
         if drawn and taken not in tree.certain:
-            choices.append(Choice(None if taken is None else drawn.index(taken), len(drawn)))
+            choices.append(VerifierChoice(None if taken is None else drawn.index(taken), len(drawn)))
     return choices
 
 
 class AcceptanceEstimate:
-    """Counts of one request's rounds, recent ones more than old ones."""
+    """Acceptance counts of one request's rounds; recent rounds have more weight."""
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
@@ -75,15 +77,15 @@ class AcceptanceEstimate:
         # Rows: α, ρ. Columns: tried, succeeded.
         self._chances = np.zeros((2, 2))
 
-    def carried(self) -> AcceptanceEstimate:
-        """Where the next request starts."""
+    def for_next_request(self) -> AcceptanceEstimate:
+        """The initial estimate of the next request: the same counts with less weight."""
         carried = AcceptanceEstimate(self._shapes)
         carried._offered, carried._accepted = self._offered * CARRIED, self._accepted * CARRIED
         carried._chances = self._chances * CARRIED
         return carried
 
-    def observe(self, size: int | None, depth: int, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
-        """One verified round of a tree of `size` tokens, None for a chain, that was at most `depth` deep."""
+    def observe(self, size: int | None, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
+        """Learn from one verified round. size: tokens of its tree, None for a chain. depth: its greatest depth."""
         for counts in (self._offered, self._accepted, self._chances):
             counts *= MEMORY
         for rank, offered in choices:
@@ -97,8 +99,8 @@ class AcceptanceEstimate:
                 return
             self._enter(row, depth, smaller + self._shapes.given, accepted)
 
-    def accepted(self) -> NDArray[np.float64]:
-        """E[accepted] [kinds and sizes, depths]: the sum over depths of the chance to get so far."""
+    def expected_accepted(self) -> NDArray[np.float64]:
+        """E[accepted] [kinds and sizes, depths]: the sum over depths of the probability that the depth is reached."""
         shapes = self._shapes
         alpha, saved = (
             (succeeded + PRIOR * guess) / (tried + PRIOR)
@@ -110,7 +112,9 @@ class AcceptanceEstimate:
         expected: NDArray[np.float64] = np.where(prior > 0, step, 0.0).cumprod(1).cumsum(1)
         return expected
 
-    def _observe_chain(self, is_chain: bool, depth: int, accepted: Sequence[int], choices: Sequence[Choice]) -> None:
+    def _observe_chain(
+        self, is_chain: bool, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]
+    ) -> None:
         if is_chain:
             self._enter(0, depth, depth + self._shapes.given, accepted)
             return
@@ -121,7 +125,7 @@ class AcceptanceEstimate:
                 return
 
     def _enter(self, row: int, depth: int, rows: int, accepted: Sequence[int]) -> None:
-        """What a proposal of so many rows would have got."""
+        """Count the result that a proposal of the first `rows` rows would have had."""
         for column in range(min(depth, rows)):
             self._offered[row, column] += 1
             if column >= len(accepted) or accepted[column] > rows:
@@ -131,7 +135,8 @@ class AcceptanceEstimate:
 
 @lru_cache(maxsize=1024)
 def tree_steps(alpha: int, saved: int, shapes: Shapes) -> NDArray[np.float64]:
-    """[sizes, depths]: the chance to get one deeper in a tree; zero beyond as many tokens. alpha, saved: of STEPS."""
+    """[sizes, depths]: the probability that the next depth of a tree is reached, given the depth before; zero where a
+    tree has no node. alpha, saved: α and ρ times STEPS."""
     a, rho = min(max(alpha, 1), STEPS - 1) / STEPS, min(max(saved, 1), STEPS - 1) / STEPS
     reached = np.zeros((len(shapes.sizes), shapes.depth))
     heap, nodes = [(-a, 1, 0, 1.0)], 0  # -v, depth, choice, v of the parent

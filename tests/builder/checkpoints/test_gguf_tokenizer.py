@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.gguf.splits import SPLITS
-from draftwood.builder.tokenizer import SENTENCEPIECE, convert_tokenizer, same_vocabulary
+from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
 from draftwood.models.errors import CheckpointError
 from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
 
@@ -130,7 +130,7 @@ def test_texts_have_the_folders_ids(pair: Pair, text: str) -> None:
 
 
 def test_vocabulary_and_special_tokens_are_the_folders(pair: Pair) -> None:
-    same_vocabulary(pair.ours, pair.theirs)
+    check_same_vocabulary(pair.ours, pair.theirs)
     assert pair.ours.special_token_ids == pair.theirs.special_token_ids == {0, 1, 2}
     assert (pair.ours.bos_token_id, pair.ours.adds_bos) == (pair.theirs.bos_token_id, pair.theirs.adds_bos)
     assert Checkpoint(pair.file).eos_token_ids() == [0, 2]  # <|endoftext|> by its name
@@ -231,7 +231,7 @@ def test_sentencepiece_has_the_folders_ids(spm: tuple[Pair, sentencepiece.Senten
 
 
 def test_padding_of_the_vocabulary_is_no_token(spm: tuple[Pair, sentencepiece.SentencePieceProcessor]) -> None:
-    same_vocabulary(spm[0].ours, spm[0].theirs)
+    check_same_vocabulary(spm[0].ours, spm[0].theirs)
     assert Checkpoint(spm[0].file).config.vocab_size == 342
     assert Checkpoint(spm[0].file).eos_token_ids() == [2]  # where no key says it
 

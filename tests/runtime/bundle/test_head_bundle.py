@@ -28,7 +28,7 @@ from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead, HeadConfig, read_head
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.base import causal_batch
+from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.llm import LLM
 from draftwood.runtime.sampling.sampler import SamplingParams
@@ -94,11 +94,11 @@ def test_engines_agree_on_acceptance(tiny_pair: Path, trained: tuple[Path, HeadR
     outputs = []
     for engine in (compiled, reference):
         cache = engine.new_cache()
-        first = engine.forward(causal_batch(engine.spec, [1, 5, 9, 30], 0), cache).acceptance
+        first = engine.score(causal_batch(engine.spec, [1, 5, 9, 30], 0), cache).acceptance
         assert first is not None and first.shape == (1,)
         prompt = first.copy()
         cache.commit(range(4))
-        tree = engine.forward(BUSHY.batch(engine.spec, 4), cache)
+        tree = engine.score(BUSHY.batch(engine.spec, 4), cache)
         assert tree.acceptance is not None and tree.acceptance.dtype == np.float32
         assert tree.rows([0, 3]).acceptance is not None
         outputs.append((prompt, tree.acceptance[: len(BUSHY.tokens)].copy()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftwood.models.errors import CheckpointError
-from draftwood.runtime.bundle.staging import locked, staging_folder
+from draftwood.runtime.bundle.staging import staging_folder, try_lock
 
 
 def names(folder: Path) -> list[str]:
@@ -95,8 +95,8 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) 
     for folder in (tmp_path / ".head.partial-0", held, others):
         folder.mkdir()
         (folder / "weights.bin").write_text("")
-    lock = locked(held)
-    assert lock is not None and locked(held) is None
+    lock = try_lock(held)
+    assert lock is not None and try_lock(held) is None
     write(output, "head.json")
     assert names(tmp_path) == [held.name, others.name, "head"]
     os.close(lock)
@@ -107,7 +107,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) 
 def test_a_folder_is_locked_while_it_is_written(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "head", "head.json", CheckpointError) as staging:
         (staging / "head.json").write_text("")
-        assert locked(staging) is None
+        assert try_lock(staging) is None
         write(tmp_path / "head", "head.json", "another's")
         assert staging.exists()
     assert names(tmp_path) == ["head"]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftwood.models.errors import RequestError
-from draftwood.runtime.decoding.decoder import SpeculativeDecoder, TokenChunk
+from draftwood.runtime.decoding.chunk import TokenChunk
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.random import RandomStreams, SeededStream, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams

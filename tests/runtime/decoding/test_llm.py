@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 
-from draftwood.runtime import LLM, ConfigError, GenerationResult, RequestError, SamplingParams, SpeculativeConfig
-from draftwood.runtime.decoding.decoder import TokenChunk
+from draftwood.runtime import (
+    LLM,
+    ConfigError,
+    EngineError,
+    GenerationResult,
+    RequestError,
+    SamplingParams,
+    SpeculativeConfig,
+)
+from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
-from draftwood.runtime.llm import Prompt
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
+from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.llm import Prompt, Shared
 from draftwood.runtime.requests.async_llm import AsyncLLM
 from draftwood.runtime.text.tokenizer import Tokenizer
 from draftwood.runtime.text.writer import TextWriter
@@ -43,20 +52,54 @@ def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
 
 def test_the_prompts_of_a_list_share_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = 0
-    forward = llm.engines.target.forward
+    score = llm.engines.target.score
 
-    def counted(batch: TokenBatch, cache: Any) -> ForwardOutput:
+    def counted(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         nonlocal passes
         passes += 1
-        return forward(batch, cache)
+        return score(batch, cache)
 
-    monkeypatch.setattr(llm.engines.target, "forward", counted)
+    monkeypatch.setattr(llm.engines.target, "score", counted)
     prompts: list[Prompt] = ["one", "two", "three", "four"]
     together = llm.generate(prompts, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))
     shared, passes = passes, 0
     alone = [llm.generate(prompt, SamplingParams(max_tokens=24, seed=5, ignore_eos=True)) for prompt in prompts]
     assert shared < 0.6 * passes
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+
+
+def test_what_prompts_of_a_list_begin_with_is_read_once(llm: LLM) -> None:
+    """A prompt that waits for a place finds the rows of those that ran before it."""
+    begin = list(range(5, 45))
+    prompts: list[Prompt] = [[*begin, number] for number in range(50, 60)]
+    results = llm.generate(prompts, GREEDY)
+    assert sum(result.stats.num_cached_tokens for result in results) >= 8 * len(begin)
+    assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize("error", [EngineError("on purpose"), KeyboardInterrupt()], ids=["fails", "is interrupted"])
+def test_a_list_that_fails_or_is_interrupted_leaves_no_caches(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    pools: list[PooledEngine] = []
+    left, share, score = iter(range(9)), llm.share, llm.engines.target.score
+
+    def noted(requests: int, prefix_cache_slots: int) -> Shared:
+        shared = share(requests, prefix_cache_slots=prefix_cache_slots)
+        pools.extend(shared.pools)
+        return shared
+
+    def failing(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        if next(left, None) is None:
+            assert all(pool.caches for pool in pools)
+            raise error
+        return score(batch, cache)
+
+    monkeypatch.setattr(llm, "share", noted)
+    monkeypatch.setattr(llm.engines.target, "score", failing)
+    with pytest.raises(type(error)):
+        llm.generate(["one", "two", "three"], GREEDY)
+    assert len(pools) == 2 and not any(pool.caches for pool in pools)
 
 
 def test_the_stream_is_the_result_in_parts(llm: LLM) -> None:

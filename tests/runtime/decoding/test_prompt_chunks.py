@@ -21,18 +21,12 @@ from native_parts import open_native, spec_of
 from draftwood.builder.options import BuildOptions
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
-from draftwood.runtime.decoding.loop import Waiting, next_together
+from draftwood.runtime.decoding.chunk import TokenChunk
+from draftwood.runtime.decoding.loop import Job, next_joint
 from draftwood.runtime.engines.backends import ONNXRUNTIME
-from draftwood.runtime.engines.base import (
-    Engine,
-    EngineSpec,
-    ForwardOutput,
-    Pass,
-    TokenBatch,
-    causal_batch,
-    prefill_passes,
-)
+from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import Steps, causal_batch, prefill_passes
 from draftwood.runtime.engines.shared.pool import PooledEngine
 
 Open = Callable[[tuple[int, ...]], Engine]
@@ -69,6 +63,10 @@ def read(engine: Engine, cache: Any, text: list[int]) -> tuple[list[int], Any]:
         rows.append(len(wanted.batch.mask))
         assert len(wanted.batch.output_rows) == 1  # the vocabulary is no part of reading
         output = wanted.run()
+
+
+def no_steps() -> Steps[TokenChunk]:
+    yield from ()
 
 
 def test_wide_chunks_change_no_bit(opened: Open) -> None:
@@ -108,14 +106,17 @@ def test_nobody_waits_for_a_wide_pass_but_whoever_came_in_the_middle_of_it(opene
     passes = prefill_passes(pool, cache, text)
     wanted = next(passes)
     guest = pool.new_cache()
-    waiting = [Waiting(0, wanted), Waiting(1, next(prefill_passes(pool, guest, [1, 2, 3])))]
-    assert next_together(waiting, [pool]) == waiting[:1]
-    assert next_together(waiting[::-1], [pool]) == waiting[1:]
+    waiting: list[Job[TokenChunk]] = [
+        Job(steps=no_steps(), write=lambda chunk: chunk, wanted=each)
+        for each in (wanted, next(prefill_passes(pool, guest, [1, 2, 3])))
+    ]
+    assert next_joint(waiting) == waiting[:1]
+    assert next_joint(waiting[::-1]) == waiting[1:]
     with pytest.raises(StopIteration) as end:
         while True:
             rows.append(wanted.batch.num_tokens)
             if len(rows) == 3:
-                del guest, waiting
+                guest.close()
             wanted = passes.send(wanted.run())
     assert rows == [256, 64, 64, 192, 24]
     np.testing.assert_array_equal(end.value.value.logits, read(engine, engine.new_cache(), text)[1])
@@ -128,21 +129,21 @@ def test_beside_other_rows_a_chunk_is_not_projected(last_read: bool, opened: Ope
     expected = read(engine, engine.new_cache(), text)[1][-1], read(engine, engine.new_cache(), text[:21])[1][-1]
     pool, scored = PooledEngine(engine, 4 * engine.spec.capacity), []
 
-    def forward(batch: TokenBatch, cache: Any) -> ForwardOutput:
+    def noting(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         scored.append(batch.output_rows.tolist())
-        return type(engine).forward(engine, batch, cache)
+        return type(engine).score(engine, batch, cache)
 
     other, cache = pool.new_cache(), pool.new_cache()
     read(pool, other, text[:20])
-    monkeypatch.setattr(engine, "forward", forward)
+    monkeypatch.setattr(engine, "score", noting)
     position = np.array([20])
     token = TokenBatch.padded(text[20:21], position, np.ones((1, 1), np.bool_), pool.spec.width_for(1))
     passes = [Pass(pool, token, other), Pass(pool, causal_batch(pool.spec, text[:40], 0), cache, False)]
-    outputs = pool.forward_together(passes)
+    outputs = pool.forward(passes)
     cache.commit(range(40))
     rest = [Pass(pool, causal_batch(pool.spec, text[40:], 40), cache, last_read), passes[0]]
     other.truncate(20)
-    last = pool.forward_together(rest)
+    last = pool.forward(rest)
     assert [len(rows) for rows in scored] == [pool.spec.width_for(1), pool.spec.width_for(1 + last_read)]
     np.testing.assert_allclose(outputs[0].logits[0], expected[1], atol=1e-4)
     np.testing.assert_allclose(last[1].logits[0], expected[1], atol=1e-4)

@@ -18,8 +18,8 @@ from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.models.layers import num_parameters
-from draftwood.runtime.engines.base import prefill
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.torch import TorchEngine
 
 

@@ -22,8 +22,9 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
-from draftwood.runtime.engines.base import Engine, TokenBatch, causal_batch, prefill
+from draftwood.runtime.engines.base import Engine, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.torch import TorchEngine
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -170,8 +171,8 @@ def test_i7_padding_rows_change_nothing(one: Engine) -> None:
 def test_i10_a_committed_path_equals_a_fresh_prefill(one: Engine, slots: list[int]) -> None:
     prefix = random_text(33)
     cache = filled(one, prefix)
-    one.forward(BUSHY.batch(one.spec, len(prefix), stop=5), cache)
-    one.forward(BUSHY.batch(one.spec, len(prefix), first=5), cache)
+    one.score(BUSHY.batch(one.spec, len(prefix), stop=5), cache)
+    one.score(BUSHY.batch(one.spec, len(prefix), first=5), cache)
     cache.commit(slots)
     text = [*prefix, *(BUSHY.tokens[slot] for slot in slots)]
     fresh = filled(one, text)
@@ -184,7 +185,7 @@ def test_i10_a_committed_path_equals_a_fresh_prefill(one: Engine, slots: list[in
 def test_i10_truncated_text_is_forgotten(one: Engine) -> None:
     text = random_text(70)
     cache = filled(one, text)
-    one.forward(BUSHY.batch(one.spec, cache.length), cache)
+    one.score(BUSHY.batch(one.spec, cache.length), cache)
     cache.truncate(41)
     assert (cache.length, cache.speculative) == (41, 0)
     other = random_text(20, seed=5)
@@ -201,14 +202,14 @@ def test_i10_a_growing_cache_keeps_what_it_holds(one: Engine) -> None:
     if cache.capacity == CAPACITY:
         pytest.skip("caches of this engine have their full size at once")
     assert cache.capacity == 256
-    one.forward(BUSHY.batch(one.spec, 240, stop=6), cache)
+    one.score(BUSHY.batch(one.spec, 240, stop=6), cache)
     before = contents(cache)
-    one.forward(BUSHY.batch(one.spec, 240, first=6), cache)  # still fits
+    one.score(BUSHY.batch(one.spec, 240, first=6), cache)  # still fits
     assert cache.capacity == 256
     long = Tree(tuple(range(20)), tuple(range(-1, 19)))
     cache.commit([0, 2, 4, 6, 7])
-    one.forward(long.batch(one.spec, 245, stop=8), cache)
-    one.forward(long.batch(one.spec, 245, first=8), cache)
+    one.score(long.batch(one.spec, 245, stop=8), cache)
+    one.score(long.batch(one.spec, 245, first=8), cache)
     assert cache.capacity == 512
     np.testing.assert_array_equal(contents(cache)[:, :, :, :240], before)
     cache.commit(range(20))
@@ -221,7 +222,7 @@ def test_i10_a_growing_cache_keeps_what_it_holds(one: Engine) -> None:
 def test_a_draft_ranks_its_columns_and_a_target_where_logits_are_dear(gqa: Path, open_engine: Open) -> None:
     draft, target = open_engine(gqa), open_engine(gqa, bindings.TARGET)
     batch = BUSHY.batch(draft.spec, 0)
-    output, plain = draft.forward(batch, draft.new_cache()), target.forward(batch, target.new_cache())
+    output, plain = draft.score(batch, draft.new_cache()), target.score(batch, target.new_cache())
     assert (plain.top_ids is not None) is (bindings.TOP_IDS.name in target.spec.outputs)
     np.testing.assert_allclose(output.logits, plain.logits, atol=1e-6)
     assert output.top_ids is not None and output.top_logprobs is not None
@@ -244,7 +245,7 @@ def test_how_weights_are_stored_changes_nothing(dtype: str, shards: int, open_en
     logits = []
     for folder in (stored, tmp_path / "wide"):
         engine = open_engine(folder)
-        logits.append(engine.forward(batch, engine.new_cache()).logits)
+        logits.append(engine.score(batch, engine.new_cache()).logits)
     np.testing.assert_array_equal(logits[0], logits[1])
 
 
@@ -253,7 +254,7 @@ def test_a_full_cache_is_an_error_that_leaves_it_usable(gqa: Path, open_engine: 
     text = random_text(36)
     cache = filled(engine, text)
     with pytest.raises(EngineError, match=r"44 rows exceed .* 40 cache slots.*--max-length"):
-        engine.forward(BUSHY.batch(engine.spec, 36), cache)
+        engine.score(BUSHY.batch(engine.spec, 36), cache)
     assert (cache.length, cache.speculative) == (36, 0)
     prefill(engine, cache, text[:4])
     np.testing.assert_allclose(contents(cache), contents(filled(engine, text + text[:4])), atol=TOLERANCE)
@@ -265,19 +266,19 @@ def test_a_closed_engine_says_so_however_often_it_is_closed(gqa: Path, open_engi
     cache = filled(engine, random_text(5))
     batch = BUSHY.batch(engine.spec, 5)
     for _ in range(3):
-        engine.forward(batch, cache)
+        engine.score(batch, cache)
         cache.commit([])
     for _ in range(2):
         engine.close()
         with pytest.raises(EngineError, match="the draft engine was closed"):
-            engine.forward(batch, cache)
+            engine.score(batch, cache)
     assert (cache.length, cache.speculative) == (5, 0)
 
 
 @pytest.mark.parametrize("slots", [[8], [0, 9], [-1]])
 def test_only_computed_rows_can_be_committed(one: Engine, slots: list[int]) -> None:
     cache = filled(one, random_text(5))
-    one.forward(BUSHY.batch(one.spec, 5), cache)
+    one.score(BUSHY.batch(one.spec, 5), cache)
     with pytest.raises(EngineError, match="not computed; 8 speculative rows"):
         cache.commit(slots)
     assert (cache.length, cache.speculative) == (5, 8)
@@ -288,8 +289,8 @@ def test_a_pass_that_was_not_compiled_is_refused(one: Engine) -> None:
         causal_batch(one.spec, random_text(33), 0)
     odd = TokenBatch.padded([1, 2, 3], [0, 1, 2], np.tri(3, dtype=np.bool_), 3)
     with pytest.raises(EngineError, match=r"mask of 3 x 3 .* 2, 4, 8, 16, 32 rows"):
-        one.forward(odd, one.new_cache())
+        one.score(odd, one.new_cache())
     cache = one.new_cache()
-    one.forward(BUSHY.batch(one.spec, 0), cache)
+    one.score(BUSHY.batch(one.spec, 0), cache)
     with pytest.raises(EngineError, match="the 8 speculative rows before them"):
-        one.forward(BUSHY.batch(one.spec, 0), cache)
+        one.score(BUSHY.batch(one.spec, 0), cache)

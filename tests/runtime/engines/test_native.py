@@ -30,9 +30,10 @@ from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.native.cache import CACHE
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
+from draftwood.runtime.engines.base import Engine, Pass
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.weights import check_weights
+from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
@@ -91,7 +92,7 @@ def test_in_a_pool_no_neighbour_changes_a_bit(tmp_path: Path) -> None:
     caches = [pool.new_cache() for _ in texts]
     for start in range(0, 60, 6):
         batches = [causal_batch(pool.spec, text[start : start + 6], start) for text in texts]
-        outputs = pool.forward_together([Pass(pool, batch, at) for batch, at in zip(batches, caches, strict=True)])
+        outputs = pool.forward([Pass(pool, batch, at) for batch, at in zip(batches, caches, strict=True)])
         for at in caches:
             at.commit(range(6))
     for output, expected in zip(outputs, alone, strict=True):
@@ -162,7 +163,7 @@ def test_the_draft_ranks_and_its_head_speaks(tmp_path: Path) -> None:
         build(options, lambda step: lambda: None)
         engine = EngineBundle.open(tmp_path / backend).open_engine("draft")
         outputs.append(
-            engine.forward(Tree((5, 6, 7), (-1, 0, 1)).batch(engine.spec, 0), engine.new_cache()).rows(range(3))
+            engine.score(Tree((5, 6, 7), (-1, 0, 1)).batch(engine.spec, 0), engine.new_cache()).rows(range(3))
         )
     native, reference = outputs
     for found, expected in zip(native, reference, strict=True):
@@ -183,14 +184,14 @@ def test_every_head_says_what_torch_says_and_the_same_in_any_company(
     spec = replace(spec, outputs=output_names("draft", True))
     engine = open_native(weights, spec, tmp_path, head=head)
     tree = Tree(tuple(range(2, 21)), tuple(range(-1, 18)))
-    together = engine.forward(tree.batch(spec, 0), engine.new_cache()).acceptance
+    together = engine.score(tree.batch(spec, 0), engine.new_cache()).acceptance
     reference = TorchEngine(weights.tensor, spec, head=head)
-    expected = reference.forward(tree.batch(spec, 0), reference.new_cache()).acceptance
+    expected = reference.score(tree.batch(spec, 0), reference.new_cache()).acceptance
     assert together is not None and expected is not None
     np.testing.assert_allclose(together[:19], expected[:19], atol=1e-5)
     cache = engine.new_cache()
     for row, token in enumerate(tree.tokens):
-        alone = engine.forward(causal_batch(spec, [token], row), cache).acceptance
+        alone = engine.score(causal_batch(spec, [token], row), cache).acceptance
         assert alone is not None and alone[0] == together[row]
         cache.commit([0])
 
@@ -207,13 +208,13 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
         (replace(batch, output_rows=np.array([2])), "a row is scored that the pass does not have"),
     ):
         with pytest.raises(EngineError, match=message):
-            engine.forward(wrong, engine.new_cache())
+            engine.score(wrong, engine.new_cache())
     with pytest.raises(EngineError, match="do not fit a mask"):
-        engine.forward(replace(batch, num_tokens=3), engine.new_cache())
+        engine.score(replace(batch, num_tokens=3), engine.new_cache())
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="was closed"):
-        engine.forward(batch, engine.new_cache())
+        engine.score(batch, engine.new_cache())
     with pytest.raises(EngineError, match="threads must be 0"):
         NativeEngine(tmp_path / "target.weights", engine.spec, -1)
 

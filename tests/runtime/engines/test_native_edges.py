@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.plugins.native.compile import FLAGS, SOURCE, compiler
 from draftwood.plugins.native.library import NativeLibrary
-from draftwood.runtime.engines.base import causal_batch
 from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.native.engine import NativeEngine
+from draftwood.runtime.engines.passes import causal_batch
 
 LANES, WHOLE = 16, 256  # kernels/vector.h, kernels/attention.h
 DRIVER = ROOT / "tests" / "support" / "native_edges.c"
@@ -49,7 +49,7 @@ def test_all_logits_equal(tmp_path: Path) -> None:
 
 
 def assert_ranked_like_a_stable_sort(engine: NativeEngine) -> None:
-    output = engine.forward(causal_batch(engine.spec, [5, 9, 200, 7], 0), engine.new_cache())
+    output = engine.score(causal_batch(engine.spec, [5, 9, 200, 7], 0), engine.new_cache())
     assert output.top_ids is not None and output.top_logprobs is not None
     for logits, ids, logprobs in zip(output.logits, output.top_ids, output.top_logprobs, strict=True):
         expected = np.argsort(-logits, kind="stable")[: len(ids)]
@@ -71,7 +71,7 @@ def test_columns_without_a_number_are_ranked_last(tmp_path: Path) -> None:
     edit_weights(folder, overflow)
     engine = opened(folder, DRAFT, PROCESSORS[0])
     cache = engine.new_cache()
-    output = engine.forward(causal_batch(engine.spec, [5, 9, 200, 7], 0), cache)
+    output = engine.score(causal_batch(engine.spec, [5, 9, 200, 7], 0), cache)
     assert output.top_ids is not None
     assert not np.isfinite(output.logits[:, 2:]).all()
     for ids in output.top_ids:
@@ -109,7 +109,7 @@ def logits_behind(engine: NativeEngine, length: int, value: float) -> NDArray[np
     cache._resize(length + 64, 0)
     cache.length = length
     cache.values[:] = value
-    logits: NDArray[np.float32] = engine.forward(causal_batch(engine.spec, [5], length), cache).logits[0]
+    logits: NDArray[np.float32] = engine.score(causal_batch(engine.spec, [5], length), cache).logits[0]
     return logits.copy()
 
 

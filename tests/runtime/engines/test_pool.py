@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.decoding.decoder import SpeculativeDecoder, Steps, TokenChunk
-from draftwood.runtime.decoding.loop import Waiting, next_together, run_together
+from draftwood.runtime.decoding.chunk import TokenChunk
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.loop import Job, Loop, next_joint
+from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill
+from draftwood.runtime.engines.base import Engine, Pass, TokenBatch
+from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PATIENCE, PooledEngine
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
@@ -38,34 +41,23 @@ def decode(
 ) -> list[list[int]]:
     """Run all requests at the same time over `engines`, target first; returns their tokens."""
     target, draft = engines
-    texts, waiting = [list[int]() for _ in requests], list[Waiting[int]]()
-    steps: list[Steps[TokenChunk]] = []
+    texts: dict[Job[TokenChunk], list[int]] = {}
+    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(len(requests), 0))
+    with ExitStack() as decoders:
+        for prompt, config, params in requests:
+            decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
+            decoders.callback(decoder.close)
+            sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
+            stats = SpecDecodeStats()
+            steps = decoder.steps(prompt, sampler, seeded_streams(params.seed), stats)
+            texts[Job(steps=steps, write=lambda chunk: chunk, stats=stats)] = []
+        for job, chunk in loop.run(list(texts)):
+            texts[job] += chunk.token_ids
+    return list(texts.values())
 
-    def advance(index: int, answer: ForwardOutput | None) -> None:
-        while True:
-            try:
-                step = steps[index].send(answer)
-            except StopIteration:
-                return
-            answer = None
-            if isinstance(step, Pass):
-                waiting.append(Waiting(index, step))
-                return
-            texts[index] += step.token_ids
 
-    for prompt, config, params in requests:
-        decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
-        sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
-        steps.append(decoder.steps(prompt, sampler, seeded_streams(params.seed), SpecDecodeStats()))
-    for index in range(len(requests)):
-        advance(index, None)
-    while waiting:
-        served = next_together(waiting, (draft, target))
-        outputs = run_together(served)
-        waiting = [each for each in waiting if each not in served]
-        for each, output in zip(served, outputs, strict=True):
-            advance(each.request, output)
-    return texts
+def no_steps() -> Steps[TokenChunk]:
+    yield from ()
 
 
 def fake_engines() -> tuple[FakeEngine, FakeEngine]:
@@ -136,11 +128,9 @@ def test_a_real_engine_scores_each_row_as_alone(engine: Engine) -> None:
         for cache in caches:
             positions = cache.length + np.array([0, 1, 1])
             batches.append(TokenBatch.padded([5, 6, 7], positions, mask, engine.spec.width_for(3)))
-        outputs = pool.forward_together(
-            [Pass(pool, batch, cache) for batch, cache in zip(batches, caches, strict=True)]
-        )
+        outputs = pool.forward([Pass(pool, batch, cache) for batch, cache in zip(batches, caches, strict=True)])
         for batch, cache, other, output in zip(batches, caches, alone, outputs, strict=True):
-            expected = engine.forward(batch, other).logits[:3]
+            expected = engine.score(batch, other).logits[:3]
             np.testing.assert_allclose(output.logits[:3], expected, atol=2e-5)
             kept = [0, 2] if round_number else [0, 1]
             cache.commit(kept)
@@ -157,8 +147,10 @@ def test_garbage_is_collected_and_nothing_else(engine: Engine) -> None:
     for _ in range(300):
         guest = pool.new_cache()
         prefill(pool, guest, random_tokens(engine, int(rng.integers(1, 60)), int(rng.integers(1000))))
-    del guest
-    gc.collect()
+        guest.close()
+        guest.close()  # changes nothing
+    with pytest.raises(EngineError, match="this cache was closed"):
+        prefill(pool, guest, [1])
     output = prefill(pool, keeper, text[-1:])
     assert expected is not None and output is not None
     np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)
@@ -202,7 +194,7 @@ def test_a_full_pool_says_what_to_do(engine: Engine) -> None:
 def test_a_slot_never_computed_is_refused(engine: Engine) -> None:
     pool = PooledEngine(engine, 2000)
     cache = pool.new_cache()
-    pool.forward(causal_batch(pool.spec, [1, 2, 3], 0), cache)
+    pool.score(causal_batch(pool.spec, [1, 2, 3], 0), cache)
     with pytest.raises(EngineError, match="not computed"):
         cache.commit([3])
     cache.commit([0, 1, 2])
@@ -213,18 +205,18 @@ def test_a_slot_never_computed_is_refused(engine: Engine) -> None:
 def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
     target, draft = (PooledEngine(engine, 4096) for engine in fake_engines())
 
-    def waiting(engine: Engine, rows: int) -> Waiting[int]:
-        return Waiting(rows, Pass(engine, causal_batch(engine.spec, [0] * rows, 0), engine.new_cache()))
+    def waiting(engine: Engine, rows: int) -> Job[TokenChunk]:
+        wanted = Pass(engine, causal_batch(engine.spec, [0] * rows, 0), engine.new_cache())
+        return Job(steps=no_steps(), write=lambda chunk: chunk, wanted=wanted)
 
     for_target = [waiting(target, rows) for rows in (40, 20, 10)]
-    assert next_together(for_target, (draft, target)) == for_target[:2]
+    assert next_joint(for_target) == for_target[:2]
     for_draft = [waiting(draft, 5)]
-    assert next_together([*for_target, *for_draft], (draft, target)) == for_draft
+    assert next_joint([*for_target, *for_draft]) == for_draft
     plain = fake_engines()[0]
     single = [waiting(plain, 1), waiting(plain, 1)]
-    assert next_together(single, (plain,)) == single[:1]
-    with pytest.raises(ValueError, match="nobody waits"):
-        next_together([], (plain,))
+    assert next_joint(single) == single[:1]
+    assert next_joint([]) == []
 
 
 def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
@@ -236,9 +228,8 @@ def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
     for guest in guests:
         prefill(pool, guest, random_tokens(engine, 200))
     burst = pool._storage.capacity
-    guests.clear()
-    del guest
-    gc.collect()
+    for guest in guests:
+        guest.close()
     for _ in range(PATIENCE):  # another burst may be near
         prefill(pool, keeper, text[-1:])
         assert pool._storage.capacity == burst
@@ -266,7 +257,7 @@ def test_rows_of_a_sequence_are_gathered_where_panels_are_read(monkeypatch: pyte
             Pass(pool, causal_batch(pool.spec, text[-1:], step), cache)
             for text, cache in zip(texts, caches, strict=True)
         ]
-        outputs = pool.forward_together(passes)
+        outputs = pool.forward(passes)
         for text, output, cache in zip(texts, outputs, caches, strict=True):
             np.testing.assert_allclose(output.logits[0], np.log(model(tuple(text))))
             cache.commit([0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -17,13 +16,14 @@ from fakes import random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_parts import open_native, spec_of
-from remembering import RememberingEngine
+from remembering import RememberingCache, RememberingEngine
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
-from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch, causal_batch, prefill_passes
+from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch
+from draftwood.runtime.engines.passes import causal_batch, prefill_passes
 from draftwood.runtime.engines.shared.pool import PooledEngine, PooledKVCache
 
 VOCAB = 5
@@ -54,9 +54,20 @@ def read(
         return known, end.value
 
 
+def read_once(pool: PooledEngine, text: Sequence[int], output_read: bool = False) -> tuple[int, ForwardOutput | None]:
+    """The same by a sequence that ends with it."""
+    cache = pool.new_cache()
+    try:
+        return read(pool, cache, text, output_read)
+    finally:
+        cache.close()
+
+
 def text_of(pool: PooledEngine, cache: PooledKVCache) -> tuple[int, ...]:
     """What the rows of a sequence were computed of, by the engine's own account."""
-    texts = pool._storage.texts
+    storage = pool._storage
+    assert isinstance(storage, RememberingCache)
+    texts = storage.texts
     assert all(texts[slot] == texts[cache.slots[-1]][: index + 1] for index, slot in enumerate(cache.slots.tolist()))
     return tuple(texts[cache.slots[-1]]) if len(cache.slots) else ()
 
@@ -90,7 +101,7 @@ def test_sequences_are_what_they_were_given_and_the_longest_prefix_is_found(
         elif event == "draft":
             index = which % len(caches)
             siblings = [Pass(pool, tree(pool, caches[index]), caches[index])]
-            pool.forward_together(siblings)
+            pool.forward(siblings)
             caches[index].commit([0, 2])
             expected[index] += (3, 1)
         elif event == "truncate":
@@ -98,7 +109,8 @@ def test_sequences_are_what_they_were_given_and_the_longest_prefix_is_found(
             caches[index].truncate(len(text))
             expected[index] = expected[index][: len(text)]
         elif event == "end":
-            del caches[which % len(caches)], expected[which % len(expected)]
+            caches.pop(which % len(caches)).close()
+            del expected[which % len(expected)]
         assert [text_of(pool, cache) for cache in caches] == expected
 
 
@@ -123,7 +135,7 @@ def test_a_text_that_is_here_takes_no_pass_and_the_row_that_is_wanted_takes_one(
     passes = engine.passes
     assert read(pool, second, text) == (40, None) and engine.passes == passes
     assert second.slots.tolist() == first.slots.tolist()
-    known, output = read(pool, pool.new_cache(), text, output_read=True)
+    known, output = read_once(pool, text, output_read=True)
     assert known == 39 and output is not None
     np.testing.assert_allclose(np.exp(output.logits[0]), random_model(0, VOCAB)(tuple(text)))
 
@@ -132,7 +144,7 @@ def test_of_rows_computed_twice_one_stays() -> None:
     """Two sequences read the same text in one pass, and go on together."""
     pool, _ = shared_pool(retained=0)
     caches = [pool.new_cache(), pool.new_cache()]
-    pool.forward_together([Pass(pool, causal_batch(pool.spec, [1, 2, 3], 0), cache) for cache in caches])
+    pool.forward([Pass(pool, causal_batch(pool.spec, [1, 2, 3], 0), cache) for cache in caches])
     for cache in caches:
         cache.commit(range(3))
     assert caches[0].slots.tolist() == caches[1].slots.tolist() == [0, 1, 2]
@@ -155,6 +167,7 @@ def test_the_slots_of_a_text_ascend_whoever_commits_first(
         caches = [pool.new_cache() for _ in range(3)]
         for which, rows, committed in turns:
             if which == len(caches):
+                caches[rows % len(caches)].close()
                 caches[rows % len(caches)] = pool.new_cache()
                 continue
             cache = caches[which]
@@ -163,7 +176,7 @@ def test_the_slots_of_a_text_ascend_whoever_commits_first(
                 mask = np.tri(rows, seen + rows, seen, dtype=np.bool_)
                 chain = text[start : start + rows]
                 batch = TokenBatch.padded(chain, np.arange(start, start + rows), mask, pool.spec.width_for(rows))
-                pool.forward(batch, cache)
+                pool.score(batch, cache)
             if committed:
                 cache.commit(range(min(rows, cache.speculative)))
             for each in caches:
@@ -184,7 +197,7 @@ def test_a_draft_that_is_committed_late_does_not_change_the_order_of_addition(tm
     for cache, rows in ((late, 20), (early, 10)):
         for row in range(rows):
             mask = np.ones((1, row + 1), np.bool_)
-            pool.forward(TokenBatch.padded([text[row]], [row], mask, 1), cache)
+            pool.score(TokenBatch.padded([text[row]], [row], mask, 1), cache)
     early.commit(range(10))
     late.commit(range(20))
     alone = filled(engine, text[:20])
@@ -196,8 +209,7 @@ def churn(pool: PooledEngine, seed: int) -> None:
     """Fill and empty the buffer with texts that nobody asks for again."""
     rng = np.random.default_rng(seed)
     for _ in range(6):
-        read(pool, pool.new_cache(), rng.integers(0, VOCAB, 80).tolist())
-    gc.collect()
+        read_once(pool, rng.integers(0, VOCAB, 80).tolist())
 
 
 def found(pool: PooledEngine, text: Sequence[int]) -> int:
@@ -209,7 +221,7 @@ def test_the_texts_used_last_are_kept_and_of_the_oldest_its_beginning() -> None:
     pool, _ = shared_pool(retained=SLOTS)
     old, middle, new = ([first] * 30 for first in range(3))
     for text in (old, old, middle, new, middle):
-        read(pool, pool.new_cache(), text)
+        read_once(pool, text)
     reader = pool.new_cache()
     read(pool, reader, [4] * 20)
     live = np.zeros(pool._storage.speculative, np.bool_)
@@ -223,10 +235,10 @@ def test_the_texts_used_last_are_kept_and_of_the_oldest_its_beginning() -> None:
 def test_the_cache_grows_for_ended_sequences_only_once_texts_begin_alike() -> None:
     pool, _ = shared_pool(retained=SLOTS)
     for first in range(VOCAB):
-        read(pool, pool.new_cache(), [1, 2, 3, *[first] * 30])
+        read_once(pool, [1, 2, 3, *[first] * 30])
     assert pool._storage.capacity == 64
     for first in range(VOCAB):
-        read(pool, pool.new_cache(), [*range(VOCAB), *[4] * 27, *[first] * 8])
+        read_once(pool, [*range(VOCAB), *[4] * 27, *[first] * 8])
     assert pool._storage.capacity >= 128 and found(pool, [*range(VOCAB), *[4] * 27, *[0] * 8]) == 40
 
 
@@ -234,7 +246,7 @@ def test_the_widest_pass_finds_room_in_the_smallest_cache() -> None:
     pool, engine = shared_pool(retained=1000, slots=130, max_width=64)
     for number in range(40):
         text = [number % VOCAB, *np.random.default_rng(number).integers(0, VOCAB, 63).tolist()]
-        read(pool, pool.new_cache(), text)
+        read_once(pool, text)
         assert pool._storage.speculative <= 130
     assert engine.scored > 40 * 50
 
@@ -245,7 +257,7 @@ def test_what_is_retained_gives_way_and_never_grows_the_cache_beyond_its_bound()
     for seed in range(5):
         churn(pool, seed)
         for _ in range(2):
-            read(pool, pool.new_cache(), [seed] * 40)
+            read_once(pool, [seed] * 40)
         assert pool._storage.capacity <= 256, "the next step of doubling beyond 150"
     keeper = pool.new_cache()
     with pytest.raises(EngineError, match="leave no room"):
@@ -262,11 +274,11 @@ def test_a_real_engine_goes_on_behind_rows_that_another_computed(tiny_bundle: Pa
     system = rng.integers(0, engine.spec.model.vocab_size, 150).tolist()
     for turn in range(3):
         text = [*system, *rng.integers(0, engine.spec.model.vocab_size, 20).tolist()]
-        known, output = read(pool, pool.new_cache(), text, output_read=True)
+        known, output = read_once(pool, text, output_read=True)
         assert known == (150 if turn else 0)
         alone = engine.new_cache()
         for start in range(0, len(text), 64):
-            expected = engine.forward(causal_batch(engine.spec, text[start : start + 64], start), alone)
+            expected = engine.score(causal_batch(engine.spec, text[start : start + 64], start), alone)
             alone.commit(range(len(text[start : start + 64])))
         assert output is not None
         np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)

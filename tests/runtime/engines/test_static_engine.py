@@ -23,8 +23,9 @@ from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.models.llama import dense_tree_attention
-from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
+from draftwood.runtime.engines.base import Engine, Pass
 from draftwood.runtime.engines.layout import Layout, PassShape
+from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.memory import cache_geometry
@@ -106,7 +107,7 @@ def test_two_caches_do_not_see_each_other(one: Engine) -> None:
     caches = [one.new_cache() for _ in texts]
     for start in range(0, 50, 10):
         for cache, text in zip(caches, texts, strict=True):
-            one.forward(causal_batch(one.spec, text[start : start + 10], start), cache)
+            one.score(causal_batch(one.spec, text[start : start + 10], start), cache)
             cache.commit(range(10))
     for cache, expected in zip(caches, alone, strict=True):
         np.testing.assert_allclose(score(one, BUSHY.batch(one.spec, 50), cache), expected, atol=TOLERANCE)
@@ -147,7 +148,7 @@ def test_requests_share_a_cache_that_cannot_grow(one: Engine) -> None:
     pool = PooledEngine(one, CAPACITY + 200)
     caches = [filled(pool, text) for text in texts]
     passes = [Pass(pool, BUSHY.batch(one.spec, 30), cache) for cache in caches]
-    for output, expected in zip(pool.forward_together(passes), alone, strict=True):
+    for output, expected in zip(pool.forward(passes), alone, strict=True):
         np.testing.assert_allclose(output.logits[: len(expected)], expected, atol=TOLERANCE)
     with pytest.raises(EngineError, match=rf"caches have {CAPACITY} slots and cannot grow .* fewer requests"):
         filled(pool, random_text(CAPACITY))
@@ -159,11 +160,11 @@ def test_a_round_is_one_copy_each_way_one_launch_and_one_wait(gqa: Path, tmp_pat
     cache = filled(engine, random_text(64))
     for _ in range(3):
         device.launches.clear()
-        engine.forward(BUSHY.batch(engine.spec, cache.length), cache)
+        engine.score(BUSHY.batch(engine.spec, cache.length), cache)
         cache.commit([0, 2, 4])
     assert device.launches == {"replay": 1, "download": 1, "synchronize": 1, "move_rows": 1}
     device.launches.clear()
-    engine.forward(BUSHY.batch(engine.spec, cache.length), cache)
+    engine.score(BUSHY.batch(engine.spec, cache.length), cache)
     cache.commit([0, 1, 2])
     assert "move_rows" not in device.launches, "rows that are in place were moved"
 
@@ -173,8 +174,8 @@ def test_a_graph_is_captured_once_for_a_shape_and_an_execution_made_once(gqa: Pa
     device, program = cast(HostDevice, engine.device), cast(OnnxProgram, engine.program)
     for cache in (engine.new_cache(), engine.new_cache()):
         prefill(engine, cache, random_text(96))
-        engine.forward(BUSHY.batch(engine.spec, 96, stop=5), cache)
-        engine.forward(BUSHY.batch(engine.spec, 96, first=5), cache)
+        engine.score(BUSHY.batch(engine.spec, 96, stop=5), cache)
+        engine.score(BUSHY.batch(engine.spec, 96, first=5), cache)
     # 32 rows of a prompt; 8 rows that see 8 columns; 4 rows that see 8 or, as these here, 12 of 16.
     assert program.widths == [32, 8, 4]
     assert device.launches["captured"] == 2 * 2 * len(program.widths)  # copy and program, for each cache
@@ -200,7 +201,7 @@ def test_only_rows_of_the_batch_come_back(gqa: Path, tmp_path: Path) -> None:
     layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
     first, row = layout.fields[bindings.LOGITS.name].offset, 4 * engine.spec.model.vocab_size
     assert [layout.needed_bytes(rows, False) - first for rows in (1, 5, 8, 9)] == [row, 5 * row, 8 * row, 8 * row]
-    output = engine.forward(Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0), engine.new_cache())
+    output = engine.score(Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0), engine.new_cache())
     assert output.logits[:5].any(axis=1).all() and not output.logits[5:].any()
 
 
@@ -210,8 +211,8 @@ def test_no_logits_come_back_where_the_ranking_is_enough(gqa: Path, tmp_path: Pa
     layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
     assert layout.needed_bytes(5, True) == layout.fields[bindings.LOGITS.name].offset < layout.needed_bytes(1, False)
     batch = Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0)
-    expected = whole.forward(batch, whole.new_cache()).logits[:5].argmax(-1)
-    output = engine.forward(replace(batch, ranking_only=True), engine.new_cache())
+    expected = whole.score(batch, whole.new_cache()).logits[:5].argmax(-1)
+    output = engine.score(replace(batch, ranking_only=True), engine.new_cache())
     assert output.top_ids is not None and not output.logits.any()
     np.testing.assert_array_equal(output.top_ids[:5, 0], expected)
 
@@ -220,7 +221,7 @@ def test_slots_out_of_order_are_refused(gqa: Path, tmp_path: Path) -> None:
     """Rows are moved in place, in order: an ancestor always has the smaller slot."""
     engine = opened_static(gqa, tmp_path)
     cache = filled(engine, [1])
-    engine.forward(BUSHY.batch(engine.spec, 1), cache)
+    engine.score(BUSHY.batch(engine.spec, 1), cache)
     with pytest.raises(EngineError, match=r"ascending order, ancestors first, not \[0 3 2\]"):
         cache.commit([0, 3, 2])
 
@@ -229,7 +230,7 @@ def test_memory_is_accounted_for(gqa: Path, tmp_path: Path) -> None:
     engine = opened_static(gqa, tmp_path)
     model, memory = engine.spec.model, engine.memory
     assert memory.weights == (tmp_path / "draft.onnx").stat().st_size
-    assert memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == engine.new_cache().buffer.nbytes
+    assert memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == engine.new_cache().buffer.nbytes  # type: ignore[attr-defined]
     assert memory.device == memory.weights + memory.kv_cache
     logits = 4 * 32 * model.vocab_size
     assert logits < memory.pinned < logits + 32 * bindings.TOP_COLUMNS * 12 + 8 * 1024

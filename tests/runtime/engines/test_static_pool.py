@@ -3,8 +3,7 @@ is scored as by an engine of its own."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -24,8 +23,9 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
-from draftwood.runtime.engines.base import Engine, Pass, causal_batch, prefill
+from draftwood.runtime.engines.base import Engine, KVCache, Pass
 from draftwood.runtime.engines.layout import mask_columns
+from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.static.device import Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.memory import cache_geometry
@@ -69,7 +69,16 @@ def reference(gqa: Path) -> Reference:
 def open_engine(tmp_path_factory: pytest.TempPathFactory) -> Open:
     def open_one(folder: Path, role: str = bindings.DRAFT, capacity: int = CAPACITY) -> Engine:
         assert capacity <= CAPACITY  # the engine has as many slots in any case
-        return opened(folder, tmp_path_factory.mktemp("engine"), role)
+        engine = opened(folder, tmp_path_factory.mktemp("engine"), role)
+        new_cache = engine.new_cache
+
+        def replacing() -> KVCache:  # tests of the contract close none: the oldest one makes room
+            if len(engine.pool._caches) == BATCH:
+                next(iter(engine.pool._caches.values())).close()
+            return new_cache()
+
+        engine.new_cache = replacing  # type: ignore[method-assign]
+        return engine
 
     return open_one
 
@@ -89,16 +98,24 @@ def alone(gqa: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.fixture
-def pool(one: Engine) -> StaticPool:
-    return cast(StaticEngine, one).pool
+def pool(one: Engine) -> Iterator[StaticPool]:
+    pool = cast(StaticEngine, one).pool
+    close_all(pool)
+    yield pool
+    close_all(pool)
+
+
+def close_all(pool: StaticPool) -> None:
+    for cache in list(pool._caches.values()):
+        cache.close()
 
 
 class Mirrored:
     """A sequence of a pool and the same one on an engine of its own; the pool's passes are checked against it."""
 
-    def __init__(self, pool: StaticPool, alone: Engine) -> None:
+    def __init__(self, shared: Engine, alone: Engine) -> None:
         self.alone = alone
-        self.cache, self.expected_cache = pool.new_cache(), alone.new_cache()
+        self.cache, self.expected_cache = shared.new_cache(), alone.new_cache()
         self.tree, self.scored = Tree((), ()), 0
 
     def wanted(self, rows: int, spec: Any) -> Any:
@@ -113,7 +130,7 @@ class Mirrored:
         self.tree = self.tree if self.tree.tokens else tree
 
     def check(self, batch: Any, found: Any) -> None:
-        expected = self.alone.forward(batch, self.expected_cache)
+        expected = self.alone.score(batch, self.expected_cache)
         rows = batch.num_tokens if len(batch.output_rows) > 1 else 1
         np.testing.assert_allclose(found.logits[:rows], expected.logits[:rows], atol=TOLERANCE)
         assert len(found.logits) == rows and (found.top_ids[:, 0] == found.logits.argmax(-1)).all()
@@ -124,15 +141,15 @@ class Mirrored:
         self.tree, self.scored = Tree((), ()), 0
 
 
-def test_prompts_trees_and_single_rows_share_a_pass(pool: StaticPool, alone: Engine) -> None:
+def test_prompts_trees_and_single_rows_share_a_pass(one: Engine, pool: StaticPool, alone: Engine) -> None:
     """Of different lengths, at different places, one of them with rows of an earlier pass."""
-    long, short, fresh = (Mirrored(pool, alone) for _ in range(3))
+    long, short, fresh = (Mirrored(one, alone) for _ in range(3))
     for mirrored, length in ((long, 120), (short, 7)):
-        for cache, owner in ((mirrored.cache, pool), (mirrored.expected_cache, alone)):
-            prefill(cast(Engine, owner), cache, random_text(length, length))
+        for cache, owner in ((mirrored.cache, one), (mirrored.expected_cache, alone)):
+            prefill(owner, cache, random_text(length, length))
     short.tree = BUSHY
     first = short.wanted(3, pool.spec)
-    short.check(first, pool.forward(first, short.cache))
+    short.check(first, one.score(first, short.cache))
     short.scored = 3
     batches = [
         Tree((7,), (-1,)).batch(pool.spec, 120),
@@ -140,22 +157,22 @@ def test_prompts_trees_and_single_rows_share_a_pass(pool: StaticPool, alone: Eng
         causal_batch(pool.spec, random_text(15, 1), 0),
     ]
     group = (long, short, fresh)
-    passes = [Pass(pool, batch, each.cache) for batch, each in zip(batches, group, strict=True)]
-    for each, batch, output in zip(group, batches, pool.forward_together(passes), strict=True):
+    passes = [Pass(one, batch, each.cache) for batch, each in zip(batches, group, strict=True)]
+    for each, batch, output in zip(group, batches, one.forward(passes), strict=True):
         each.check(batch, output)
     for each, slots in zip(group, ([0], [0, 2, 4, 6, 7], range(15)), strict=True):
         each.commit(slots)
     for each in group:
         each.tree = BUSHY
         batch = each.wanted(8, pool.spec)
-        each.check(batch, pool.forward(batch, each.cache))
+        each.check(batch, one.score(batch, each.cache))
 
 
-def run_together(pool: StaticPool, group: Sequence[Mirrored], rows: int) -> None:
+def run_together(one: Engine, group: Sequence[Mirrored], rows: int) -> None:
     """The next rows of everybody's tree in one pass."""
-    batches = [each.wanted(rows, pool.spec) for each in group]
-    passes = [Pass(pool, batch, each.cache) for batch, each in zip(batches, group, strict=True)]
-    for each, batch, output in zip(group, batches, pool.forward_together(passes), strict=True):
+    batches = [each.wanted(rows, one.spec) for each in group]
+    passes = [Pass(one, batch, each.cache) for batch, each in zip(batches, group, strict=True)]
+    for each, batch, output in zip(group, batches, one.forward(passes), strict=True):
         each.check(batch, output)
         each.scored += batch.num_tokens
 
@@ -168,29 +185,29 @@ step = st.tuples(st.sampled_from(["pass", "pass", "commit", "leave"]), st.intege
 def test_any_mix_of_sequences_is_scored_as_alone(steps: list[Any], one: Engine, alone: Engine) -> None:
     """Sequences come and go, draw rows over several passes, and commit what they like; `chosen` says whose turn it is,
     as bits."""
-    pool = StaticPool(cast(StaticEngine, one))
-    group = [Mirrored(pool, alone) for _ in range(BATCH)]
+    close_all(cast(StaticEngine, one).pool)
+    group = [Mirrored(one, alone) for _ in range(BATCH)]
     for kind, chosen, rows, tree in steps:
         turn = [number for number in range(BATCH) if chosen >> number & 1]
         if kind == "leave":
             for number in turn:
-                del group[number].cache  # its region is the next one's
-                group[number] = Mirrored(pool, alone)
+                group[number].cache.close()  # its region is the next one's
+                group[number] = Mirrored(one, alone)
             continue
         for number in turn:
             group[number].prepare(tree, kind == "commit")
         if kind == "pass" and turn:
-            run_together(pool, [group[number] for number in turn], rows)
+            run_together(one, [group[number] for number in turn], rows)
 
 
 def test_a_round_of_all_is_one_launch_one_copy_each_way_and_one_wait(gqa: Path, tmp_path: Path) -> None:
     """Commits of all sequences are one move, queued with the next pass."""
     engine = opened(gqa, tmp_path)
-    device, pool = cast(HostDevice, engine.device), engine.pool
+    device = cast(HostDevice, engine.device)
     caches = [filled(engine, random_text(10 * (number + 1), number)) for number in range(BATCH)]
     for _ in range(3):
         device.launches.clear()
-        pool.forward_together([Pass(pool, BUSHY.batch(engine.spec, cache.length), cache) for cache in caches])
+        engine.forward([Pass(engine, BUSHY.batch(engine.spec, cache.length), cache) for cache in caches])
         for cache in caches:
             cache.commit([0, 2, 4])
     assert device.launches == {"move_rows": 1, "replay": 1, "download": 1, "synchronize": 1}
@@ -198,12 +215,12 @@ def test_a_round_of_all_is_one_launch_one_copy_each_way_and_one_wait(gqa: Path, 
 
 def test_the_speculative_area_is_used_again(one: Engine, pool: StaticPool, alone: Engine) -> None:
     """Rows move together where a pass is narrower for it, and those of sequences in the middle of a tree are kept."""
-    keeper, other = Mirrored(pool, alone), Mirrored(pool, alone)
+    keeper, other = Mirrored(one, alone), Mirrored(one, alone)
     keeper.tree = Tree((1, 2, 3, 4), (-1, 0, 1, 2))
     for _ in range(4):
         other.tree = BUSHY
-        run_together(pool, [other], 8)
-        run_together(pool, [keeper], 1)  # behind rows that are garbage in a moment
+        run_together(one, [other], 8)
+        run_together(one, [keeper], 1)  # behind rows that are garbage in a moment
         other.commit([0, 2])
         assert pool._used <= mask_columns(8, keeper.scored + 8, COLUMNS)
     assert pool._used < 4 * 8
@@ -212,7 +229,7 @@ def test_the_speculative_area_is_used_again(one: Engine, pool: StaticPool, alone
 def test_only_wanted_rows_come_back(gqa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two pieces of prompt two rows of logits, first in their block, though thirty rows are computed."""
     engine = opened(gqa, tmp_path)
-    pool, copied = engine.pool, list[int]()
+    copied = list[int]()
     device = cast(HostDevice, engine.device)
     download = device.download
 
@@ -221,53 +238,54 @@ def test_only_wanted_rows_come_back(gqa: Path, tmp_path: Path, monkeypatch: pyte
         download(array, address, stream)
 
     monkeypatch.setattr(device, "download", noting)
-    caches = [pool.new_cache() for _ in range(2)]
+    caches = [engine.new_cache() for _ in range(2)]
     batches = [causal_batch(engine.spec, random_text(15, seed), 0) for seed in range(2)]
-    outputs = pool.forward_together([Pass(pool, *each) for each in zip(batches, caches, strict=True)])
+    outputs = engine.forward([Pass(engine, *each) for each in zip(batches, caches, strict=True)])
     assert [output.logits.shape for output in outputs] == [(1, VOCAB_SIZE)] * 2
     row, ranks = 4 * VOCAB_SIZE, 12 * 32 * bindings.TOP_COLUMNS
     assert len(copied) == 1 and copied[0] <= 2 * row + ranks
 
 
-def test_limits_of_a_sequence_are_its_own(pool: StaticPool) -> None:
+def test_limits_of_a_sequence_are_its_own(one: Engine, pool: StaticPool) -> None:
     """What one asks for beyond its region or its share harms nobody, itself included."""
     greedy, other = pool.new_cache(), pool.new_cache()
     chain = Tree(tuple(range(60)), tuple(range(-1, 59)))
     for first in range(0, 48, 16):
-        pool.forward(chain.batch(pool.spec, 0, first, first + 16), greedy)
+        one.score(chain.batch(pool.spec, 0, first, first + 16), greedy)
     with pytest.raises(EngineError, match=r"56 speculative rows exceed the 53 .* each of 3 sequences: .*--widths"):
-        pool.forward(chain.batch(pool.spec, 0, 48, 56), greedy)
+        one.score(chain.batch(pool.spec, 0, 48, 56), greedy)
     other_text = random_text(190)
-    prefill(cast(Engine, pool), other, other_text)
+    prefill(one, other, other_text)
     with pytest.raises(EngineError, match=r"194 rows exceed the 192 cache slots .* for a sequence: .*--max-length"):
-        pool.forward(causal_batch(pool.spec, [1, 2, 3, 4], 190), other)
-    pool.forward(causal_batch(pool.spec, [1, 2], 190), other)
+        one.score(causal_batch(pool.spec, [1, 2, 3, 4], 190), other)
+    one.score(causal_batch(pool.spec, [1, 2], 190), other)
     other.commit([0, 1])
     assert (greedy.speculative, other.length) == (48, 192)
 
 
-def test_every_sequence_may_use_its_whole_share_at_once(pool: StaticPool) -> None:
+def test_every_sequence_may_use_its_whole_share_at_once(one: Engine, pool: StaticPool) -> None:
     caches = [pool.new_cache() for _ in range(BATCH)]
     chain = Tree(tuple(range(pool.share)), tuple(range(-1, pool.share - 1)))
     for row in range(pool.share):
-        pool.forward_together([Pass(pool, chain.batch(pool.spec, 0, row, row + 1), cache) for cache in caches])
+        one.forward([Pass(one, chain.batch(pool.spec, 0, row, row + 1), cache) for cache in caches])
     assert {cache.speculative for cache in caches} == {pool.share}
 
 
 def test_a_sequence_more_than_the_engine_was_built_for(one: Engine, pool: StaticPool) -> None:
-    held: list[Any] = [one.new_cache() for _ in range(BATCH)]
+    held = [pool.new_cache() for _ in range(BATCH)]
     with pytest.raises(EngineError, match=r"all 3 sequences .* are in use: run fewer .*--max-batch"):
-        one.new_cache()
-    cycle: list[Any] = [held.pop()]
-    cycle.append(cycle)
-    del cycle  # an ended request that nothing but the garbage collector finds
-    held.append(one.new_cache())
-    del held
-    gc.collect()
-    assert len({one.new_cache().first_slot for _ in range(BATCH + 1)}) <= BATCH
+        pool.new_cache()
+    held[1].close()
+    again = pool.new_cache()
+    with pytest.raises(EngineError, match="this cache was closed"):
+        one.score(causal_batch(one.spec, [1, 2], 0), held[1])
+    held[1].close()  # changes nothing: its region is another's by now
+    one.score(causal_batch(one.spec, [1, 2], 0), again)
+    with pytest.raises(EngineError, match="all 3 sequences"):
+        pool.new_cache()
 
 
-def test_threads_do_not_see_each_other(one: Engine, alone: Engine) -> None:
+def test_threads_do_not_see_each_other(one: Engine, pool: StaticPool, alone: Engine) -> None:
     """Each with a sequence of its own; outputs are read while another's pass runs."""
     failures: list[BaseException] = []
 
@@ -277,8 +295,9 @@ def test_threads_do_not_see_each_other(one: Engine, alone: Engine) -> None:
             for _ in range(8):
                 cache.truncate(0)
                 prefill(one, cache, text)
-                found = one.forward(BUSHY.batch(one.spec, 12), cache).logits[:8]
+                found = one.score(BUSHY.batch(one.spec, 12), cache).logits[:8]
                 np.testing.assert_allclose(found, wanted[seed], atol=TOLERANCE)
+            cache.close()
         except BaseException as error:
             failures.append(error)
 

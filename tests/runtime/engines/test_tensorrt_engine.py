@@ -136,11 +136,11 @@ def test_masks_are_no_wider_than_the_plan_allows(machine: Machine, gqa: Path) ->
         row = BUSHY.batch(engine.spec, 0, first=0, stop=4)
         mask = np.zeros((4, first + 4), np.bool_)
         mask[:, first:] = row.mask
-        engine.forward(replace(row, mask=mask), cache)
+        engine.score(replace(row, mask=mask), cache)
     assert cache.speculative == 12  # 12 columns, where doubling alone would have asked for 16
     mask = np.eye(1, 13, 12, dtype=np.bool_)
     with pytest.raises(EngineError, match=r"13 speculative rows exceed the 12 the target's plan .* --widths"):
-        engine.forward(replace(BUSHY.batch(engine.spec, 0, stop=1), mask=mask), cache)
+        engine.score(replace(BUSHY.batch(engine.spec, 0, stop=1), mask=mask), cache)
     assert cache.speculative == 12
 
 
@@ -225,7 +225,7 @@ def test_what_tensorrt_refuses_is_explained(machine: Machine, gqa: Path) -> None
     machine.package.families = (WidthFamily(1, 1, 1), WidthFamily(4, 4, 4), WidthFamily(8, 8, 32))
     engine = machine.open(gqa)
     with pytest.raises(EngineError, match=r"TensorRT refuses input_ids of shape \(1, 8\)"):
-        engine.forward(BUSHY.batch(engine.spec, 0), engine.new_cache())
+        engine.score(BUSHY.batch(engine.spec, 0), engine.new_cache())
 
 
 def test_a_machine_without_a_gpu_is_told_what_to_do(gqa: Path, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_compiled_kernels_are_kept_beside_the_bundle(machine: Machine, gqa: Path
     stored = machine.folder.with_name(".bundle.runtime-cache") / "target.bin"
     for content in (b"kernels", b"kernels+", b"kernels++"):  # each opening reads what the one before has written
         engine = machine.open(gqa)
-        engine.forward(BUSHY.batch(engine.spec, 0), engine.new_cache())
+        engine.score(BUSHY.batch(engine.spec, 0), engine.new_cache())
         engine.close()
         assert stored.read_bytes() == content
     assert {file.name for file in machine.folder.iterdir()} == {"target.onnx", "target.plan"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import FakeCache, FakeEngine, Predict, mixture, random_model
+from fakes import FakeEngine, Predict, mixture, random_model
 from numpy.typing import NDArray
 
 from draftwood.cli import generate
@@ -17,7 +17,7 @@ from draftwood.cli.main import main
 from draftwood.runtime import LLM, RequestError, SamplingParams, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.inspection.audit import NOISE, AuditReport, audit, audit_output, compare
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -34,8 +34,8 @@ class WidePassError(FakeEngine):
         super().__init__(predict, V)
         self._length, self._token, self._error = length, token, error
 
-    def forward(self, batch: TokenBatch, cache: FakeCache) -> ForwardOutput:
-        output = super().forward(batch, cache)
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        output = super().score(batch, cache)
         if batch.num_tokens > 1:
             for row in np.flatnonzero(batch.position_ids[: batch.num_tokens] == self._length - 1):
                 output.logits[row, self._token] += self._error

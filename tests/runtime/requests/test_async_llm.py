@@ -89,7 +89,7 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
         record = served._record
         monkeypatch.setattr(served, "_record", noted)
-        with served._changed:  # none starts before all are there
+        with served._loop.changed:  # none starts before all are there
             streams = [served.generate("same prompt", LONG, request_id=name) for name in "abc"]
             assert (served.num_running, served.num_waiting) == (2, 1)
         await asyncio.gather(*map(collect, streams))
@@ -192,7 +192,7 @@ def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pyte
             await anext(waiting)
         assert len(tokens_of(await collect(served.generate("x", GREEDY, deadline_s=20)))) == 12
 
-    monkeypatch.setattr(llm._target, "forward", delayed(llm._target.forward, 0.02))
+    monkeypatch.setattr(llm._target, "score", delayed(llm._target.score, 0.02))
     run(late, llm, max_running=1)
 
 

@@ -23,8 +23,7 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import BACKENDS
-from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
-from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.llm import Speculation
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -108,26 +107,26 @@ def test_who_comes_and_goes_changes_nobodys_text(llm: LLM, mix: list[Arrival], m
 
 def test_an_engine_that_fails_for_one_request_goes_on_for_the_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared pass fails for all in it; each alone then shows whose fault it was."""
-    forward = FakeEngine.forward
+    score = FakeEngine.score
     shared = 0
 
-    def poisoned(self: FakeEngine, batch: TokenBatch, cache: FakeCache) -> ForwardOutput:
+    def poisoned(self: FakeEngine, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         nonlocal shared
         if POISON in batch.token_ids[: batch.num_tokens]:
             shared += batch.num_tokens > 2
             raise EngineError("the engine cannot read this token")
-        return forward(self, batch, cache)
+        return score(self, batch, cache)
 
     async def mixed(served: AsyncLLM) -> list[list[StreamChunk] | BaseException]:
         prompts = [[10, 11, 12], [POISON, 13, 14], [15, 16, 17]]
-        with served._changed:  # the engine's thread finds all of them waiting
+        with served._loop.changed:  # the engine's thread finds all of them waiting
             streams = [served.generate(prompt, GREEDY, speculative=None) for prompt in prompts]
         results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         assert served.accepting and 'finish_reason="error"} 1' in served.metrics.to_prometheus({})
         return results
 
     expected = [llm.generate(prompt, GREEDY).token_ids for prompt in ([10, 11, 12], [15, 16, 17])]
-    monkeypatch.setattr(FakeEngine, "forward", poisoned)
+    monkeypatch.setattr(FakeEngine, "score", poisoned)
     first, failed, last = run(mixed, llm)
     assert isinstance(failed, EngineError) and shared == 1
     assert isinstance(first, list) and isinstance(last, list)
@@ -144,10 +143,10 @@ def test_an_error_that_somebody_keeps_keeps_no_caches(llm: LLM, monkeypatch: pyt
         streams = [served.generate([number, 11, 12], params) for number in (20, 30)]
         if where == "engine":
             await asyncio.gather(*map(anext, streams))
-            monkeypatch.setattr(FakeEngine, "forward", fails)
+            monkeypatch.setattr(FakeEngine, "score", fails)
         kept = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         errors = [error for error in kept if isinstance(error, EngineError)]
-        pools = [engine for engine in served._order if isinstance(engine, PooledEngine)]
+        pools = served._shared.pools
         assert len(errors) == len(pools) == 2
         for _ in range(500):  # the engine's thread may not have left its last frame yet
             if not any(pool.caches for pool in pools):

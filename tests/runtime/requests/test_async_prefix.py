@@ -120,7 +120,7 @@ def ask(
 
     async def asked(served: AsyncLLM) -> list[StreamChunk]:
         if at_once:
-            with served._changed:  # the engine's thread finds all of them
+            with served._loop.changed:  # the engine's thread finds all of them
                 streams = [served.generate(prompt, GREEDY, speculative=how) for prompt in prompts]
             return [chunks[-1] for chunks in await asyncio.gather(*map(collect, streams))]
         return [(await collect(served.generate(prompt, GREEDY, speculative=how)))[-1] for prompt in prompts]

@@ -63,6 +63,7 @@ def test_rows_are_taken_over_from_equal_salts_only(reads: list[tuple[str | None,
             pool._compact(live)
         assert text_of(pool, cache) == tuple(text)
         before.append(text)
+        cache.close()
 
 
 def test_salts_survive_compactions_and_are_forgotten_with_their_rows() -> None:
@@ -71,12 +72,12 @@ def test_salts_survive_compactions_and_are_forgotten_with_their_rows() -> None:
         cache = pool.new_cache()
         cache.salt = first
         read(pool, cache, [1, 2, 3, 4] * 5)
-    del cache
+        cache.close()
     for salt, expected in (("a", 20), ("b", 20), ("c", 0), (None, 0)):
         reader = pool.new_cache()
         reader.salt = salt
         assert read(pool, reader, [1, 2, 3, 4] * 5)[0] == expected
-    del reader
+        reader.close()
     for seed in range(12):
         churn(pool, seed)
     assert pool.prefixes is not None and set(pool.prefixes._roots) <= {"a", "b", "c"}

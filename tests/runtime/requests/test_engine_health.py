@@ -40,7 +40,7 @@ sys.stderr = broken.with_suffix(".log").open("w")  # tracebacks by the dozen wou
 
 def open_engine(self, role, *options):
     engine = opened(self, role, *options)
-    forward = engine.forward
+    forward = engine.score
 
     def failing(*arguments):
         if role == "target" and broken.exists():
@@ -49,7 +49,7 @@ def open_engine(self, role, *options):
             raise RuntimeError("an illegal memory access")
         return forward(*arguments)
 
-    engine.forward = failing
+    engine.score = failing
     return engine
 
 EngineBundle.open_engine = open_engine
@@ -83,7 +83,7 @@ def test_it_takes_several_requests_and_one_round_ends_it(llm: LLM, monkeypatch: 
         model._engine = served
         for _ in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(llm._target, "forward", broken)
+                patch.setattr(llm._target, "score", broken)
                 await fail(served, MAX_FAILURES - 1)
                 assert served.trouble is None
                 await fail(served, 1)
@@ -130,7 +130,7 @@ def test_clients_cannot_make_it_look_broken(llm: LLM) -> None:
 
 def test_a_crowd_that_fails_at_the_same_time_counts_as_many(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(served: AsyncLLM) -> None:
-        monkeypatch.setattr(llm._target, "forward", broken)
+        monkeypatch.setattr(llm._target, "score", broken)
         streams = [served.generate(f"hello {number}", GREEDY) for number in range(MAX_FAILURES)]
         results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
@@ -141,7 +141,7 @@ def test_a_crowd_that_fails_at_the_same_time_counts_as_many(llm: LLM, monkeypatc
 
 def test_choices_of_one_call_that_fail_count_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(served: AsyncLLM) -> None:
-        monkeypatch.setattr(llm._target, "forward", broken)
+        monkeypatch.setattr(llm._target, "score", broken)
         for call in range(MAX_FAILURES):
             assert served.trouble is None
             streams = [served.generate("hello", GREEDY, call=call) for _ in range(MAX_FAILURES)]
@@ -153,7 +153,7 @@ def test_choices_of_one_call_that_fail_count_once(llm: LLM, monkeypatch: pytest.
 
 
 def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, reached, go = llm._target.forward, Event(), Event()
+    forward, reached, go = llm._target.score, Event(), Event()
 
     def hanging(*arguments: Any) -> Any:
         reached.set()
@@ -161,7 +161,7 @@ def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pyt
         return forward(*arguments)
 
     async def work(served: AsyncLLM) -> None:
-        monkeypatch.setattr(llm._target, "forward", hanging)
+        monkeypatch.setattr(llm._target, "score", hanging)
         stream = served.generate("hello", GREEDY)
         await asyncio.to_thread(reached.wait, 20)
         assert served.trouble is None

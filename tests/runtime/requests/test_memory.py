@@ -18,7 +18,7 @@ from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import BACKENDS
-from draftwood.runtime.engines.base import StackedKVCache
+from draftwood.runtime.engines.cache import StackedKVCache
 from draftwood.runtime.engines.shared import memory
 from draftwood.runtime.engines.shared.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
 
@@ -113,7 +113,7 @@ def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.M
 
 def limited(llm: LLM, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = replace(cache_budget([llm.engines.target.spec], None), slots=slots, padding=64)
-    monkeypatch.setattr("draftwood.runtime.requests.async_llm.cache_budget", lambda *_: budget)
+    monkeypatch.setattr("draftwood.runtime.llm.cache_budget", lambda *_: budget)
 
 
 def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
@@ -129,11 +129,11 @@ def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
 
         def watched(*arguments: Any) -> Any:
             nonlocal most
-            most = max(most, sum(request.wanted is not None for request in served._scheduler.running))
+            most = max(most, sum(request.wanted is not None for request in served._loop.scheduler.running))
             return forward(*arguments)
 
-        forward = llm._target.forward
-        monkeypatch.setattr(llm._target, "forward", watched)
+        forward = llm._target.score
+        monkeypatch.setattr(llm._target, "score", watched)
         texts = await asyncio.gather(*(collect(served.generate([5, number], GREEDY)) for number in range(8)))
         assert [tokens_of(text) for text in texts] == [
             tokens_of(list(llm.stream([5, number], GREEDY))) for number in range(8)
@@ -151,7 +151,7 @@ def test_passes_without_memory_are_tried_again_and_no_text_changes(llm: LLM, fai
 
     async def work(served: AsyncLLM) -> None:
         nonlocal calls
-        forward = llm._target.forward
+        forward = llm._target.score
 
         def short(*arguments: Any) -> Any:
             nonlocal calls
@@ -161,7 +161,7 @@ def test_passes_without_memory_are_tried_again_and_no_text_changes(llm: LLM, fai
             return forward(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm._target, "forward", short)
+            patch.setattr(llm._target, "score", short)
             streams = [served.generate([5, number], GREEDY) for number in range(4)]
             results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         for number, result in enumerate(results):
@@ -181,7 +181,7 @@ def test_memory_that_never_suffices_is_seen_by_health(llm: LLM, monkeypatch: pyt
 
     async def work(served: AsyncLLM) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(llm._target, "forward", never)
+            patch.setattr(llm._target, "score", never)
             results = await asyncio.gather(
                 *(collect(served.generate([5, number], GREEDY)) for number in range(8)), return_exceptions=True
             )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from enumeration import decoded, pair, total_variation
-from fakes import FakeCache, FakeEngine
+from fakes import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from native_parts import kernels
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from draftwood.models.errors import EngineError
 from draftwood.plugins.native.library import FEW, NativeLibrary
-from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.native.engine import NativeSoftmax
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.sampling.random import seeded_streams
@@ -186,8 +186,8 @@ class Fp32Engine(FakeEngine):
         super().__init__(engine.predict, engine.spec.model.vocab_size)
         self.softmax = softmax
 
-    def forward(self, batch: TokenBatch, cache: FakeCache) -> ForwardOutput:
-        output = super().forward(batch, cache)
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        output = super().score(batch, cache)
         return output._replace(logits=output.logits.astype(np.float32))
 
 

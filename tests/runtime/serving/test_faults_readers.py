@@ -141,10 +141,10 @@ def test_as_many_files_may_be_open_as_there_may_be_connections() -> None:
     wanted = before[1] // 2 if before[1] > 0 else 5000
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, wanted), before[1]))
-        assert connection_limit.room_for(wanted) == wanted
+        assert connection_limit.raise_file_limit(wanted) == wanted
         raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         assert wanted < raised <= wanted + 512
-        assert connection_limit.room_for(wanted // 2) == wanted // 2
+        assert connection_limit.raise_file_limit(wanted // 2) == wanted // 2
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raised
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

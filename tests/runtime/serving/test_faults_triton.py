@@ -38,7 +38,7 @@ from triton_client import (  # noqa: E402 - after the skips
     triton,
 )
 
-from draftwood.runtime.serving.triton.request import KINDS, MAX_TEXT_BYTES, NEUTRAL  # noqa: E402
+from draftwood.runtime.serving.triton.request import CONVERTERS, MAX_TEXT_BYTES, NEUTRAL  # noqa: E402
 from draftwood.runtime.serving.triton.server import TritonServer  # noqa: E402
 
 Refused = client_errors.InferenceServerException
@@ -200,7 +200,7 @@ def test_long_texts_are_refused_unread(server: TritonServer) -> None:
 
 
 values = st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats() | st.text(max_size=4)
-names = st.sampled_from([*KINDS, *NEUTRAL, "text_input", "sampling_parameters", "id", "parameters"])
+names = st.sampled_from([*CONVERTERS, *NEUTRAL, "text_input", "sampling_parameters", "id", "parameters"])
 
 
 @settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))

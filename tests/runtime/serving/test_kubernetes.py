@@ -10,8 +10,8 @@ import pytest
 from bundling import ROOT
 
 from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.decoding.scheduler import QueueFullError, Scheduler
 from draftwood.runtime.requests.metrics import GAUGES, ServingMetrics
-from draftwood.runtime.requests.scheduler import QueueFullError, Scheduler
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")

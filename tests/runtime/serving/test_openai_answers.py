@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
-from draftwood.runtime.decoding.decoder import TokenLogprob
+from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
-from draftwood.runtime.serving.openai.answers import Answer, ChatShape, CompletionShape, Shape, TokenTexts
+from draftwood.runtime.serving.openai.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
 from draftwood.runtime.serving.openai.app import collected
 from draftwood.runtime.serving.openai.streams import Numbered
 from draftwood.runtime.text.writer import StreamChunk
@@ -41,7 +41,7 @@ class FakeTexts:
 
 
 TEXTS = cast(TokenTexts, FakeTexts())
-SHAPES: list[Shape] = [CompletionShape(TEXTS, True), ChatShape(TEXTS, True)]
+SHAPES: list[AnswerFormat] = [CompletionFormat(TEXTS, True), ChatFormat(TEXTS, True)]
 
 
 def chunk(tokens: list[int], alternatives: int, reason: str | None = None) -> StreamChunk:
@@ -49,7 +49,7 @@ def chunk(tokens: list[int], alternatives: int, reason: str | None = None) -> St
     return StreamChunk("x" * len(tokens), tokens, [], logprobs, reason, SpecDecodeStats())
 
 
-def answer_of(shape: Shape, choices: int, rounds: int, alternatives: int = 1) -> tuple[Answer, list[Numbered]]:
+def answer_of(shape: AnswerFormat, choices: int, rounds: int, alternatives: int = 1) -> tuple[Answer, list[Numbered]]:
     chunks = [
         Numbered(choice, chunk([number, number + 1], alternatives, "length" if number == rounds - 1 else None))
         for number in range(rounds)
@@ -72,7 +72,7 @@ def test_lengths_of_a_long_text_are_added_up_once() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_event_loop_turns_while_a_large_answer_is_written(shape: Shape) -> None:
+def test_the_event_loop_turns_while_a_large_answer_is_written(shape: AnswerFormat) -> None:
     answer, chunks = answer_of(shape, 8, 200, alternatives=20)
     turns = 0
 
@@ -98,7 +98,7 @@ def test_the_event_loop_turns_while_a_large_answer_is_written(shape: Shape) -> N
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_stream_holds_what_the_whole_answer_does(shape: Shape) -> None:
+def test_a_stream_holds_what_the_whole_answer_does(shape: AnswerFormat) -> None:
     whole, chunks = answer_of(shape, 2, 40)
     streamed, _ = answer_of(shape, 2, 40)
     parts: list[Any] = []

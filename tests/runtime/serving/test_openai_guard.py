@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwood.runtime.requests.scheduler import most_of_one
+from draftwood.runtime.decoding.scheduler import most_of_one
 from draftwood.runtime.serving.http.bodies import ArrivingBodies
 from draftwood.runtime.serving.http.clients import ApiKey
 from draftwood.runtime.serving.http.errors import Refusal

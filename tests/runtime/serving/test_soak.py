@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import BACKENDS
-from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.llm import Speculation
 from draftwood.runtime.requests.async_llm import DeadlineError
 
@@ -108,8 +107,8 @@ def test_ten_thousand_rounds_leave_nothing_behind(llm: LLM) -> None:
         while served.num_running or served.num_waiting:
             await asyncio.sleep(0.01)
         gc.collect()
-        pools: list[Any] = [engine for engine in served._order if isinstance(engine, PooledEngine)]
-        assert len(pools) == 2 and not len(served._scheduler)
+        pools: Sequence[Any] = served._shared.pools
+        assert len(pools) == 2 and not len(served._loop.scheduler)
         for pool in pools:
             assert not pool.caches and pool._storage.speculative <= 2 * RETAINED
         return sys.getallocatedblocks()

@@ -19,8 +19,8 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extr
 
 from triton_client import FAULTS, OWN, SLOW, Call, ask, inputs, metric, post  # noqa: E402 - after the skips
 
+from draftwood.runtime.decoding.scheduler import most_of_one  # noqa: E402
 from draftwood.runtime.requests.async_llm import MAX_WAITING  # noqa: E402
-from draftwood.runtime.requests.scheduler import most_of_one  # noqa: E402
 from draftwood.runtime.serving.triton.contract import ModelSettings  # noqa: E402
 from draftwood.runtime.serving.triton.repository import Placement, write_model  # noqa: E402
 from draftwood.runtime.serving.triton.server import Distribution, TritonServer  # noqa: E402

@@ -20,13 +20,13 @@ from draftwood.runtime import (
     SpeculativeConfig,
     StreamChunk,
 )
-from draftwood.runtime.decoding.decoder import TokenLogprob
+from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, ShutdownError
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
 from draftwood.runtime.serving.triton.metrics import REASONS
 from draftwood.runtime.serving.triton.model import CancelledError, classify
 from draftwood.runtime.serving.triton.request import (
-    KINDS,
+    CONVERTERS,
     MAX_TEXT_BYTES,
     NEUTRAL,
     WITHOUT_EFFECT,
@@ -154,7 +154,7 @@ def test_what_is_not_served_is_taken_only_where_it_asks_for_nothing(name: str) -
 
 def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> None:
     names = {spec.name for spec in OPTIONAL_INPUTS} - {"sampling_parameters", "min_length", "stop_words"}
-    assert names <= KINDS.keys() | NEUTRAL.keys() | WITHOUT_EFFECT
+    assert names <= CONVERTERS.keys() | NEUTRAL.keys() | WITHOUT_EFFECT
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ json_values = st.recursive(
     lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=5), items, max_size=3),
     max_leaves=4,
 )
-names = st.sampled_from([*KINDS, *NEUTRAL, *sorted(WITHOUT_EFFECT), "nonsense"])
+names = st.sampled_from([*CONVERTERS, *NEUTRAL, *sorted(WITHOUT_EFFECT), "nonsense"])
 
 
 @given(st.dictionaries(names, json_values, max_size=3), st.dictionaries(names, json_values, max_size=3))

@@ -11,7 +11,8 @@ from growth import PROMPT, grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.runtime.engines.base import ForwardOutput, run
+from draftwood.runtime.engines.base import ForwardOutput
+from draftwood.runtime.engines.passes import run
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
@@ -23,7 +24,7 @@ from draftwood.runtime.speculation.growers.baseline import (
     chain,
     depths_of,
     k_ary,
-    ranked,
+    rank_children,
     sequoia,
     shallow,
 )
@@ -94,9 +95,9 @@ def test_the_ranking_of_the_graph_is_used_only_when_it_is_the_requests_own() -> 
     graph = TokenGraph(0)
     free = Sampler(SamplingParams(), [0], (), 3)
     penalised = Sampler(SamplingParams(presence_penalty=1.0), [0], (), 3)
-    assert ranked(graph, [0], shown, free, 2)[0].tolist() == [[2, 1]]
-    assert ranked(graph, [0], shown, penalised, 2)[0].tolist() == [[0, 1]]
-    assert ranked(graph, [0], shown, free, 3)[0].tolist() == [[0, 1, 2]]  # more than the graph ranks
+    assert rank_children(graph, [0], shown, free, 2)[0].tolist() == [[2, 1]]
+    assert rank_children(graph, [0], shown, penalised, 2)[0].tolist() == [[0, 1]]
+    assert rank_children(graph, [0], shown, free, 3)[0].tolist() == [[0, 1, 2]]  # more than the graph ranks
 
 
 @given(text=st.lists(st.integers(0, 3), max_size=40), ngram=st.integers(1, 3), length=st.integers(1, 4))
@@ -125,11 +126,11 @@ def test_a_configuration_keeps_the_limits_it_states(config: SpeculativeConfig, g
     widest, rows = 0, 0
 
     class Watched(FakeEngine):
-        def forward(self, batch, cache):  # type: ignore[no-untyped-def]
+        def score(self, batch, cache):  # type: ignore[no-untyped-def]
             nonlocal widest, rows
             if cache.length >= len(PROMPT):
                 widest, rows = max(widest, batch.num_tokens), rows + batch.num_tokens
-            return super().forward(batch, cache)
+            return super().score(batch, cache)
 
     from draftwood.runtime.speculation.proposer import DraftProposer
 

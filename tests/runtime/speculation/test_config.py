@@ -72,7 +72,6 @@ def test_linear_scaling_by_the_oldest_spelling() -> None:
         ({"vocab_size": "64"}, "vocab_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(change: dict[str, Any], named: str) -> None:

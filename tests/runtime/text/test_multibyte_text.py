@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as TokenizerJson
 
-from draftwood.runtime.decoding.decoder import TokenChunk
+from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.sampler import SamplingParams
 from draftwood.runtime.text.detokenizer import IncrementalDetokenizer

@@ -13,7 +13,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.builder.tokenizer import SENTENCEPIECE, convert_tokenizer, same_vocabulary
+from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
 from draftwood.models.errors import CheckpointError
 from draftwood.runtime.text.tokenizer import SETTINGS, TOKENIZER, Tokenizer
 
@@ -129,9 +129,9 @@ def test_vocabularies_must_be_the_same(tmp_path: Path) -> None:
         folder.mkdir()
         write_tokenizer(folder)
     one, two = (Tokenizer.load(folder) for folder in folders)
-    same_vocabulary(one, two)
+    check_same_vocabulary(one, two)
     content = json.loads((folders[1] / TOKENIZER).read_text())
     content["added_tokens"].append({**content["added_tokens"][-1], "id": one.vocab_size, "content": "<extra>"})
     (folders[1] / TOKENIZER).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="differ in 1 tokens, for instance '<extra>'"):
-        same_vocabulary(one, Tokenizer.load(folders[1]))
+        check_same_vocabulary(one, Tokenizer.load(folders[1]))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.requests.scheduler import QueueFullError, Scheduler, most_of_one, within_share
+from draftwood.runtime.decoding.scheduler import QueueFullError, Scheduler, most_of_one, within_share
 
 T = TypeVar("T")
 

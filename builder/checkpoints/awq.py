@@ -1,0 +1,80 @@
+"""Matrices as AutoAWQ's WQLinear_GEMM stores them.
+
+qweight: int32 [in, out / 8], packed along the outputs in the order PLACE. qzeros: int32 [groups, out / 8] likewise.
+scales: [groups, out]. weight[o, i] = scales[g, o] * (qweight[i, o] - qzeros[g, o]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.errors import CheckpointError
+from .packed import (
+    SCALES,
+    dequantised,
+    group_count,
+    in_order,
+    listed_modules,
+    number_of_bits,
+    one_of,
+    refuse_set,
+    require,
+    size_of_group,
+)
+from .source import TensorSource
+
+METHOD = "awq"
+BITS, PER_WORD = 4, 8
+PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight neighbouring outputs in their word
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """The Layout. Zero points are stored whether or not they differ (`zero_point`)."""
+
+    group_size: int
+    listed: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Awq:
+        """From `quantization_config`. Raises CheckpointError for what is not read."""
+        refuse_set(config, METHOD, ("dynamic", "adapter", "rotation"))
+        for name in ("version", "format", "checkpoint_format"):  # AutoAWQ's name for it, and GPTQModel's two
+            one_of(config, name, METHOD, ("gemm",))
+        number_of_bits(config, "bits", METHOD, (BITS,))
+        return cls(size_of_group(config), listed_modules(config, "modules_to_not_convert"))
+
+    @property
+    def name(self) -> str:
+        return f"{METHOD} of {BITS} bits"
+
+    def shape(self, source: TensorSource, module: str) -> tuple[int, int] | None:
+        if source.stored(f"{module}.qweight") is None:
+            return None
+        inputs, words = require(source, f"{module}.qweight", ("I32",))
+        if self.group_size != -1 and inputs % self.group_size:
+            raise CheckpointError(f"{module}: {inputs} inputs do not divide into groups of {self.group_size}")
+        groups, why = group_count(inputs, self.group_size), f" with group_size {self.group_size}"
+        require(source, f"{module}.qzeros", ("I32",), (groups, words), why=why)
+        require(source, f"{module}.scales", SCALES, (groups, words * PER_WORD), why=why)
+        return words * PER_WORD, inputs
+
+    def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
+        values, zeros = (in_places(source.tensor(f"{module}.{name}")) for name in ("qweight", "qzeros"))
+        index = in_order(values.shape[1], self.group_size)
+        return dequantised(values, source.tensor(f"{module}.scales").T, zeros, index)
+
+
+def in_places(words: NDArray[Any]) -> NDArray[np.uint8]:
+    """int32 [rows, words] -> [outputs, rows]."""
+    turned = np.ascontiguousarray(words.T).view(np.uint32)
+    values = np.empty((PER_WORD * len(turned), len(words)), np.uint8)
+    for output, place in enumerate(PLACE):
+        values[output::PER_WORD] = (turned >> np.uint32(BITS * place)) & np.uint32((1 << BITS) - 1)
+    return values

@@ -1,0 +1,232 @@
+"""LoRA adapters of PEFT (arXiv 2106.09685), merged while tensors are read: W + scale * B @ A.
+
+A folder holds adapter_config.json and adapter_model.safetensors. scale is lora_alpha / r, or lora_alpha / sqrt(r) with
+use_rslora (arXiv 2312.03732); rank_pattern and alpha_pattern change r and lora_alpha of some modules.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.config import brief
+from ...models.errors import CheckpointError
+from ..tokenizer import TOKENIZER_FILES
+from .json_file import read_json
+from .safetensors import Safetensors, open_safetensors
+from .source import Stored, TensorSource
+
+SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."  # of every tensor's name; what follows is the model's own
+BASE = ".base_layer."  # between a module that has an adapter and its own tensors
+A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
+# Fields that say how an adapter was trained, or which modules have one, as its tensors do.
+OF_TRAINING = (
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("modules_to_save", "bias", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
+)
+OF_SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the model as it is
+MOST_RANK, MOST_ALPHA, MOST_PATTERNS = 1 << 16, 1e9, 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What adapter_config.json says of ranks and scales. Keys of the patterns are the ends of modules' names, or whole
+    names behind a `^`."""
+
+    rank: int
+    alpha: float
+    by_root: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        return self.ranks.get(pattern_of(self.ranks, module), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        rank, alpha = self.rank_of(module), self.alphas.get(pattern_of(self.alphas, module), self.alpha)
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+
+class Merged:
+    """A TensorSource over another one, with the tensors of an adapter merged in as fp32.
+
+    Raises CheckpointError for an adapter that is not read, or has tensors that do not belong to the model.
+    """
+
+    def __init__(self, source: TensorSource, folder: Path, absent: frozenset[str] = frozenset()) -> None:
+        """absent: tensors that a file may hold and the model does not use."""
+        self._source, self._folder, self._absent = source, folder, absent
+        self._scales = read_scales(folder)
+        self._adapter = open_adapter(folder)
+        self._modules: set[str] = set()
+        self._whole: dict[str, str] = {}  # the model's name of a tensor that is replaced -> the adapter's
+        self._names = {self._own_name(name): name for name in self._adapter.names()}
+        if len(self._names) < len(self._adapter.names()):
+            raise CheckpointError(f"{folder / WEIGHTS} holds a tensor twice, by two names: save the adapter again")
+        for own in self._names:
+            self._add(own)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What somebody who builds from it should hear."""
+        name, changed, replaced = self._folder.name, len(self._modules), len(self._whole)
+        merged = f"the adapter {name} is merged (matrices changed: {changed}, tensors replaced: {replaced})"
+        if any(os.path.lexists(self._folder / file) for file in TOKENIZER_FILES):
+            return merged, f"the tokenizer and template of the adapter {name} are not used, but the model's own"
+        return (merged,)
+
+    def stored(self, name: str) -> Stored | None:
+        return self._source.stored(name)
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        replaced = self._whole.get(name)
+        array = self._source.tensor(name) if replaced is None else self._adapter.tensor(replaced)
+        module = name.removesuffix(WEIGHT)
+        if not name.endswith(WEIGHT) or module not in self._modules:
+            return array
+        first, second = (self._adapter.tensor(self._names[module + end]).astype(np.float32) for end in (A, B))
+        with np.errstate(over="ignore", invalid="ignore"):  # who reads the tensor refuses infinity
+            change = second @ first
+            change *= np.float32(self._scales.scale_of(module))
+            change += array
+        return change
+
+    def _own_name(self, name: str) -> str:
+        """The model's name of an adapter's tensor."""
+        if not name.startswith(PREFIX):
+            raise self._unmatched(name)
+        return name.removeprefix(PREFIX).replace(BASE, ".")
+
+    def _add(self, own: str) -> None:
+        name = self._names[own]
+        stored = self._adapter.stored(name)
+        if stored is None or not stored.is_read:
+            found = "unreadable" if stored is None else stored.dtype
+            raise CheckpointError(f"{self._folder}: tensor {name} is {found}; use an fp32, fp16 or bf16 adapter")
+        if own.endswith((A, B)):
+            module = own.removesuffix(A).removesuffix(B)
+            if module not in self._modules:
+                self._check_module(module, name)
+                self._modules.add(module)
+            return
+        if "lora_embedding_" in own:
+            raise CheckpointError(f"{self._folder}: tensor {name} adapts an embedding, {FIX}")
+        base = self._model(own)
+        if base is None:
+            raise self._unmatched(name)
+        if base.shape != stored.shape:
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} has shape {stored.shape}, the model's has {base.shape}: "
+                "give the model that the adapter was trained on"
+            )
+        self._whole[own] = name
+
+    def _check_module(self, module: str, name: str) -> None:
+        """Raises CheckpointError unless A [r, in] and B [out, r] belong to a matrix of the model."""
+        base = self._model(module + WEIGHT)
+        if base is None or len(base.shape) != 2:
+            raise self._unmatched(name)
+        rank, (outputs, inputs) = self._scales.rank_of(module), base.shape
+        for end, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
+            stored = self._adapter.stored(self._names.get(module + end, ""))
+            if stored is None:
+                raise CheckpointError(f"{self._folder}: {module}{end} is missing; the adapter is incomplete")
+            if stored.shape != shape:
+                raise CheckpointError(
+                    f"{self._folder}: tensor {module}{end} has shape {stored.shape} and should have {shape}, for rank "
+                    f"{rank} and a matrix of {outputs} x {inputs}: give the model that the adapter was trained on"
+                )
+
+    def _model(self, name: str) -> Stored | None:
+        return None if name in self._absent else self._source.stored(name)
+
+    def _unmatched(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: tensor {brief(name)} belongs to nothing in the model: give the model that the adapter "
+            "was trained on"
+        )
+
+
+FIX = "which is not supported: merge it into the model with peft's merge_and_unload, and build from the result"
+
+
+def open_adapter(folder: Path) -> Safetensors:
+    """Raises CheckpointError where there are no tensors, or pickled ones."""
+    file = folder / WEIGHTS
+    if not os.path.lexists(file):
+        if (folder / PICKLED).exists():
+            raise CheckpointError(f"{folder} holds a pickled adapter, which can run code when opened: save it again")
+        raise CheckpointError(f"{file} is missing: is this a LoRA folder of PEFT?")
+    adapter = Safetensors(folder, dict.fromkeys(open_safetensors(file).keys(), file))
+    if not adapter.names():
+        raise CheckpointError(f"{file} holds no tensors: save the adapter again")
+    return adapter
+
+
+def read_scales(folder: Path) -> Scales:
+    """adapter_config.json. Raises CheckpointError for every setting that is not done, by name."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: give a LoRA folder of PEFT, with {SETTINGS} and {WEIGHTS}")
+    file = folder / SETTINGS
+    config = read_json(file)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{file}: peft_type is {brief(config.get('peft_type'))} and not 'LORA', {FIX}")
+    start = config.get("init_lora_weights")
+    if not any(start is each or (start == each and isinstance(start, str)) for each in SAME_BASE):
+        raise CheckpointError(f"{file}: init_lora_weights {brief(start)} changes the model itself, {FIX}")
+    for name, value in config.items():
+        if value and name not in (*OF_TRAINING, *OF_SCALE, "init_lora_weights"):
+            raise CheckpointError(f"{file}: {brief(name)} is {brief(value)}, {FIX}")
+    by_root = config.get("use_rslora")
+    if by_root is not None and not isinstance(by_root, bool):
+        raise CheckpointError(f"{file}: use_rslora must be true or false, found {brief(by_root)}")
+    return Scales(
+        checked_rank(file, "r", config.get("r")),
+        checked_alpha(file, "lora_alpha", config.get("lora_alpha")),
+        bool(by_root),
+        {key: checked_rank(file, "rank_pattern", rank) for key, rank in patterns(file, config, "rank_pattern")},
+        {key: checked_alpha(file, "alpha_pattern", alpha) for key, alpha in patterns(file, config, "alpha_pattern")},
+    )
+
+
+def patterns(file: Path, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    """Entries of a pattern. PEFT takes their keys for regular expressions; those that are plain names are read."""
+    found = config.get(name) or {}
+    if not isinstance(found, dict) or len(found) > MOST_PATTERNS:
+        raise CheckpointError(f"{file}: {name} must be an object of at most {MOST_PATTERNS} entries")
+    for key in found:
+        if not re.fullmatch(r"\^?[\w.-]+", key):
+            raise CheckpointError(f"{file}: {name} has {brief(key)}, and not the name of a module, {FIX}")
+    return list(found.items())
+
+
+def pattern_of(keys: Mapping[str, Any], module: str) -> str:
+    """The first key that matches a module, else its name."""
+    for key in keys:
+        if module in (key, key.removeprefix("^")) or module.endswith(f".{key}"):
+            return key
+    return module
+
+
+def checked_rank(file: Path, name: str, rank: Any) -> int:
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+        raise CheckpointError(f"{file}: {name} must be a whole number from 1 to {MOST_RANK}, found {brief(rank)}")
+    return rank
+
+
+def checked_alpha(file: Path, name: str, alpha: Any) -> float:
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not number or not -MOST_ALPHA <= alpha <= MOST_ALPHA:
+        raise CheckpointError(f"{file}: {name} must be a number of at most {MOST_ALPHA:g}, found {brief(alpha)}")
+    return float(alpha)
