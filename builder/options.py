@@ -19,8 +19,8 @@ class BuildOptions:
     """The options of a build. Raises ConfigError for options that this release does not support.
 
     backend: one of BACKENDS; the command line's default asks `choose_backend`.
-    target, draft: Hugging Face checkpoint folders. output: the bundle's folder. max_length: most tokens of prompt and
-    output together; None takes the length for which both models were trained, up to 8192. widths: allowed numbers of
+    target, draft: Hugging Face folders or GGUF files. output: the bundle's folder. max_length: most tokens of prompt
+    and output; None takes the length for which both models were trained, up to 8192. widths: allowed numbers of
     rows of a pass. max_batch: most requests that share a pass of a TensorRT plan, which has caches for this many; the
     CPU backends have no such limit. acceptance_head: output folder of draftwood train-head; its head becomes part of
     the draft's graph.

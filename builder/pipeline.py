@@ -1,8 +1,7 @@
-"""The build: two checkpoint folders -> tokenizer, engines, parity -> one engine bundle, or nothing at all."""
+"""The build: two checkpoints -> tokenizer, engines, parity -> one engine bundle, or nothing at all."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
-from ..models.fields import token_ids
 from ..models.layers import num_parameters
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
@@ -20,7 +18,6 @@ from ..runtime.engines.backends import BACKENDS
 from ..runtime.text.tokenizer import Tokenizer
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
-from .checkpoints.json_file import read_json
 from .engines.make import Source, engine_spec, make_engine
 from .engines.native import Weights
 from .engines.plan import check_compiler
@@ -28,7 +25,7 @@ from .options import BuildOptions
 from .progress import Begin, Step
 from .quantization.calibration import calibrate, read_windows
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint
-from .tokenizer import check_same_vocabulary, convert_tokenizer
+from .tokenizer import check_same_vocabulary
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 
@@ -41,10 +38,9 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     """
     asked, options = options, downloaded(options, begin)
     advance = begin(Step("Reading checkpoints", 2))
-    folders = {TARGET: options.target, DRAFT: options.draft}
     checkpoints: dict[str, Checkpoint] = {}
-    for role, folder in folders.items():
-        checkpoints[role] = Checkpoint(folder, options.lora_of(role))
+    for role, path in ((TARGET, options.target), (DRAFT, options.draft)):
+        checkpoints[role] = Checkpoint(path, options.lora_of(role))
         advance()
     for remark in remarks(options, checkpoints):
         begin(Step(remark, 1))()
@@ -56,9 +52,9 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         heads[DRAFT] = read_head(options.acceptance_head, checkpoints[DRAFT].config.hidden_size)
     with staging_folder(options.output, MANIFEST, BundleError) as staging:
         advance = begin(Step("Converting the tokenizer", 1))
-        tokenizer = convert_tokenizer(options.target, staging)
+        tokenizer = checkpoints[TARGET].write_tokenizer(staging)
         with tempfile.TemporaryDirectory() as other:
-            check_same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(other)))
+            check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(other)))
         advance()
         checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
         engines = {}
@@ -76,7 +72,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         for name in names:
             files[name] = file_record(staging / name)
             advance()
-        eos = end_of_text(options.target, checkpoints[TARGET], begin)
+        eos = end_of_text(checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
         adapters = {role: name_of(lora) for role in ROLES if (lora := asked.lora_of(role)) is not None}
         write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files, adapters))
@@ -139,7 +135,10 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
         yield from (f"The {role}: {note}" for note in checkpoint.notes)
     target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
     if options.target.resolve() == options.draft.resolve():
-        yield "Warning: draft and target are the same folder, so speculation can only cost time: choose a smaller draft"
+        yield (
+            "Warning: draft and target are the same checkpoint, so speculation can only cost time: choose a smaller "
+            "draft"
+        )
     elif draft > target:
         size = f"{draft / 1e6:.1f}M parameters to {target / 1e6:.1f}M"
         yield f"Warning: the draft is larger than its target ({size}), so speculation can only cost time"
@@ -160,12 +159,9 @@ def context_length(options: BuildOptions, checkpoints: Mapping[str, Checkpoint])
     return options.max_length
 
 
-def end_of_text(folder: Path, checkpoint: Checkpoint, begin: Begin) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's (chat models list several there) and config.json's. Ids that the
-    model cannot say are left out, and `begin` hears of them."""
-    file = folder / "generation_config.json"
-    listed = token_ids(read_json(file), "eos_token_id", file=file.name) if os.path.lexists(file) else ()
-    ids = sorted({*listed, *checkpoint.config.eos_token_ids})
+def end_of_text(checkpoint: Checkpoint, begin: Begin) -> tuple[int, ...]:
+    """Ids that end a text. Those that the model cannot say are left out, and `begin` hears of them."""
+    ids = checkpoint.eos_token_ids()
     vocab_size = checkpoint.config.vocab_size
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
         begin(Step(f"Leaving out eos_token_id {unknown}: the model has {vocab_size} tokens", 1))()

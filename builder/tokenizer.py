@@ -7,18 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, CheckpointError
 from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain
 from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
+from .sentencepiece import put_around, read_sentencepiece, tokenizer_of
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
 TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED)  # that are read of a checkpoint
-SPACE = "▁"  # SentencePiece's letter for a space
-UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
-CONTROL, BYTE = 3, 6  # SentencePiece.Type
 
 
 def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
@@ -65,34 +63,9 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def from_sentencepiece(folder: Path) -> TokenizerJson:
-    """LLaMA-1/2's tokenizer: BPE or unigram over raw text, with byte fallback, a leading space and a leading BOS."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto: Any = sentencepiece_model_pb2.ModelProto()
-    try:
-        proto.ParseFromString((folder / SENTENCEPIECE).read_bytes())
-    except Exception as error:  # the module of protobuf's DecodeError depends on the release
-        raise CheckpointError(f"{folder / SENTENCEPIECE} is no SentencePiece model: copy it again") from error
-    if not proto.pieces:
-        raise CheckpointError(f"{folder / SENTENCEPIECE} holds no tokens: copy it again")
-    if proto.normalizer_spec.precompiled_charsmap or proto.trainer_spec.treat_whitespace_as_suffix:
-        raise CheckpointError(
-            f"{folder / SENTENCEPIECE} rewrites characters or spaces in a way this converter does not know: load the "
-            f"folder with transformers' AutoTokenizer and save it with save_pretrained, which writes {TOKENIZER}"
-        )
-    tokenizer = TokenizerJson(model_of(proto, folder))
-    prefix = proto.normalizer_spec.add_dummy_prefix
-    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefix else []
-    if proto.normalizer_spec.remove_extra_whitespaces:
-        steps = [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " "), *steps]
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    if proto.trainer_spec.model_type == UNIGRAM:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)
-    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", left=1)] if prefix else back)
-    unknown = proto.pieces[proto.trainer_spec.unk_id].piece
-    controls = [piece.piece for piece in proto.pieces if piece.type == CONTROL]
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in [unknown, *controls]])
+    """LLaMA-1/2's tokenizer.model with the tokens that were added to it, BOS before the rest."""
+    model = read_sentencepiece(folder / SENTENCEPIECE)
+    tokenizer = tokenizer_of(model)
     settings = read_settings(folder / SETTINGS)
     for index, token in sorted(added_tokens(folder, settings).items()):
         add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
@@ -100,13 +73,11 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
         if tokenizer.token_to_id(token.content) != index:
             raise CheckpointError(
                 f"{folder}: the added token {token.content!r} has id {index}, but {SENTENCEPIECE} has "
-                f"{len(proto.pieces)} pieces: the two files belong to different models, copy both again"
+                f"{len(model.pieces)} pieces: the two files belong to different models, copy both again"
             )
     bos = special_tokens(settings).get("bos_token", "<s>")
     if settings.get("add_bos_token", True) and tokenizer.token_to_id(bos) is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
+        put_around(tokenizer, bos, None)
     return tokenizer
 
 
@@ -125,29 +96,3 @@ def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken
             raise
         raise CheckpointError(f"{folder}: the list of added tokens is damaged ({error!r}): copy it again") from error
     return found
-
-
-def model_of(proto: Any, folder: Path) -> models.Model:
-    """A model of the tokenizers library with the pieces and their scores."""
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    unknown, fallback = proto.trainer_spec.unk_id, any(piece.type == BYTE for piece in proto.pieces)
-    if proto.trainer_spec.model_type == UNIGRAM:
-        return models.Unigram(pieces, unk_id=unknown, byte_fallback=fallback)
-    if proto.trainer_spec.model_type != BPE:
-        raise CheckpointError(f"{folder / SENTENCEPIECE} is neither a BPE nor a unigram model; no LLaMA uses another")
-    vocabulary = {piece: index for index, (piece, _) in enumerate(pieces)}
-    # A piece is the merge of every pair of pieces that it consists of. Merges with better scores come first.
-    merges = []
-    for piece, score in pieces:
-        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = [split for split in splits if split[0] in vocabulary and split[1] in vocabulary]
-        known.sort(key=lambda split: (vocabulary[split[0]], vocabulary[split[1]]))
-        merges += [(score, split) for split in known]
-    merges.sort(key=lambda merge: -merge[0])
-    return models.BPE(
-        vocabulary,
-        [split for _, split in merges],
-        unk_token=pieces[unknown][0],
-        fuse_unk=True,
-        byte_fallback=fallback,
-    )

@@ -1,4 +1,4 @@
-"""draftwood build (and build_engines.py): makes an engine bundle from two checkpoint folders."""
+"""draftwood build (and build_engines.py): makes an engine bundle from two checkpoints."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a build, for both of its commands."""
     hidden = argparse.SUPPRESS  # the defaults are those of BuildOptions
-    folder = "Hugging Face folder of the {}, or its id on the Hub, org/name or org/name@revision"
+    path = "the {}: Hugging Face folder, .gguf file, or id on the Hub, org/name or org/name@revision"
     for role in ROLES:
-        text = folder.format(role)
-        parser.add_argument(f"--{role}", type=folder_or_id, required=True, metavar="DIR", help=text)
+        text = path.format(role)
+        parser.add_argument(f"--{role}", type=folder_or_id, required=True, metavar="PATH", help=text)
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument(
         "--lora", type=folder_or_id, default=hidden, metavar="DIR", help="LoRA folder (PEFT) to merge into the target"

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..models.bindings import ROLES
 from ..models.errors import EngineError
 from .bench import read_prompts
 from .options import read_options
@@ -26,8 +27,9 @@ WORTHWHILE = 1e-3  # nats per token that a head should gain over a constant pred
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train-head", help="train a SpecDec++ acceptance head for a draft and its target")
     hidden = argparse.SUPPRESS  # the defaults are those of HeadTraining
-    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the target")
-    parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="Hugging Face folder of the draft")
+    for role in ROLES:
+        text = f"the {role}: Hugging Face folder or .gguf file"
+        parser.add_argument(f"--{role}", type=Path, required=True, metavar="PATH", help=text)
     parser.add_argument(
         "--prompts", type=Path, required=True, metavar="F", help='JSON lines, each with a "prompt" (or "turns")'
     )

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 MOST_JSON = 16 << 20  # bytes of a file of settings
 MOST_TOKENIZER = 256 << 20  # bytes of tokenizer.json or tokenizer.model; the largest published ones have 35 MB
@@ -26,13 +26,23 @@ def check_status(found: os.stat_result, most: int | None) -> None:
         raise ValueError(f"it has {found.st_size} bytes, more than the {most} that are read")
 
 
+def open_plain(file: Path, most: int | None = None, own: bool = False) -> BinaryIO:
+    """A plain file, opened for reading. own, and what it raises: see `read_plain`."""
+    # A pipe without a writer would block when it is opened.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if own else 0)
+    handle = os.fdopen(os.open(file, flags), "rb")
+    try:
+        check_status(os.fstat(handle.fileno()), most)
+    except ValueError:
+        handle.close()
+        raise
+    return handle
+
+
 def read_plain(file: Path, most: int, own: bool = False) -> bytes:
     """The content of a plain file of at most `most` bytes. own: a file that this project wrote, which
     is no link. Raises as `check_plain` does, and OSError for a link in its place."""
-    # A pipe without a writer would block when it is opened.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if own else 0)
-    with os.fdopen(os.open(file, flags), "rb") as handle:
-        check_status(os.fstat(handle.fileno()), most)
+    with open_plain(file, most, own) as handle:
         content = handle.read(most + 1)
     if len(content) > most:  # it grew meanwhile
         raise ValueError(f"it has more than {most} bytes")

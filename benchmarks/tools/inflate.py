@@ -116,7 +116,7 @@ class Inflation:
         copies = count_residual_copies(source.config.hidden_size, shape.hidden_size)
         share = copies * source.config.hidden_size / shape.hidden_size
         self.norm_gain = math.sqrt(share)
-        self.fields = read_json(source.folder / "config.json") | {
+        self.fields = read_json(source.path / "config.json") | {
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": shape.num_layers,
@@ -260,7 +260,7 @@ def write_inflated(inflation: Inflation, output: Path, advance: Callable[[int], 
     shards = split_shards(inflation)
     weight_map: dict[str, str] = {}
     with staging_folder(output, INDEX, CheckpointError) as staging:
-        for file in (file for pattern in COPIED for file in inflation.source.folder.glob(pattern)):
+        for file in (file for pattern in COPIED for file in inflation.source.path.glob(pattern)):
             shutil.copyfile(file, staging / file.name)
         for index, names in enumerate(shards, 1):
             shard = f"model-{index:05}-of-{len(shards):05}.safetensors"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError
 from ...models.layers import Matrix, network_of
-from .source import Stored, TensorSource
+from .source import Blocks, Stored, TensorSource, stored_blocks
 
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # modules, beside those that they stand for
 
@@ -51,6 +51,10 @@ class Split:
         if part is None or self._source.stored(name) is not None:
             return self._source.tensor(name)
         return self._source.tensor(part.tensor)[part.first : part.first + part.rows]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """See BlockSource.blocks; those of a matrix that is there."""
+        return None if self._source.stored(name) is None else stored_blocks(self._source, name)
 
 
 def parts_of(matrix: Matrix, module: str) -> dict[str, Part]:

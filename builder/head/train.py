@@ -31,7 +31,7 @@ from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
 from ..pipeline import one_vocabulary
 from ..progress import Begin, Step
-from ..tokenizer import check_same_vocabulary, convert_tokenizer
+from ..tokenizer import check_same_vocabulary
 from .calibration import Floats, calibration, fit_temperature
 from .data import Examples, collect, load_frozen
 from .plots import training_svg
@@ -57,7 +57,7 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     for role, folder in ((TARGET, options.target), (DRAFT, options.draft)):
         checkpoints[role] = Checkpoint(folder)
         advance()
-    tokenizer = shared_tokenizer(options)
+    tokenizer = shared_tokenizer(checkpoints)
     checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
     encoded = encode(options, checkpoints, tokenizer, prompts)
     threads = torch_threads(options.threads, checkpoints[TARGET].config)
@@ -75,11 +75,11 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     return result
 
 
-def shared_tokenizer(options: HeadTraining) -> Tokenizer:
+def shared_tokenizer(checkpoints: Mapping[str, Checkpoint]) -> Tokenizer:
     """The target's, which is the draft's, too. Raises CheckpointError otherwise."""
     with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
-        tokenizer = convert_tokenizer(options.target, Path(target))
-        check_same_vocabulary(tokenizer, convert_tokenizer(options.draft, Path(draft)))
+        tokenizer = checkpoints[TARGET].write_tokenizer(Path(target))
+        check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(draft)))
     return tokenizer
 
 

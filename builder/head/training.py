@@ -18,7 +18,7 @@ CONTEXTS = ("mixed", "branched")
 class HeadTraining:
     """The options of a training. Raises ConfigError.
 
-    target, draft: Hugging Face checkpoint folders. output: the head's folder. layers, tied, reject_weight: see
+    target, draft: Hugging Face folders or GGUF files. output: the head's folder. layers, tied, reject_weight: see
     HeadConfig. contexts: the text that the draft reads before a token of its own in training. "mixed", as published: a
     text with a share `mixing_ratio` (r) of the target's tokens and otherwise the draft's; "branched": the target's
     text, as in decoding.

@@ -29,6 +29,7 @@ from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ...plugins.native.cache import open_kernels
 from ...runtime.engines.backends import BACKENDS, BLOCKS
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.source import Blocks
 from ..engines.graph import GraphWriter
 
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
@@ -77,6 +78,18 @@ class WeightFormat:
             f"{name} has {inputs} inputs, no multiple of {BLOCKS[-1]}, and cannot be stored in blocks: "
             "build this model with --precision fp32"
         )
+
+    def keep(self, blocks: Blocks, block: int) -> Quantized | None:
+        """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
+        other blocks, or no room for the offsets."""
+        bits, codes, scales, offsets = blocks
+        if bits != self.bits or scales.shape[1] * block != codes.shape[1]:
+            return None
+        if self.offset:
+            exact = np.array_equal(offsets, offsets.astype(np.float16)) and codes.min(initial=0) >= 0
+            return Quantized(codes, scales, offsets) if exact else None
+        zero = 0 if bits == 8 else 8
+        return Quantized(codes - np.int8(zero), scales) if np.array_equal(offsets, -zero * scales) else None
 
     def quantize(self, name: str, matrix: NDArray[np.float32]) -> Quantized:
         """Round [N, K] to codes; each block takes the scale, and the offset where the format has one, among a few, that
@@ -142,8 +155,21 @@ class QuantizedCheckpoint:
         return self.quantized(name).dequantized() if self.rounds(name) else self.stored(name)
 
     def quantized(self, name: str) -> Quantized:
-        """Codes and scales of a matrix."""
-        return self._rounded.get(name) or self.form.quantize(name, self.stored(name))
+        """Codes, scales and offsets of a matrix: the checkpoint's own where the format can hold them."""
+        rounded = self._rounded.get(name) or self._kept(name)
+        return self.form.quantize(name, self.stored(name)) if rounded is None else rounded
+
+    def _kept(self, name: str) -> Quantized | None:
+        """The codes with which a checkpoint stores a matrix, None where this format cannot hold them."""
+        blocks = self.source.blocks(stored_name(self.source, name))
+        kept = None if blocks is None else self.form.keep(blocks, self.form.block_of(name, self._shapes[name][1]))
+        if kept is None:
+            return None
+        rows, inputs = self._shapes[name]
+        missing = (0, rows - len(kept.codes)), (0, inputs - kept.codes.shape[1])
+        ends = missing[0], (0, missing[1][1] * kept.scales.shape[1] // kept.codes.shape[1])
+        offsets = None if kept.offsets is None else np.pad(kept.offsets, ends)
+        return Quantized(np.pad(kept.codes, missing), np.pad(kept.scales, ends, constant_values=1.0), offsets)
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""

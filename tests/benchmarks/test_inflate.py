@@ -113,7 +113,7 @@ def test_the_residual_stream_is_the_source_s_some_times_and_zeros(name: str, tmp
 
 def test_extra_room_is_filled_at_the_scale_of_the_source(tmp_path: Path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "source", "biases"))
-    result = Checkpoint(inflated(source.folder, shape_for(source.folder)))
+    result = Checkpoint(inflated(source.path, shape_for(source.path)))
     for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         for kind in (".weight", ".bias"):
             for layer in (0, 3):
@@ -182,7 +182,7 @@ def run(monkeypatch: pytest.MonkeyPatch, source: Path, shape: str, output: Path)
 
 def test_a_shape_without_room_is_refused(tmp_path: Path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "source"))
-    shape = shape_for(source.folder)
+    shape = shape_for(source.path)
     for change, message in (
         ({"hidden_size": 24}, "needs 32 hidden_size and the shape has 24"),
         ({"intermediate_size": 40}, "needs 48 intermediate_size"),

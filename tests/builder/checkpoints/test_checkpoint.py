@@ -126,7 +126,7 @@ def test_missing_vocabulary_projection(folder: Path) -> None:
 
 def test_wrong_shape(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({NAME: torch.zeros(16, 31)}))
-    refused(folder, rf"tensor {NAME} has shape \(16, 31\), config.json asks for \(16, 32\)")
+    refused(folder, rf"tensor {NAME} has shape \(16, 31\), its configuration asks for \(16, 32\)")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

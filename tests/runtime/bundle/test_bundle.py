@@ -163,7 +163,7 @@ def test_a_build_says_what_it_replaces_and_what_cannot_pay(
     told.clear()
     build(replace(options, draft=options.target), begin)
     assert f"Replacing the bundle in {options.output} at the end" in told
-    assert any(title.startswith("Warning: draft and target are the same folder") for title in told)
+    assert any(title.startswith("Warning: draft and target are the same checkpoint") for title in told)
     told.clear()
     larger = write_checkpoint(tmp_path / "draft", "gqa", num_hidden_layers=3)
     write_tokenizer(larger, add_bos=True)

@@ -1,0 +1,40 @@
+"""A Hugging Face folder: config.json, generation_config.json, safetensors and a tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...models.config import LlamaConfig
+from ...models.fields import token_ids
+from ...runtime.text.tokenizer import Tokenizer
+from ..tokenizer import convert_tokenizer
+from .json_file import read_json
+from .packed import Dequantised
+from .quantised import layout_of
+from .safetensors import Safetensors
+from .source import TensorSource
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+
+class HuggingFaceFolder:
+    """The ModelFiles of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        content = read_json(folder / CONFIG)
+        self.config = LlamaConfig.from_hf(content)
+        self.tensors: TensorSource = Safetensors(folder)
+        self.notes: tuple[str, ...] = ()
+        if layout := layout_of(content):
+            self.tensors = Dequantised(self.tensors, layout)
+            self.notes = (f"its weights are {layout.name}, and are dequantised", *layout.notes)
+
+    def more_eos_ids(self) -> tuple[int, ...]:
+        """generation_config.json's: chat models list several there."""
+        file = self._folder / GENERATION
+        return token_ids(read_json(file), "eos_token_id", file=file.name) if os.path.lexists(file) else ()
+
+    def write_tokenizer(self, destination: Path) -> Tokenizer:
+        return convert_tokenizer(self._folder, destination)

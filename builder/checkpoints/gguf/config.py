@@ -1,0 +1,182 @@
+"""The metadata of a GGUF file -> the dictionary that the model's config.json would hold; and names of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....models.errors import CheckpointError, shown
+from .header import Tensor
+from .metadata import AGAIN, Metadata
+from .rope import LONG_FACTORS, ORIGINAL_LENGTH, ROPE_FREQS, SHORT_FACTORS, rope_parameters
+
+EMBEDDING, HEAD = "token_embd", "output"
+OUTSIDE = {EMBEDDING: "model.embed_tokens", "output_norm": "model.norm", HEAD: "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NORMED = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+FACTORS = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)  # tensors that config.json would have as numbers
+NO_ROPE_INTERVAL = 4  # of SmolLM3's layers; llama.cpp has the number in its code, GGUF files do not
+
+
+class Family(NamedTuple):
+    """How GGUF has one of its architectures. name: Hugging Face's architecture. permuted: whether rows of queries and
+    keys lie in the order that rotates neighbours. layer: names of a layer's tensors. scales: further settings, by
+    Hugging Face's names."""
+
+    name: str
+    permuted: bool = False
+    layer: Mapping[str, str] = LAYER
+    scales: Mapping[str, str] = {}
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", permuted=True),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM", layer=LAYER | NORMED),
+    "phi3": Family("Phi3ForCausalLM", layer=LAYER | FUSED),
+    "smollm3": Family("SmolLM3ForCausalLM", permuted=True),
+    "granite": Family(
+        "GraniteForCausalLM",
+        permuted=True,
+        scales={
+            "embedding_scale": "embedding_multiplier",
+            "attention.scale": "attention_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+}
+BIASES_FOLLOW = ("qwen2",)  # families whose biases the architecture itself says
+
+
+def hugging_face_names(metadata: Metadata, family: Family, layers: int, names: Iterable[str]) -> dict[str, str]:
+    """Hugging Face's name of each tensor -> GGUF's. Raises CheckpointError for a tensor that the family does not
+    have."""
+    found = {}
+    for name in names:
+        if name in FACTORS:
+            continue
+        stem, _, part = name.rpartition(".")
+        module = OUTSIDE.get(stem)
+        if stem.startswith("blk.") and stem.count(".") == 2:
+            _, number, stem = stem.split(".")
+            inner = family.layer.get(stem)
+            if inner is not None and number in map(str, range(layers)):
+                module = f"model.layers.{number}.{inner}"
+        if module is None or part not in ("weight", "bias"):
+            raise CheckpointError(
+                f"{metadata.file}: {family.name} has no tensor {shown(name)}, and computing without it would give "
+                "another model: use the model's Hugging Face folder"
+            )
+        found[f"{module}.{part}"] = name
+    return found
+
+
+def config_of(metadata: Metadata, tensors: Mapping[str, Tensor], factors: dict[str, Any]) -> dict[str, Any]:
+    """What config.json would say. factors: the arrays of FACTORS, as far as the file has them. Raises CheckpointError
+    where settings are missing, or would make the model compute what nobody here knows of."""
+    architecture = metadata.need("general.architecture", str)
+    kind = metadata.get("general.type", str)
+    if kind not in (None, "model"):
+        raise CheckpointError(f"{metadata.file} holds no model, but {shown(kind)}: give the path of the model's file")
+    family = FAMILIES.get(architecture)
+    if family is None:
+        return {"architectures": [architecture]}  # refused by whoever knows which ones are run
+    embedding = tensors.get(f"{EMBEDDING}.weight")
+    if embedding is None:
+        raise CheckpointError(f"{metadata.file}: it has no tensor {EMBEDDING}.weight; {AGAIN}")
+    prefix = f"{architecture}."
+    hidden, heads = (metadata.need(prefix + key, int) for key in ("embedding_length", "attention.head_count"))
+    head_dim = metadata.get(f"{prefix}attention.key_length", int)
+    if head_dim is None:
+        head_dim = hidden // max(heads, 1)
+    if metadata.get(f"{prefix}attention.value_length", int) not in (None, head_dim):
+        raise CheckpointError(f"{metadata.file}: keys and values of different lengths are not supported")
+    vocabulary = metadata.get(f"{prefix}vocab_size", int)
+    key_value_heads = metadata.get(f"{prefix}attention.head_count_kv", int)
+    config: dict[str, Any] = {
+        "architectures": [family.name],
+        "model_type": architecture,
+        "vocab_size": embedding.shape[0] if vocabulary is None else vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": metadata.need(f"{prefix}feed_forward_length", int),
+        "num_hidden_layers": metadata.need(f"{prefix}block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if key_value_heads is None else key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.need(f"{prefix}context_length", int),
+        "rms_norm_eps": metadata.need(f"{prefix}attention.layer_norm_rms_epsilon", float),
+        "rope_parameters": rope_parameters(metadata, architecture, head_dim, factors),
+        "tie_word_embeddings": f"{HEAD}.weight" not in tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id", int),
+    }
+    if architecture not in BIASES_FOLLOW:
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config |= further_settings(metadata, architecture, family, config)
+    for key in metadata.unread(prefix):
+        if key != f"{prefix}tensor_data_layout":
+            raise CheckpointError(
+                f"{metadata.file}: the setting {shown(key)} is not known, and ignoring it could give another model: "
+                "use the model's Hugging Face folder"
+            )
+    return config
+
+
+def further_settings(
+    metadata: Metadata, architecture: str, family: Family, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings that most models do not have. Raises CheckpointError."""
+    prefix, more = f"{architecture}.", dict[str, Any]()
+    rotated = metadata.get(f"{prefix}rope.dimension_count", int)
+    if rotated not in (None, config["head_dim"]):
+        assert rotated is not None
+        more["partial_rotary_factor"] = rotated / config["head_dim"] if config["head_dim"] else 0.0
+        if architecture != "phi3":
+            raise CheckpointError(
+                f"{metadata.file}: {prefix}rope.dimension_count is {rotated} of {config['head_dim']}: {family.name} "
+                "rotates whole heads"
+            )
+    for key in ("expert_count", "expert_used_count"):
+        if metadata.get(prefix + key, int):
+            raise CheckpointError(f"{metadata.file}: mixtures of experts are not supported; choose a dense model")
+    if architecture == "granite" and metadata.get(f"{prefix}rope.scaling.finetuned", bool) is False:
+        raise CheckpointError(
+            f"{metadata.file}: Granite without rotary positions is not supported; choose another model"
+        )
+    if window := metadata.get(f"{prefix}attention.sliding_window", int):
+        more["sliding_window"] = window
+    if architecture == "phi3":
+        more["original_max_position_embeddings"] = metadata.get(f"{prefix}rope.{ORIGINAL_LENGTH}", int)
+    if architecture == "smollm3":
+        layers = range(1, config["num_hidden_layers"] + 1 if config["num_hidden_layers"] <= 1024 else 1)
+        more |= {
+            "no_rope_layer_interval": NO_ROPE_INTERVAL,
+            "no_rope_layers": [int(layer % NO_ROPE_INTERVAL != 0) for layer in layers],
+        }
+    for key, name in family.scales.items():
+        value = metadata.get(prefix + key, float)
+        if value is not None:
+            more[name] = value
+    return more
+
+
+def unpermuted(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows (or numbers of a bias) of queries or keys, in GGUF's order for `llama`, where the two of a rotated pair are
+    neighbours -> in Hugging Face's, where they lie half a head apart."""
+    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)

@@ -1,0 +1,228 @@
+"""A GGUF file, or all parts of a sharded one: configuration, weights and tokenizer of one model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf.quants
+import ml_dtypes
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
+
+from ....models.config import LlamaConfig
+from ....models.errors import CheckpointError
+from ....models.fields import MOST
+from ....models.plain_files import open_plain
+from ....runtime.text.tokenizer import Tokenizer
+from ..source import Blocks, Stored
+from .config import FACTORS, FAMILIES, config_of, hugging_face_names, unpermuted
+from .header import Header, Tensor, read_header
+from .metadata import AGAIN, Metadata
+from .tokenizer import ends_of_text, write_tokenizer
+
+PLAIN: dict[int, np.dtype[Any]] = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F16: np.dtype("<f2"),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+CHUNK = 1 << 22  # numbers that are read and dequantised together
+MOST_SHARDS = 1024
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+
+
+class GgufFile:
+    """The ModelFiles of a `.gguf` file; of a sharded model, any of its parts. Raises CheckpointError."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path) -> None:
+        header = read_shards(path)
+        self._metadata = Metadata(path, header.metadata)
+        self.tensors = GgufTensors(path, header.tensors)
+        factors = {name: self.tensors.factors(name) for name in FACTORS if name in header.tensors}
+        described = config_of(self._metadata, header.tensors, factors)
+        try:
+            self.config = LlamaConfig.from_hf(described)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: its metadata, read as a config.json, is refused: {error}") from error
+        family = FAMILIES[self._metadata.need("general.architecture", str)]
+        names = hugging_face_names(self._metadata, family, self.config.num_layers, header.tensors)
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if family.permuted else {}
+        self.tensors.rename(names, heads)
+
+    def more_eos_ids(self) -> tuple[int, ...]:
+        """Those that GGUF has a key for, and tokens that end a turn or a text by their names."""
+        return ends_of_text(self._metadata)
+
+    def write_tokenizer(self, destination: Path) -> Tokenizer:
+        return write_tokenizer(self._metadata, destination)
+
+
+class GgufTensors:
+    """The BlockSource of GGUF files. Block formats are dequantised to fp32 as the gguf package does it."""
+
+    def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        self._path, self._tensors = path, tensors
+        self._names: dict[str, str] = {}
+        self._heads: dict[str, int] = {}
+
+    def rename(self, names: dict[str, str], heads: dict[str, int]) -> None:
+        """names: GGUF's by Hugging Face's. heads: of the modules whose rows are permuted, by the end of their name."""
+        self._names, self._heads = names, heads
+
+    def stored(self, name: str) -> Stored | None:
+        """Raises CheckpointError for a type that the gguf package does not dequantise."""
+        if name not in self._names:
+            return None
+        tensor = self._tensors[self._names[name]]
+        if not is_read(tensor.kind):
+            raise CheckpointError(
+                f"{self._path}: the tensor {self._names[name]} is {tensor.dtype}, which is not read: requantise the "
+                "model with llama.cpp's llama-quantize, for instance to Q8_0 or Q4_K_M"
+            )
+        return Stored(tensor.shape, tensor.dtype)
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        array = read(self._tensors[self._names[name]])
+        heads = self._heads.get(name.split(".")[-2])
+        return array if heads is None else unpermuted(array, heads)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """See BlockSource.blocks: of the types that are codes, a scale and an offset for each block of 32."""
+        tensor = self._tensors[self._names[name]]
+        if tensor.kind not in BLOCK_TYPES or len(tensor.shape) != 2:
+            return None
+        content = np.concatenate([rows for _, rows in raw_rows(tensor)])
+        content = content.reshape(*tensor.shape[:-1], -1, GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)][1])
+        blocks = BLOCK_TYPES[tensor.kind](content)
+        heads = self._heads.get(name.split(".")[-2])
+        if heads is None:
+            return blocks
+        return Blocks(blocks.bits, *(unpermuted(array, heads) for array in blocks[1:]))
+
+    def factors(self, name: str) -> NDArray[Any]:
+        """A tensor that belongs to the configuration, by GGUF's name."""
+        tensor = self._tensors[name]
+        if len(tensor.shape) != 1 or tensor.shape[0] > MOST["head_dim"] or tensor.kind != GGMLQuantizationType.F32:
+            raise CheckpointError(f"{self._path}: {name} is no short list of fp32 numbers; {AGAIN}")
+        return read(tensor)
+
+
+def q8_0(content: NDArray[np.uint8]) -> Blocks:
+    """uint8 [N, K / 32, 34]: a scale, and codes of 8 bits."""
+    scales, codes = halves(content[..., :2]), np.ascontiguousarray(content[..., 2:]).view(np.int8)
+    return Blocks(8, codes.reshape(len(content), -1), scales, np.zeros_like(scales))
+
+
+def q4_0(content: NDArray[np.uint8]) -> Blocks:
+    """uint8 [N, K / 32, 18]: a scale, and codes of 4 bits that are 8 too large."""
+    scales = halves(content[..., :2])
+    return Blocks(4, nibbles(content[..., 2:]), scales, -8 * scales)
+
+
+def q4_1(content: NDArray[np.uint8]) -> Blocks:
+    """uint8 [N, K / 32, 20]: a scale, an offset, and codes of 4 bits."""
+    return Blocks(4, nibbles(content[..., 4:]), halves(content[..., :2]), halves(content[..., 2:4]))
+
+
+def halves(content: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """uint8 [..., 2] -> the fp16 numbers that they are, float32 [...]."""
+    numbers: NDArray[np.float32] = np.ascontiguousarray(content).view("<f2")[..., 0].astype(np.float32)
+    return numbers
+
+
+def nibbles(content: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """uint8 [N, blocks, 16] -> codes 0 to 15, int8 [N, 32 * blocks]: the low halves of a block come first."""
+    codes: NDArray[np.int8] = np.concatenate((content & 15, content >> 4), axis=-1).astype(np.int8)
+    return codes.reshape(len(content), -1)
+
+
+BLOCK_TYPES: dict[int, Callable[[NDArray[np.uint8]], Blocks]] = {
+    GGMLQuantizationType.Q8_0: q8_0,
+    GGMLQuantizationType.Q4_0: q4_0,
+    GGMLQuantizationType.Q4_1: q4_1,
+}
+
+
+def read_shards(path: Path) -> Header:
+    """The header of a file, or of all parts of a sharded one: the first part's metadata. Raises CheckpointError."""
+    part = PART.fullmatch(path.name)
+    if part is None:
+        header = read_header(path)
+        count = header.metadata.get("split.count", 1)
+        if count not in (0, 1):
+            raise CheckpointError(
+                f"{path} is one of {count!r} parts, which are found by their names: give them back their names, such "
+                f"as {path.stem}-00001-of-{count:05}.gguf"
+            )
+        return header
+    stem, _, count, suffix = part.groups()
+    if not 0 < int(count) <= MOST_SHARDS:
+        raise CheckpointError(f"{path} is one of {int(count)} parts, and 1 to {MOST_SHARDS} are read: merge them")
+    files = [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, Any] = {}
+    for number, file in enumerate(files):
+        header = read_header(file)
+        metadata = metadata or header.metadata
+        found = [header.metadata.get(key) for key in ("split.no", "split.count")]
+        if found != [number, int(count)]:
+            raise CheckpointError(f"{file} says that it is part {found[0]!r} of {found[1]!r}: copy the right one there")
+        if again := tensors.keys() & header.tensors.keys():
+            raise CheckpointError(f"{file} repeats the tensor {min(again)!r} of another part: download the parts again")
+        tensors |= header.tensors
+    if metadata.get("split.tensors.count", len(tensors)) != len(tensors):
+        raise CheckpointError(f"{path}: its parts hold {len(tensors)} tensors, not as many as they should: copy all")
+    return Header(metadata, tensors)
+
+
+def is_read(kind: int) -> bool:
+    """Whether the gguf package dequantises a type, which it is asked by a block of zeros."""
+    if kind in PLAIN:
+        return True
+    if kind not in GGML_QUANT_SIZES:
+        return False
+    known = GGMLQuantizationType(kind)
+    try:
+        gguf.quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def read(tensor: Tensor) -> NDArray[Any]:
+    """A tensor's numbers: as they are stored, or dequantised to fp32, a chunk at a time. Raises CheckpointError."""
+    kind = GGMLQuantizationType(tensor.kind)
+    array: NDArray[Any] = np.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), PLAIN.get(kind, np.float32))
+    for first, content in raw_rows(tensor):
+        array[first : first + len(content)] = numbers(content, kind)
+    return array.reshape(tensor.shape)
+
+
+def raw_rows(tensor: Tensor) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """A tensor's rows as bytes, uint8 [rows, bytes of a row], a chunk at a time, with the number of the first. Raises
+    CheckpointError."""
+    rows = math.prod(tensor.shape[:-1])
+    row_bytes, step = tensor.nbytes // rows, max(1, CHUNK // tensor.shape[-1])
+    try:
+        with open_plain(tensor.file) as handle:
+            handle.seek(tensor.begin)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                yield first, np.frombuffer(handle.read(count * row_bytes), np.uint8).reshape(count, row_bytes)
+    except (OSError, ValueError) as error:  # it changed since its header was read
+        raise CheckpointError(f"{tensor.file} cannot be read ({error}): leave it alone during a build") from error
+
+
+def numbers(content: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[Any]:
+    """The rows that these rows of bytes stand for."""
+    if kind in PLAIN:
+        return content.view(PLAIN[kind])
+    with np.errstate(all="ignore"):  # damaged scales overflow; the checkpoint refuses what is not finite
+        dequantized: NDArray[np.float32] = gguf.quants.dequantize(content, kind)
+    return dequantized

@@ -1,0 +1,224 @@
+"""The header of a GGUF file: its metadata, and where each tensor lies. Every count is compared with the bytes that are
+there before anything is read or allocated; the gguf package's own reader believes them.
+
+Source: ggml's docs/gguf.md, versions 2 and 3, little-endian. Version 2 differs from 3 in nothing that is read here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from ....models.errors import CheckpointError, shown
+from ....models.plain_files import open_plain
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MOST_HEADER_BYTES = 256 << 20  # tokens and merges of the largest vocabularies take 20 MB
+MOST_ENTRIES = 1 << 17  # of metadata, and tensors
+MOST_ELEMENTS = 1 << 22  # of all arrays together: a vocabulary of 262,144 tokens has 1.3 million
+MOST_DIMENSIONS = 4
+MOST_ALIGNMENT = 1 << 16
+DEFAULT_ALIGNMENT = 32
+ALIGNMENT_KEY = "general.alignment"
+LEAST_ENTRY_BYTES, LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+BOOL, STRING, ARRAY = 7, 8, 9
+SCALARS: dict[int, np.dtype[Any]] = {  # by the number of a value's type
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies. shape: outermost dimension first, as numpy has it. kind: a GGMLQuantizationType, or a number
+    that none has. begin, nbytes: in `file`; nbytes is 0 for a kind of unknown size."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
+    nbytes: int
+
+    @property
+    def dtype(self) -> str:
+        """The name of the kind."""
+        known = self.kind in set(GGMLQuantizationType)
+        return GGMLQuantizationType(self.kind).name if known else f"of type {self.kind}"
+
+
+class Header(NamedTuple):
+    """metadata: numbers, booleans, strings, lists of strings and numpy arrays of numbers. tensors: by GGUF's names."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read_header(file: Path) -> Header:
+    """Read and check everything but the tensors' content. Raises CheckpointError."""
+    try:
+        with open_plain(file) as handle:
+            return HeaderReader(file, handle).read()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: give the path of a .gguf file, and all of its parts") from error
+    except struct.error as error:
+        raise CheckpointError(f"{file}: its header is cut off; download it again") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} is not read: {error}; give the path of a .gguf file") from error
+
+
+class HeaderReader:
+    """Reads a header from its beginning to its end."""
+
+    def __init__(self, file: Path, handle: BinaryIO) -> None:
+        self._file, self._handle = file, handle
+        self._size = os.fstat(handle.fileno()).st_size
+        self._position = self._elements = 0
+
+    def read(self) -> Header:
+        magic = self._handle.read(4)
+        self._position = 4
+        if magic != MAGIC:
+            raise self._damaged(f"it begins with {magic!r} and is no GGUF file")
+        version = self._integer("<I")
+        if version not in VERSIONS:
+            if version.to_bytes(4, "big")[0] in VERSIONS:  # 2 and 3 in the other byte order
+                raise CheckpointError(
+                    f"{self._file} is big-endian, and only little-endian files are read: convert it with "
+                    "gguf_convert_endian.py of the gguf package"
+                )
+            raise CheckpointError(
+                f"{self._file} has version {version} of GGUF, and only {' and '.join(map(str, VERSIONS))} are read: "
+                "convert the model again with a current convert_hf_to_gguf.py"
+            )
+        tensors, entries = self._integer("<Q"), self._integer("<Q")
+        self._afford(entries, LEAST_ENTRY_BYTES, MOST_ENTRIES, "entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = self._string()
+            if key in metadata:
+                raise self._damaged(f"the key {shown(key)} stands in it twice")
+            metadata[key] = self._value(key, self._integer("<I"))
+        self._afford(tensors, LEAST_TENSOR_BYTES, MOST_ENTRIES, "tensors")
+        found = [self._tensor() for _ in range(tensors)]
+        alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+            raise self._damaged(f"{ALIGNMENT_KEY} is {shown(alignment)}, no power of two up to {MOST_ALIGNMENT}")
+        return Header(metadata, self._placed(found, -(-self._position // alignment) * alignment, alignment))
+
+    def _placed(self, found: list[tuple[str, Tensor]], start: int, alignment: int) -> dict[str, Tensor]:
+        """Tensors by name, with their places in the file, which neither overlap nor leave it."""
+        tensors: dict[str, Tensor] = {}
+        end = start
+        for name, tensor in sorted(found, key=lambda item: item[1].begin):
+            if name in tensors:
+                raise self._damaged(f"the tensor {shown(name)} stands in it twice")
+            if tensor.begin % alignment:
+                raise self._damaged(f"the tensor {shown(name)} lies at an offset that is no multiple of {alignment}")
+            begin = start + tensor.begin
+            if begin < end:
+                raise self._damaged(f"the tensor {shown(name)} lies in another one")
+            end = begin + tensor.nbytes
+            if end > self._size:
+                raise self._damaged(f"it is cut off: the tensor {shown(name)} ends at {end} of {self._size} bytes")
+            tensors[name] = tensor._replace(begin=begin)
+        return tensors
+
+    def _tensor(self) -> tuple[str, Tensor]:
+        """One tensor's name and description, whose place is still counted from the end of the header."""
+        name, dimensions = self._string(), self._integer("<I")
+        if not 0 < dimensions <= MOST_DIMENSIONS:
+            raise self._damaged(f"the tensor {shown(name)} has {dimensions} dimensions, not 1 to {MOST_DIMENSIONS}")
+        shape = tuple(self._integer("<Q") for _ in range(dimensions))[::-1]
+        kind, begin = self._integer("<I"), self._integer("<Q")
+        size = math.prod(shape)
+        if not 0 < size < 1 << 60:
+            raise self._damaged(f"the tensor {shown(name)} has the shape {shown(shape)}")
+        block, nbytes = GGML_QUANT_SIZES.get(kind, (1, 0))  # type: ignore[call-overload]
+        if shape[-1] % block:
+            raise self._damaged(
+                f"rows of the tensor {shown(name)} have {shape[-1]} numbers, no multiple of its type's {block}"
+            )
+        return name, Tensor(self._file, shape, kind, begin, size // block * nbytes)
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._numbers(key, kind, 1)[0].item()
+        kind, count = self._integer("<I"), self._integer("<Q")
+        if kind == ARRAY:
+            raise self._damaged(f"{shown(key)} holds arrays of arrays, which no model has")
+        self._elements += count
+        if self._elements > MOST_ELEMENTS:
+            raise self._damaged(f"its arrays hold more than {MOST_ELEMENTS} elements")
+        if kind != STRING:
+            return self._numbers(key, kind, count)
+        self._afford(count, 8, MOST_ELEMENTS, f"strings of {shown(key)}")
+        return self._strings(count)
+
+    def _numbers(self, key: str, kind: int, count: int) -> Any:
+        dtype = SCALARS.get(kind)
+        if dtype is None:
+            raise self._damaged(f"{shown(key)} is of type {kind}, which GGUF does not have")
+        content = self._bytes(count * dtype.itemsize)
+        if kind == BOOL and set(content) - {0, 1}:
+            raise self._damaged(f"{shown(key)} is neither true nor false")
+        return np.frombuffer(content, dtype)
+
+    def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """Millions of them may follow each other."""
+        read, found, most = self._handle.read, list[str](), min(self._size, MOST_HEADER_BYTES)
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            self._position += 8 + length
+            if self._position > most:
+                raise self._cut_off()
+            content = read(length)
+            try:
+                found.append(content.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise self._damaged(f"the text {shown(content)} is no UTF-8") from error
+        return found
+
+    def _integer(self, form: str) -> int:
+        value: int = struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+        return value
+
+    def _bytes(self, count: int) -> bytes:
+        self._position += count
+        if self._position > min(self._size, MOST_HEADER_BYTES):
+            raise self._cut_off()
+        return self._handle.read(count)
+
+    def _cut_off(self) -> CheckpointError:
+        return self._damaged(f"its header is cut off, or has more than {MOST_HEADER_BYTES} bytes")
+
+    def _afford(self, count: int, least: int, most: int, what: str) -> None:
+        """Refuse more items than a file may have, or than the rest of this one has room for."""
+        if count > most:
+            raise self._damaged(f"it claims {count} {what}, more than {most}")
+        if count * least > self._size - self._position:
+            raise self._damaged(f"it is cut off: it claims {count} {what}")
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._file} is damaged: {problem}; download it again")

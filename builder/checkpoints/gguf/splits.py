@@ -1,0 +1,71 @@
+"""How byte-level BPE tokenizers split a text before they merge: by the names that GGUF files call it.
+
+Patterns are those of the models' own tokenizer.json, as llama.cpp's src/llama-vocab.cpp cites them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as TokenizerJson
+
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+HAN = "[一-龥ࠀ-一가-퟿]+"
+MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+
+
+class Split(NamedTuple):
+    """patterns: each splits what the ones before left whole. digits: each digit stands alone. gpt2: GPT-2's own pattern
+    comes last. nfc: characters are composed first. whole: a word that is a token is never merged from smaller ones.
+    bos: a text begins with BOS unless the file says otherwise."""
+
+    patterns: tuple[str, ...] = ()
+    digits: bool = False
+    gpt2: bool = False
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+    def apply(self, tokenizer: TokenizerJson) -> None:
+        """Give a tokenizer its normalizer and its pre-tokenizer."""
+        if self.nfc:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        steps += [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+        steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+
+
+GPT2 = Split(gpt2=True)
+CODE = Split(digits=True, gpt2=True)
+LLAMA3 = Split((rf"{ENGLISH}|{WORD}|\p{{N}}{{1,3}}|{REST}",), whole=True, bos=True)
+QWEN2 = Split((rf"{ENGLISH}|{WORD}|\p{{N}}|{REST}",), nfc=True)
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s|{CASED_REST}"
+GPT4O = Split((CASED % (f"{ENGLISH}?", f"{ENGLISH}?", "{1,3}"),))
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "mellum", "gigachat", "a.x-4.0", "trillion", "granite-docling", "phi-2"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), CODE),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), LLAMA3._replace(whole=False, bos=False)),
+    **dict.fromkeys(("qwen2", "kormo", "f2llmv2", "megrez"), QWEN2),
+    "deepseek-r1-qwen": QWEN2._replace(nfc=False),
+    "tekken": Split((CASED % ("", "", ""),), whole=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), GPT4O),
+    "seed-coder": Split(
+        (rf"{ENGLISH}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    ),
+    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN), digits=True),
+    "deepseek-v3": Split(
+        (
+            r"\p{N}{1,3}",
+            "[一-龥぀-ゟ゠-ヿ]+",
+            MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+    ),
+}

@@ -1,0 +1,169 @@
+"""The tokenizer of a GGUF file as tokenizer.json with its settings and chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as TokenizerJson
+
+from ....models.errors import CheckpointError, shown
+from ....models.fields import MOST
+from ....runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
+from ....runtime.text.tokenizer_check import is_failure
+from ...sentencepiece import CONTROL, Piece, Pieces, put_around, tokenizer_of
+from .metadata import AGAIN, Metadata
+from .splits import SPLITS
+
+PREFIX = "tokenizer.ggml."
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # kinds of tokenizers
+NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5  # token types; the others as SentencePiece's
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not name them
+ENDS = ("eos", "eot", "eom")
+END_NAMES = {  # of control tokens that end a turn or a text: llama.cpp's list, as far as families here have them
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|return|>"),
+    *("</s>", "<EOT>", "[EOS]", "[EOT]", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+}
+MOST_TEMPLATE = 1 << 20  # characters
+
+
+def write_tokenizer(metadata: Metadata, destination: Path) -> Tokenizer:
+    """Write a file's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
+    settings: dict[str, str] = {}
+    tokens = texts(metadata, "tokens")
+    for name, key in SPECIAL.items():
+        index = special_id(metadata, key, len(tokens))
+        if index is not None:
+            settings[name] = tokens[index]
+    try:
+        tokenizer = tokenizer_in(metadata)
+        tokenizer.save(str(destination / TOKENIZER))
+        (destination / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        template = metadata.get("tokenizer.chat_template", str)
+        if template is not None:
+            if len(template) > MOST_TEMPLATE:
+                raise CheckpointError(f"{metadata.file}: its chat template has {len(template)} characters; {AGAIN}")
+            (destination / TEMPLATE).write_text(template, encoding="utf-8", newline="")
+        return Tokenizer.load(destination)
+    except BaseException as error:  # the library raises nothing more specific, and panics
+        if isinstance(error, CheckpointError | OSError) or not is_failure(error):
+            raise
+        raise CheckpointError(f"the tokenizer of {metadata.file} cannot be used: {error}; {AGAIN}") from error
+
+
+def tokenizer_in(metadata: Metadata) -> TokenizerJson:
+    """Raises CheckpointError, and what the tokenizers library raises."""
+    tokens, kinds = texts(metadata, "tokens"), token_kinds(metadata)
+    count = len(tokens)
+    while count > 1 and kinds[count - 1] in (UNUSED, UNKNOWN) and tokens[count - 1] == f"[PAD{count - 1}]":
+        count -= 1  # rows of the embedding that stand for nothing; the model's own tokenizer has no token there
+    tokens, kinds = tokens[:count], kinds[:count]
+    if len(set(tokens)) < count:
+        raise CheckpointError(f"{metadata.file}: its vocabulary has a token twice; {AGAIN}")
+    kind = metadata.need(f"{PREFIX}model", str)
+    if kind == BYTE_LEVEL:
+        tokenizer, adds_bos = byte_level(metadata, tokens)
+    elif kind == SENTENCEPIECE:
+        tokenizer, adds_bos = sentencepiece(metadata, tokens, kinds), True
+    else:
+        raise CheckpointError(
+            f"{metadata.file}: tokenizers of the kind {shown(kind)} are not supported; {BYTE_LEVEL!r} and "
+            f"{SENTENCEPIECE!r} are: use the model's Hugging Face folder"
+        )
+    for text, each in zip(tokens, kinds, strict=True):
+        if each in (CONTROL, USER_DEFINED):
+            add = tokenizer.add_special_tokens if each == CONTROL else tokenizer.add_tokens
+            add([AddedToken(text, normalized=False, special=each == CONTROL)])
+    around: dict[str, str | None] = {}
+    for key, default in (("bos", adds_bos), ("eos", False)):
+        wanted = metadata.get(f"{PREFIX}add_{key}_token", bool)
+        index = special_id(metadata, key, count) if (default if wanted is None else wanted) else None
+        around[key] = None if index is None else tokens[index]
+    put_around(tokenizer, around["bos"], around["eos"])
+    return tokenizer
+
+
+def byte_level(metadata: Metadata, tokens: list[str]) -> tuple[TokenizerJson, bool]:
+    """BPE over bytes, and whether a text begins with BOS unless the file says otherwise."""
+    name = metadata.get(f"{PREFIX}pre", str)
+    split = SPLITS.get(name or "")
+    if split is None:
+        says = "does not say how it splits texts" if name is None else f"splits texts as {shown(name)} does"
+        raise CheckpointError(
+            f"{metadata.file}: its tokenizer {says}, and {', '.join(sorted(SPLITS))} are known; {AGAIN}, or use the "
+            "model's Hugging Face folder"
+        )
+    pairs = [merge.partition(" ") for merge in texts(metadata, "merges")]
+    if not all(first and second for first, _, second in pairs):
+        raise CheckpointError(f"{metadata.file}: a merge of its tokenizer is no pair; {AGAIN}")
+    vocabulary = {text: index for index, text in enumerate(tokens)}
+    tokenizer = TokenizerJson(
+        models.BPE(vocabulary, [(first, second) for first, _, second in pairs], ignore_merges=split.whole)
+    )
+    split.apply(tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.bos
+
+
+def sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> TokenizerJson:
+    """SentencePiece's BPE: merges follow from the scores."""
+    if metadata.get(f"{PREFIX}precompiled_charsmap", np.ndarray) is not None:
+        raise CheckpointError(
+            f"{metadata.file}: its tokenizer rewrites characters by a table, which is not supported: use the model's "
+            "Hugging Face folder"
+        )
+    scores = metadata.need(f"{PREFIX}scores", np.ndarray)
+    if len(scores) < len(tokens) or not np.isfinite(scores).all():
+        raise CheckpointError(f"{metadata.file}: its tokenizer lacks scores, or has some that are no numbers; {AGAIN}")
+    prefix = metadata.get(f"{PREFIX}add_space_prefix", bool)
+    unknown = special_id(metadata, "unknown", len(tokens)) or 0
+    pieces = [Piece(*each) for each in zip(tokens, scores.tolist(), kinds, strict=False)]
+    strip = metadata.get(f"{PREFIX}remove_extra_whitespaces", bool)
+    return tokenizer_of(Pieces(pieces, unknown, prefix=prefix is None or prefix, strip=bool(strip)))
+
+
+def ends_of_text(metadata: Metadata) -> tuple[int, ...]:
+    """Ids that end a text: those that GGUF has keys for, and control tokens of END_NAMES. Raises CheckpointError."""
+    tokens = texts(metadata, "tokens")
+    listed = (special_id(metadata, key, len(tokens)) for key in ENDS)
+    kinds = token_kinds(metadata)
+    named = (index for index, text in enumerate(tokens) if text in END_NAMES and kinds[index] == CONTROL)
+    return tuple(sorted({index for index in (*listed, *named) if index is not None}))
+
+
+def special_id(metadata: Metadata, key: str, count: int) -> int | None:
+    """The id of a special token, None where a file has none. Raises CheckpointError for one beyond `count` tokens."""
+    index = metadata.get(f"{PREFIX}{key}_token_id", int)
+    if index is None and metadata.get(f"{PREFIX}model", str) == SENTENCEPIECE:
+        default = SENTENCEPIECE_IDS.get(key)
+        return default if default is not None and default < count else None
+    if index is not None and not 0 <= index < count:
+        raise CheckpointError(
+            f"{metadata.file}: {PREFIX}{key}_token_id is {index}, and there are {count} tokens; {AGAIN}"
+        )
+    return index
+
+
+def texts(metadata: Metadata, key: str) -> list[str]:
+    """A list of strings of the tokenizer; tokens may not be more than a model's. Raises CheckpointError."""
+    found = metadata.need(PREFIX + key, list)
+    if not found and key == "tokens":
+        raise CheckpointError(f"{metadata.file}: its tokenizer holds no tokens; {AGAIN}")
+    if len(found) > MOST["vocab_size"]:
+        raise CheckpointError(f"{metadata.file}: its tokenizer has {len(found)} {key}, too many for any model")
+    return found
+
+
+def token_kinds(metadata: Metadata) -> list[int]:
+    """The type of each token: NORMAL where the file does not say. Raises CheckpointError."""
+    count = len(texts(metadata, "tokens"))
+    found = metadata.get(f"{PREFIX}token_type", np.ndarray)
+    if found is None:
+        return [NORMAL] * count
+    if len(found) < count or found.dtype.kind not in "iu":
+        raise CheckpointError(f"{metadata.file}: its tokenizer has {len(found)} types for {count} tokens; {AGAIN}")
+    kinds: list[int] = found[:count].tolist()
+    return kinds

@@ -1,0 +1,124 @@
+"""SentencePiece models, of whichever file, as tokenizers of the tokenizers library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as TokenizerJson
+
+from ..models.errors import CheckpointError
+
+SPACE = "▁"  # SentencePiece writes a space as this letter
+UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
+CONTROL, BYTE = 3, 6  # SentencePiece.Type
+MOST_CHARACTERS, MOST_PIECE = 1 << 24, 1024  # of all pieces, and of one: the ways to cut them are counted out
+
+
+class Piece(NamedTuple):
+    """kind: a SentencePiece.Type."""
+
+    text: str
+    score: float
+    kind: int
+
+
+class Pieces(NamedTuple):
+    """A SentencePiece model. unknown: index of the piece that stands for what has none. prefix: a space is put in front
+    of a text. strip: of spaces that follow each other one is kept, and none at both ends."""
+
+    pieces: Sequence[Piece]
+    unknown: int
+    unigram: bool = False
+    prefix: bool = True
+    strip: bool = False
+
+
+def read_sentencepiece(file: Path) -> Pieces:
+    """A `tokenizer.model`. Raises CheckpointError."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(file.read_bytes())
+    except Exception as error:  # protobuf's DecodeError moves between its releases
+        raise CheckpointError(f"{file} is no SentencePiece model: copy it again") from error
+    if not proto.pieces:
+        raise CheckpointError(f"{file} holds no tokens: copy it again")
+    if proto.normalizer_spec.precompiled_charsmap or proto.trainer_spec.treat_whitespace_as_suffix:
+        raise CheckpointError(
+            f"{file} rewrites characters or spaces in a way this converter does not know: load the "
+            "folder with transformers' AutoTokenizer and save it with save_pretrained, which writes tokenizer.json"
+        )
+    if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
+        raise CheckpointError(f"{file} is neither a BPE nor a unigram model; no LLaMA uses another")
+    return Pieces(
+        [Piece(piece.piece, piece.score, piece.type) for piece in proto.pieces],
+        proto.trainer_spec.unk_id,
+        proto.trainer_spec.model_type == UNIGRAM,
+        proto.normalizer_spec.add_dummy_prefix,
+        proto.normalizer_spec.remove_extra_whitespaces,
+    )
+
+
+def tokenizer_of(model: Pieces) -> TokenizerJson:
+    """LLaMA-1/2's tokenizer: BPE or unigram over raw text with byte fallback. Control pieces are special tokens."""
+    tokenizer = TokenizerJson(unigram_model(model) if model.unigram else bpe_model(model))
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if model.prefix else []
+    if model.strip:
+        steps = [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " "), *steps]
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    if model.unigram:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", left=1)] if model.prefix else back)
+    controls = [piece.text for piece in model.pieces if piece.kind == CONTROL]
+    special = [model.pieces[model.unknown].text, *controls]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    return tokenizer
+
+
+def put_around(tokenizer: TokenizerJson, before: str | None, behind: str | None) -> None:
+    """Have special tokens put before and behind every text."""
+    pieces = [*([before] if before is not None else []), "$A", *([behind] if behind is not None else [])]
+    special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(pieces) if text != "$A"]
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
+
+
+def has_bytes(model: Pieces) -> bool:
+    """Whether there are pieces for single bytes, which stand for what has no other."""
+    return any(piece.kind == BYTE for piece in model.pieces)
+
+
+def unigram_model(model: Pieces) -> models.Model:
+    scores = [(piece.text, piece.score) for piece in model.pieces]
+    return models.Unigram(scores, unk_id=model.unknown, byte_fallback=has_bytes(model))
+
+
+def bpe_model(model: Pieces) -> models.Model:
+    """A piece is the merge of any two pieces it consists of; better scores merge first. Raises CheckpointError for
+    pieces so long that no training wrote them."""
+    lengths = [len(piece.text) for piece in model.pieces]
+    if sum(lengths) > MOST_CHARACTERS or max(lengths) > MOST_PIECE:
+        raise CheckpointError(
+            f"the vocabulary's longest token has {max(lengths)} characters and all have {sum(lengths)}, more than "
+            f"{MOST_PIECE} and {MOST_CHARACTERS}: copy the model's own tokenizer"
+        )
+    vocabulary = {piece.text: index for index, piece in enumerate(model.pieces)}
+    merges = []
+    for text, score, _ in model.pieces:
+        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        known = [split for split in splits if split[0] in vocabulary and split[1] in vocabulary]
+        known.sort(key=lambda split: (vocabulary[split[0]], vocabulary[split[1]]))
+        merges += [(score, split) for split in known]
+    merges.sort(key=lambda merge: -merge[0])
+    return models.BPE(
+        vocabulary,
+        [split for _, split in merges],
+        unk_token=model.pieces[model.unknown].text,
+        fuse_unk=True,
+        byte_fallback=has_bytes(model),
+    )

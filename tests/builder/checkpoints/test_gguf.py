@@ -1,0 +1,260 @@
+"""GGUF files: configuration and weights as in the folder they come from, logits as transformers computes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint, write_tokenizer
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import SCALES, random_blocks, write_gguf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.gguf.file import is_read, read
+from draftwood.builder.checkpoints.gguf.header import read_header
+from draftwood.builder.checkpoints.gguf.metadata import Metadata
+from draftwood.builder.checkpoints.gguf.rope import llama3
+from draftwood.models.config import LlamaConfig
+from draftwood.models.errors import CheckpointError
+from draftwood.models.layers import network_of
+from draftwood.models.llama import Llama
+from draftwood.models.rope import inverse_frequencies
+from draftwood.models.rope_scaling import RopeScaling
+
+TOLERANCE = 2e-4
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
+ROUNDED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+READ = [kind for kind in gguf.GGML_QUANT_SIZES if is_read(kind)]
+
+
+def logits_of(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
+    """The torch reference's."""
+    model = Llama(checkpoint.config, tokens.shape[1])
+    names = network_of(checkpoint.config).tensors()
+    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name).astype(np.float32)) for name in names})
+    with torch.no_grad():
+        return model.full(tokens).logits
+
+
+def transformers_logits(file: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """What transformers computes from the same file."""
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens).logits
+    return logits
+
+
+def some_tokens() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 40)))
+
+
+KINDS = ("F16", "Q8_0", "Q4_1", "Q4_K", "Q6_K")
+ALL_KINDS = [*KINDS, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("F32", "BF16", "Q4_0", "Q5_0", "Q5_1"))]
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_logits_equal_transformers_on_the_same_file(kind: str, tmp_path: Path) -> None:
+    shape = WIDE if kind.endswith("K") else ROUNDED
+    folder = write_checkpoint(tmp_path / "folder", tie_word_embeddings=kind == "Q8_0", **shape)
+    write_tokenizer(folder)
+    file = write_gguf(folder, tmp_path / "model.gguf", Kind[kind])
+    found = logits_of(Checkpoint(file), some_tokens())
+    torch.testing.assert_close(found, transformers_logits(file, some_tokens()), atol=TOLERANCE, rtol=0)
+    assert found.std() > 0.5  # of weights that matter
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_file_says_what_its_folder_says(shape: str, tmp_path: Path) -> None:
+    """Every shape of a LLaMA; transformers does not read llama3's and linear rope scaling from GGUF."""
+    folder = write_checkpoint(tmp_path / "folder", shape)
+    write_tokenizer(folder)
+    checkpoint, expected = Checkpoint(write_gguf(folder, tmp_path / "model.gguf")), Checkpoint(folder)
+    assert replace(checkpoint.config, rope_scaling=None, norm_eps=1e-5) == replace(
+        expected.config, rope_scaling=None, norm_eps=1e-5
+    )
+    assert checkpoint.config.norm_eps == np.float32(1e-5)
+    np.testing.assert_allclose(inverse_frequencies(checkpoint.config), inverse_frequencies(expected.config), rtol=1e-6)
+    for name in network_of(expected.config).tensors():
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected.tensor(name))
+    torch.testing.assert_close(
+        logits_of(checkpoint, some_tokens()), logits_of(expected, some_tokens()), atol=TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.name)
+def test_every_type_is_read_as_the_gguf_package_reads_it(kind: Kind, tmp_path: Path) -> None:
+    """Random bytes, more than one chunk of rows among them; what overflows, too."""
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    content = np.random.default_rng(kind).integers(0, 256, (5, 3 * nbytes), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("first", np.zeros(7, np.float32))
+    writer.add_tensor("second", content, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = read_header(tmp_path / "one.gguf").tensors["second"]
+    assert (tensor.shape, tensor.dtype) == ((5, 3 * block), kind.name)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(content, kind)
+        np.testing.assert_array_equal(read(tensor).astype(np.float32), expected)
+
+
+def test_floats_keep_their_stored_type(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder")
+    write_tokenizer(folder)
+    for kind, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")):
+        checkpoint = Checkpoint(write_gguf(folder, tmp_path / f"{kind}.gguf", Kind[kind]))
+        assert checkpoint.tensor("model.layers.0.self_attn.k_proj.weight").dtype.name == dtype
+
+
+@pytest.mark.parametrize("given_part", [1, 2, 3])
+def test_parts_are_read_as_one_file(given_part: int, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder")
+    write_tokenizer(folder)
+    first = write_gguf(folder, tmp_path / "model.gguf", shards=3)
+    checkpoint = Checkpoint(first.with_name(first.name.replace("00001-of", f"{given_part:05}-of")))
+    expected = Checkpoint(folder)
+    for name in network_of(expected.config).tensors():
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected.tensor(name))
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder")
+    write_tokenizer(folder)
+    first = write_gguf(folder, tmp_path / "model.gguf", shards=3)
+    second, third = (first.with_name(first.name.replace("00001-of", f"0000{part}-of")) for part in (2, 3))
+    content = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    refused(first, "says that it is part 1 of 3: copy the right one")
+    third.unlink()
+    refused(first, r"00003-of-00003.gguf is missing: .* all of its parts")
+    third.write_bytes(content)
+    alone = first.rename(tmp_path / "first.gguf")
+    refused(alone, "is one of 3 parts, which are found by their names")
+    refused(tmp_path / "model-00001-of-00000.gguf", "is one of 0 parts")
+
+
+def refused(file: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(file)
+
+
+@given(
+    theta=st.sampled_from([10000.0, 500000.0, 1e6]),
+    pairs=st.sampled_from([2, 3, 8, 32, 48, 64]),
+    factor=st.sampled_from([2.0, 4.0, 8.0, 32.0, 3.7]),
+    low=st.sampled_from([0.5, 1.0, 2.0]),
+    wide=st.sampled_from([1.5, 4.0, 10.0]),
+    original=st.sampled_from([64, 2048, 8192, 100_000]),
+)
+def test_llama3_parameters_are_found_again(
+    theta: float, pairs: int, factor: float, low: float, wide: float, original: int
+) -> None:
+    scaling = RopeScaling("llama3", factor, low, low * wide, original)
+    config = LlamaConfig(64, 4 * pairs, 64, 1, 2, 2, 2 * pairs, 4096, 1e-5, theta)
+    divisors = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=scaling))
+    parameters = llama3(Metadata(Path("m"), {}), divisors.astype(np.float32), theta, 2 * pairs)
+    if parameters:
+        found = RopeScaling("llama3", *(parameters[key] for key in list(parameters)[1:]))
+        again = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=found))
+        np.testing.assert_allclose(again, divisors, rtol=2e-4)
+    else:
+        np.testing.assert_allclose(divisors, 1)
+
+
+def test_llama3s_own_numbers_come_out_exactly() -> None:
+    scaling = RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+    for head_dim in (64, 128):
+        config = LlamaConfig(64, 2 * head_dim, 64, 1, 2, 2, head_dim, 131072, 1e-5, 500000.0)
+        divisors = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=scaling))
+        found = llama3(Metadata(Path("m"), {}), divisors.astype(np.float32), 500000.0, head_dim)
+        assert list(found.values()) == ["llama3", 32.0, 1.0, 4.0, 8192]
+
+
+@pytest.mark.parametrize(
+    "divisors", [[1, 2, 1, 2], [2, 1, 1, 1], [1, 1, 0.5, 1], [1, 1, float("nan"), 2], [1, 1], [1, 9, 2, 10]]
+)
+def test_divisors_of_another_rule_are_refused(divisors: list[float]) -> None:
+    with pytest.raises(CheckpointError, match=r"does not hold the divisors of llama3"):
+        llama3(Metadata(Path("m"), {}), np.array(divisors, np.float32), 10000.0, 8)
+
+
+def test_scales_are_where_the_table_says() -> None:
+    """Blocks of the helper hold numbers of the size that was asked for."""
+    for kind in SCALES:
+        numbers = gguf.quants.dequantize(random_blocks((4, 512), kind, 0, 0.25), kind)
+        assert 0.2 < np.abs(numbers).mean() < 0.3, kind
+
+
+def edited(key: str, value: Any) -> Any:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        kind = {str: "string", int: "uint32", float: "float32"}[type(value)]
+        getattr(writer, f"add_{kind}")(key, value)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.attention.sliding_window", 512, "sliding_window"),
+        ("llama.expert_count", 8, "mixtures of experts are not supported"),
+        ("llama.rope.dimension_count", 4, r"rope.dimension_count is 4 of 8: LlamaForCausalLM rotates whole heads"),
+        ("llama.attention.value_length", 4, "keys and values of different lengths"),
+        ("llama.attention.head_count", 3, r"num_attention_heads|is not a multiple|has shape"),
+        ("llama.logit_scale", 0.5, "the setting 'llama.logit_scale' is not known"),
+        ("llama.attention.clamp_kqv", 8.0, "the setting 'llama.attention.clamp_kqv' is not known"),
+        ("llama.rope.scaling.type", "ntk", "rope scaling 'ntk' is not supported"),
+        ("llama.embedding_length", "8", "llama.embedding_length must be a whole number, found '8'"),
+        ("llama.vocab_size", 999, r"has shape \(288, 32\), its configuration asks for \(999, 32\)"),
+        ("general.type", "adapter", "holds no model, but 'adapter'"),
+        ("general.architecture", "gemma3", "read as a config.json, is refused: .*architecture 'gemma3'"),
+    ],
+)
+def test_settings_of_another_model_are_refused(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder")
+    write_tokenizer(folder)
+    refused(write_gguf(folder, tmp_path / "model.gguf", edit=edited(key, value)), message)
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "llama.block_count", "llama.context_length"])
+def test_missing_settings_are_named(key: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder")
+    write_tokenizer(folder)
+    file = write_gguf(folder, tmp_path / "model.gguf", edit=lambda writer: writer.kv_data[0].pop(key))
+    refused(file, f"lacks {key}; convert the model again")
+
+
+def test_tensors_that_the_family_does_not_have_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder")
+    write_tokenizer(folder)
+
+    def another(name: str) -> Any:
+        return lambda writer: writer.add_tensor(name, np.zeros(8, np.float32))
+
+    for name in ("blk.0.attn_sinks", "blk.0.attn_q_norm.weight", "blk.2.attn_norm.weight", "cls.weight", "x"):
+        refused(write_gguf(folder, tmp_path / "model.gguf", edit=another(name)), f"has no tensor '{name}'")
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder", **WIDE)
+    write_tokenizer(folder)
+    file = write_gguf(folder, tmp_path / "model.gguf", Kind.Q6_K)
+    content = file.read_bytes()
+    name = b"blk.0.ffn_up.weight"
+    kind = content.index(name) + len(name) + 4 + 2 * 8
+    for number, called in ((Kind.Q8_K, "Q8_K"), (77, "of type 77")):
+        file.write_bytes(content[:kind] + int(number).to_bytes(4, "little") + content[kind + 4 :])
+        refused(file, f"'?blk.0.ffn_up.weight'? is {called}, which is not read: requantise|lies in another one")

@@ -1,0 +1,289 @@
+"""Tokenizers of GGUF files: the ids, texts, conversations and end ids of the folder that they were written from."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+from checkpoints import write_checkpoint, write_tokenizer
+from gguf_files import write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as TokenizerJson
+
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.gguf.splits import SPLITS
+from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
+from draftwood.models.errors import CheckpointError
+from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
+
+CORPUS = [
+    "Once upon a time there was a little girl named Lily; she's 7, I'll say!",
+    "def add(a, b):\n    return a + b  # 12345 and 2024-11-22\n\n\tx = {'k': [1, 22, 333]}",
+    "THE Quick BrownFox jumpsOver ThE lazy doG...   don't WE'LL they'Re  naïve café 漢字 かな Привет",
+] * 20
+TEXTS = st.text("abeLIlstT'RE .,12345\n\r\t\u00e9e\u0301漢字かПр🙂<|>_▁", max_size=40)
+# Pre-tokenizers as models' own tokenizer.json have them; the tables under test hold the patterns in parts.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+OWN: dict[str, list[Any]] = {
+    "gpt-2": [],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA3), "isolated")],
+    "qwen2": [pre_tokenizers.Split(Regex(QWEN2), "isolated")],
+    "tekken": [pre_tokenizers.Split(Regex(TEKKEN), "isolated")],
+}
+GPT2_AT_THE_END = ("gpt-2", "smollm")
+TEMPLATE_TEXT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def write_own(folder: Path, pre: str) -> None:
+    """A tokenizer of a model that splits as `pre` says, trained on a few sentences."""
+    tokenizer = TokenizerJson(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*OWN[pre], pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in GPT2_AT_THE_END)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    if pre == "llama-bpe":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+        )
+    tokenizer.save(str(folder / TOKENIZER))
+    settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "add_bos_token": pre == "llama-bpe"}
+    (folder / SETTINGS).write_text(json.dumps(settings))
+    (folder / TEMPLATE).write_text(TEMPLATE_TEXT)
+
+
+def checkpoint_with(folder: Path, write: Callable[[Path], object], size: int, **more: Any) -> Path:
+    """A folder with a tokenizer and a random model of so many tokens."""
+    write_checkpoint(folder, vocab_size=size, num_hidden_layers=1, **more)
+    write(folder)
+    return folder
+
+
+class Pair:
+    """A folder, the GGUF file written from it, and the tokenizers of both."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        self.folder, self.file = folder, file
+        out = [folder.parent / "ours", folder.parent / "theirs"]
+        for each in out:
+            each.mkdir()
+        self.ours = Checkpoint(file).write_tokenizer(out[0])
+        self.theirs = convert_tokenizer(folder, out[1])
+
+
+@pytest.fixture(scope="module", params=OWN)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    root, pre = tmp_path_factory.mktemp("pre"), request.param
+    folder = checkpoint_with(root / "folder", lambda folder: write_own(folder, pre), 424)
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop("tokenizer.ggml.pre")
+        writer.add_tokenizer_pre(pre)
+
+    pair = Pair(folder, write_gguf(folder, root / "model.gguf", edit=edit))
+    yield pair
+    for tokenizer in (pair.ours, pair.theirs):
+        tokenizer.close()
+
+
+@settings(max_examples=150)
+@given(text=TEXTS)
+def test_any_text_has_the_folders_ids(pair: Pair, text: str) -> None:
+    ids = pair.theirs.encode(text)
+    assert pair.ours.encode(text) == ids
+    assert pair.ours.decode(ids) == pair.theirs.decode(ids)
+
+
+@pytest.mark.parametrize("text", [*CORPUS[:3], "<|im_start|>user\nhi<think> a<|im_end|>", "", " ", "12345 67"])
+def test_texts_have_the_folders_ids(pair: Pair, text: str) -> None:
+    for special in (True, False):
+        assert pair.ours.encode(text, special) == pair.theirs.encode(text, special)
+
+
+def test_vocabulary_and_special_tokens_are_the_folders(pair: Pair) -> None:
+    check_same_vocabulary(pair.ours, pair.theirs)
+    assert pair.ours.special_token_ids == pair.theirs.special_token_ids == {0, 1, 2}
+    assert (pair.ours.bos_token_id, pair.ours.adds_bos) == (pair.theirs.bos_token_id, pair.theirs.adds_bos)
+    assert Checkpoint(pair.file).eos_token_ids() == [0, 2]  # <|endoftext|> by its name
+    assert Checkpoint(pair.folder).eos_token_ids() == [2]
+
+
+def test_conversations_are_written_as_the_folder_writes_them(pair: Pair) -> None:
+    messages = [{"role": "user", "content": "What's 2 + 2?"}, {"role": "assistant", "content": "4"}]
+    for prompt in (True, False):
+        written = pair.ours.apply_chat_template(messages, add_generation_prompt=prompt)
+        assert written == pair.theirs.apply_chat_template(messages, add_generation_prompt=prompt)
+        assert written.endswith("<|im_start|>assistant\n") is prompt
+
+
+def test_transformers_reads_the_same_conversation(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
+    from transformers import AutoTokenizer
+
+    folder = checkpoint_with(tmp_path / "folder", lambda folder: write_own(folder, "gpt-2"), 424)
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    messages = [{"role": "user", "content": "What's 2 + 2?"}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    with Checkpoint(file).write_tokenizer(tmp_path) as ours:
+        assert ours.apply_chat_template(messages) == expected
+        assert ours.encode(expected) == theirs.encode(expected)
+
+
+def test_every_split_is_usable() -> None:
+    """Each of the table's patterns is one that the tokenizers library compiles, and none loses a character."""
+    for name, split in SPLITS.items():
+        tokenizer = TokenizerJson(models.BPE())
+        split.apply(tokenizer)
+        assert tokenizer.pre_tokenizer is not None
+        for text in CORPUS[:3]:
+            pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+            assert "".join(text[begin:end] for _, (begin, end) in pieces) == text, name
+            assert len(pieces) > 5, name
+
+
+def add_sentencepiece(file: Path, prefix: bool | None = None) -> Callable[[gguf.GGUFWriter], None]:
+    """The tokenizer of a tokenizer.model, as llama.cpp's convert_hf_to_gguf.py writes it."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    ids = range(processor.vocab_size())
+    kinds = [
+        2 if processor.is_unknown(index) else 3 if processor.is_control(index) else 6 if processor.is_byte(index) else 1
+        for index in ids
+    ]
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list([*(processor.id_to_piece(index) for index in ids), "[PAD340]", "[PAD341]"])
+        writer.add_token_scores([*(processor.get_score(index) for index in ids), -10000.0, -10000.0])
+        writer.add_token_types([*kinds, 5, 5])
+        if prefix is not None:
+            writer.add_add_space_prefix(prefix)
+
+    return edit
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])
+def spm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Pair, sentencepiece.SentencePieceProcessor]:
+    """A SentencePiece model of LLaMA's kind, and a file whose embedding has two rows more than it has pieces."""
+    root, buffer = tmp_path_factory.mktemp("spm"), io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=buffer,
+        vocab_size=340,
+        model_type="bpe",
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=True,
+        split_digits=True,
+        character_coverage=1.0,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        add_dummy_prefix=request.param,
+    )
+    folder = checkpoint_with(
+        root / "folder", lambda folder: (folder / SENTENCEPIECE).write_bytes(buffer.getvalue()), 342
+    )
+    edit = add_sentencepiece(folder / SENTENCEPIECE, None if request.param else False)
+    pair = Pair(folder, write_gguf(folder, root / "model.gguf", edit=edit))
+    return pair, sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue())
+
+
+@settings(max_examples=150)
+@given(text=TEXTS.filter(lambda text: "<" not in text))
+def test_sentencepiece_has_the_folders_ids(spm: tuple[Pair, sentencepiece.SentencePieceProcessor], text: str) -> None:
+    pair, processor = spm
+    ids = processor.encode(text)
+    assert pair.ours.encode(text, add_special_tokens=False) == ids
+    assert pair.ours.encode(text) == pair.theirs.encode(text) == [1, *ids]
+    assert pair.ours.decode(ids) == pair.theirs.decode(ids)
+
+
+def test_padding_of_the_vocabulary_is_no_token(spm: tuple[Pair, sentencepiece.SentencePieceProcessor]) -> None:
+    check_same_vocabulary(spm[0].ours, spm[0].theirs)
+    assert Checkpoint(spm[0].file).config.vocab_size == 342
+    assert Checkpoint(spm[0].file).eos_token_ids() == [2]  # where no key says it
+
+
+def edited(key: str, kind: str, value: Any) -> Callable[[gguf.GGUFWriter], None]:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            getattr(writer, f"add_{kind}")(key, value)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "message"),
+    [
+        ("model", "string", "t5", "tokenizers of the kind 't5' are not supported; 'gpt2' and 'llama' are"),
+        ("model", "string", None, "lacks tokenizer.ggml.model; convert the model again"),
+        ("model", "string", "llama", "lacks tokenizer.ggml.scores"),
+        ("pre", "string", None, "does not say how it splits texts, and .*qwen2.* are known"),
+        ("pre", "string", "default", "splits texts as 'default' does, and"),
+        ("tokens", "array", None, "lacks tokenizer.ggml.tokens"),
+        ("tokens", "array", ["a", "b", "a"], "has a token twice"),
+        ("tokens", "array", [1, 2, 3], "tokenizer.ggml.tokens must be a list of texts"),
+        ("tokens", "array", ["a", "b", "c"], "cannot be used: .*out of vocabulary"),
+        ("token_type", "array", [1, 2], "has 2 types for 288 tokens"),
+        ("merges", "array", None, "lacks tokenizer.ggml.merges"),
+        ("merges", "array", ["ab"], "a merge of its tokenizer is no pair"),
+        ("merges", "array", ["zz yy"], "cannot be used"),
+        ("bos_token_id", "uint32", 288, "bos_token_id is 288, and there are 288 tokens"),
+        ("eos_token_id", "uint32", 2**32 - 1, "eos_token_id"),
+        ("add_bos_token", "uint32", 1, "add_bos_token must be true or false, found 1"),
+    ],
+)
+def test_damaged_tokenizers_are_refused(key: str, kind: str, value: Any, message: str, tmp_path: Path) -> None:
+    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
+    file = write_gguf(folder, tmp_path / "model.gguf", edit=edited(f"tokenizer.ggml.{key}", kind, value))
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(file).write_tokenizer(tmp_path)
+
+
+def test_end_of_text_may_be_put_behind_a_text(tmp_path: Path) -> None:
+    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
+    edit = edited("tokenizer.ggml.add_eos_token", "bool", True)
+    with Checkpoint(write_gguf(folder, tmp_path / "model.gguf", edit=edit)).write_tokenizer(tmp_path) as tokenizer:
+        assert tokenizer.encode("a") == [1, *tokenizer.encode("a", add_special_tokens=False), 2]
+
+
+def test_a_template_of_the_file_is_the_bundles(tmp_path: Path) -> None:
+    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
+    edit = edited("tokenizer.chat_template", "string", "{{ messages[0].content }}\r\n")
+    with Checkpoint(write_gguf(folder, tmp_path / "model.gguf", edit=edit)).write_tokenizer(tmp_path) as tokenizer:
+        assert (tmp_path / TEMPLATE).read_bytes() == b"{{ messages[0].content }}\r\n"
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]).startswith("x")
+        assert isinstance(tokenizer, Tokenizer)
