@@ -71,4 +71,4 @@ def batches(engine: Engine, rng: np.random.Generator) -> Iterator[TokenBatch]:
         parent = int(rng.integers(row))
         mask[row] |= mask[parent]
         depths[row] = depths[parent] + 1
-    yield TokenBatch.padded(tokens[prompt:], prompt + depths, mask, spec.width_for(rows))
+    yield TokenBatch.pad(tokens[prompt:], prompt + depths, mask, spec.width_for(rows))

@@ -111,7 +111,7 @@ def measure_after(
 def time_pass(engine: Engine, cache: Any, width: int) -> float:
     """Seconds of one pass over a chain of `width` rows, which are not committed."""
     positions = np.arange(cache.length, cache.length + width)
-    batch = TokenBatch.padded([0] * width, positions, np.tri(width, dtype=np.bool_), width)
+    batch = TokenBatch.pad([0] * width, positions, np.tri(width, dtype=np.bool_), width)
     start = perf_counter()
     engine.score(batch, cache)
     elapsed = perf_counter() - start

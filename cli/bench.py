@@ -24,7 +24,7 @@ from ..runtime.bundle.fit import fitted
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.base import Engine
-from ..runtime.prompt import checked_prompt
+from ..runtime.prompt import check_prompt
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.folder)
     texts = read_prompts(args.prompts)[: args.limit]
-    prompts = [checked_prompt(tokenizer.encode(text), bundle) for text in texts]
+    prompts = [check_prompt(tokenizer.encode(text), bundle) for text in texts]
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *args.configs.split(",")])}
     engines = (
         bundle.open_engine(TARGET, args.threads, args.provider),

@@ -23,7 +23,7 @@ from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import stored_costs
 from ..runtime.engines.backends import BACKENDS, bits_of_weight
 from ..runtime.engines.base import EngineSpec
-from ..runtime.engines.compatibility import Plan
+from ..runtime.engines.compatibility import TensorRTPlan
 from .options import DRAFT_THREADS, PROVIDER, THREADS
 
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
@@ -164,7 +164,7 @@ def cache_bytes(spec: EngineSpec) -> int:
     return 2 * model.num_layers * model.num_kv_heads * spec.max_batch * spec.capacity * model.head_dim * itemsize
 
 
-def attention(plan: Plan) -> str:
+def attention(plan: TensorRTPlan) -> str:
     """The implementation of attention in a TensorRT plan."""
     if plan.kernel is None:
         return f"TensorRT's own, {plan.layers.attention or 'no'} fused layers of {plan.layers.total}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..models.errors import ConfigError
 from ..runtime.decoding.loop import MAX_RUNNING
-from ..runtime.engines.shared.memory import CACHE_SHARE, share_arenas
+from ..runtime.engines.shared.memory import CACHE_SHARE, limit_arenas
 from ..runtime.llm import LLM, PREFIX_CACHE_SLOTS
 from ..runtime.requests.async_llm import MAX_WAITING, AsyncLLM
 from ..runtime.serving.http.clients import ApiKey, read_keys
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime.serving.openai.app import create_app
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
-    share_arenas()
+    limit_arenas()
     name = args.served_model_name or args.bundle.resolve().name
     with listen(args.host, args.port) as listener:
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)

@@ -17,7 +17,7 @@ from .bundle.bundle import EngineBundle
 from .bundle.costs import stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
-from .decoding.decoder import SpeculativeDecoder, alone
+from .decoding.decoder import SpeculativeDecoder, count_one
 from .decoding.loop import MAX_RUNNING, Job, Loop, drive
 from .decoding.round import Observer
 from .decoding.scheduler import Scheduler
@@ -25,9 +25,9 @@ from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend
 from .engines.base import Engine
 from .engines.passes import Steps
-from .engines.shared.memory import CacheBudget, cache_budget, refuse_without_memory
+from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine
-from .prompt import checked_prompt, too_long
+from .prompt import check_prompt, too_long_error
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler, SamplingParams
 from .speculation.config import SpeculativeConfig
@@ -49,7 +49,7 @@ class Engines(NamedTuple):
 
     target: Engine
     draft: Engine | None
-    sharing: Callable[[], int] = alone
+    sharing: Callable[[], int] = count_one
 
 
 class Shared(NamedTuple):
@@ -261,15 +261,15 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as the tokens that are decoded behind. Raises RequestError like `generate`."""
-        return self._encode(prompt) if isinstance(prompt, str) else checked_prompt(list(prompt), self.bundle)
+        return self._encode(prompt) if isinstance(prompt, str) else check_prompt(list(prompt), self.bundle)
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text, which is not read at all where its length alone says that it cannot fit."""
         limit = self.bundle.manifest.max_length
         if len(text) >= limit and (least := self.tokenizer.fewest_tokens(text)) >= limit:
-            raise too_long(f"at least {least}", limit)
-        refuse_without_memory(text)
-        return checked_prompt(self.tokenizer.encode(text, add_special_tokens), self.bundle)
+            raise too_long_error(f"at least {least}", limit)
+        check_text_memory(text)
+        return check_prompt(self.tokenizer.encode(text, add_special_tokens), self.bundle)
 
     def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
         return result_of(prompt, list(self.stream(prompt, params, observe)))

@@ -10,13 +10,13 @@ from .bundle.bundle import EngineBundle
 from .sampling.sampler import token_id
 
 
-def checked_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
+def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
     """The tokens, when a bundle can decode behind them. Raises RequestError otherwise."""
     vocab_size, limit = bundle.manifest.engines[TARGET].model.vocab_size, bundle.manifest.max_length
     if not tokens:
         raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
     if len(tokens) >= limit:
-        raise too_long(str(len(tokens)), limit)
+        raise too_long_error(str(len(tokens)), limit)
     checked = list(map(token_id, tokens))
     for token, given in zip(checked, tokens, strict=True):
         if not 0 <= token < vocab_size:
@@ -24,7 +24,7 @@ def checked_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
     return checked
 
 
-def too_long(tokens: str, limit: int) -> RequestError:
+def too_long_error(tokens: str, limit: int) -> RequestError:
     return RequestError(
         f"the prompt has {tokens} tokens and this bundle holds {limit} for prompt and output together: "
         "shorten it, or rebuild with a larger --max-length"

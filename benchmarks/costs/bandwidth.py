@@ -81,7 +81,7 @@ def measure(engine: OnnxRuntimeEngine) -> tuple[float, dict[int, float]]:
     for width in WIDTHS:
         positions = np.arange(CONTEXT, CONTEXT + width)
         tokens = rng.integers(0, 8192, width)
-        batches[width] = TokenBatch.padded(tokens, positions, np.tri(width, dtype=np.bool_), width)
+        batches[width] = TokenBatch.pad(tokens, positions, np.tri(width, dtype=np.bool_), width)
     reads = []
     for _ in range(REPEATS):
         start = perf_counter()

@@ -119,11 +119,11 @@ def compute_tree_logits(engine: Engine, cache: Any) -> NDArray[np.float32]:
     cache.truncate(0)
     prefill(engine, cache, text[:140].tolist())
     tokens = text[140:148]
-    first = TokenBatch.padded(tokens[:5], 140 + depths[:5], visible[:5, :5], engine.spec.width_for(5))
-    second = TokenBatch.padded(tokens[5:], 140 + depths[5:], visible[5:], engine.spec.width_for(3))
+    first = TokenBatch.pad(tokens[:5], 140 + depths[:5], visible[:5, :5], engine.spec.width_for(5))
+    second = TokenBatch.pad(tokens[5:], 140 + depths[5:], visible[5:], engine.spec.width_for(3))
     logits = [engine.score(batch, cache).logits[: batch.num_tokens].copy() for batch in (first, second)]
     cache.commit([0, 2, 4, 6, 7])
-    behind = TokenBatch.padded(text[148:], np.arange(145, 147), np.tri(2, dtype=np.bool_), engine.spec.width_for(2))
+    behind = TokenBatch.pad(text[148:], np.arange(145, 147), np.tri(2, dtype=np.bool_), engine.spec.width_for(2))
     return np.concatenate((*logits, engine.score(behind, cache).logits[:2]))
 
 

@@ -137,7 +137,7 @@ class Replica:
 
     def _finish_pass(self, each: NextPass) -> None:
         request = each.request
-        self.scheduler.served(request)
+        self.scheduler.rotate(request)
         if each.draft:
             request.unread_draft -= min(each.rows, request.unread_draft)
             request.drafted += not request.unread_draft  # a pass that leaves nothing unread drafts a token

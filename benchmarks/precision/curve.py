@@ -103,7 +103,7 @@ def measure(engines: dict[tuple[str, str], Engine], count: int) -> dict[int, lis
     def time_pass(key: tuple[str, str], rows: int) -> Timing:
         engine, cache = engines[key], caches[key]
         positions = np.arange(CONTEXT, CONTEXT + rows)
-        batch = TokenBatch.padded(
+        batch = TokenBatch.pad(
             np.arange(rows) + 5, positions, np.tri(rows, dtype=np.bool_), engine.spec.width_for(rows)
         )
         engine.score(batch, cache)  # brings its weights back into the caches, and binds buffers the first time

@@ -145,7 +145,7 @@ def score_chunks(engine: Engine, cache: Any, text: Sequence[int]) -> Iterator[ND
         chunk = text[start : start + engine.spec.max_width]
         rows = len(chunk)
         positions = np.arange(start, start + rows)
-        batch = TokenBatch.padded(chunk, positions, np.tri(rows, dtype=np.bool_), engine.spec.width_for(rows))
+        batch = TokenBatch.pad(chunk, positions, np.tri(rows, dtype=np.bool_), engine.spec.width_for(rows))
         yield engine.score(batch, cache).logits[:rows].copy()
         cache.commit(range(rows))
 

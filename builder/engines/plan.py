@@ -25,7 +25,7 @@ from ...runtime.engines.compatibility import (
     RTX_COMPUTE_CAPABILITIES,
     Kernel,
     LayerReport,
-    Plan,
+    TensorRTPlan,
     WidthFamily,
     obstacle,
 )
@@ -156,7 +156,7 @@ def check_compiler(options: CompileOptions) -> None:
         this_gpu()
 
 
-def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Begin) -> Plan:
+def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Begin) -> TensorRTPlan:
     """Compile the exported graph of `model` (compact form) and write the plan to `output`.
 
     Raises ConfigError when the package is not installed, or with the package's own words when it cannot compile.
@@ -189,7 +189,7 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
             raise monitor.interruption
     with output.open("wb") as file:
         file.write(plan)
-    return Plan(
+    return TensorRTPlan(
         package=options.backend,
         version=str(trt.__version__),
         compute_capabilities=targets,
@@ -267,7 +267,7 @@ def as_number(capability: str) -> int:
     return int(capability.replace(".", ""))
 
 
-def runs_here(plan: Plan) -> bool:
+def runs_here(plan: TensorRTPlan) -> bool:
     """Whether this machine can execute a plan."""
     from ...runtime.engines.static.tensorrt import this_machine
 

@@ -17,7 +17,7 @@ from ...models.errors import BundleError
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
 from ..engines.backends import BACKENDS, COMPILED, REMOVED
 from ..engines.base import EngineSpec
-from ..engines.compatibility import Plan
+from ..engines.compatibility import TensorRTPlan
 
 if TYPE_CHECKING:
     from .bundle import Manifest
@@ -145,7 +145,7 @@ def scales_positions(model: LlamaConfig) -> bool:
     return sound and (scaling.kind != YARN or model.rope_theta > 1)
 
 
-def check_plan(role: str, plan: Plan) -> None:
+def check_plan(role: str, plan: TensorRTPlan) -> None:
     """Raises Unsound for impossible numbers. Whether this machine can run the plan is checked elsewhere."""
     require(plan.package in COMPILED, f"the {role}'s plan is of {plan.package!r}")
     sound = all(1 <= family.minimum <= family.optimum <= family.maximum <= MOST_ROWS for family in plan.families)

@@ -24,7 +24,7 @@ from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
 from .chunk import TokenChunk, TokenLogprob
 from .loop import Job, drive
-from .request import Request
+from .request_state import RequestState
 from .round import (
     END_OF_ROOM,
     NO_SPECULATION,
@@ -39,7 +39,7 @@ from .round import (
 from .stats import SpecDecodeStats
 
 
-def alone() -> int:
+def count_one() -> int:
     """No other request shares a pass."""
     return 1
 
@@ -58,7 +58,7 @@ class SpeculativeDecoder:
         max_length: int,
         eos: Sequence[int],
         costs: CostModel | None = None,
-        sharing: Callable[[], int] = alone,
+        sharing: Callable[[], int] = count_one,
         experience: Experience | None = None,
     ) -> None:
         """Opens a cache of each engine. costs: of both engines, by which rounds are planned where `config` has a budget
@@ -124,7 +124,7 @@ class SpeculativeDecoder:
                 logprobs = top_logprobs(outcome, kept, sampler.params.logprobs)
                 self._record(stats, request, outcome)
             if observe is not None:
-                observe(self._shown(request, outcome, kept, finish_reason, decoding))
+                observe(self._describe_round(request, outcome, kept, finish_reason, decoding))
             with decoding:
                 request.commit(outcome.token_ids, kept)
                 stats.num_tokens += kept
@@ -132,7 +132,7 @@ class SpeculativeDecoder:
             num_drafted = min(kept, len(outcome.acceptance.rows))
             yield TokenChunk(outcome.token_ids[:kept], num_drafted, logprobs, finish_reason)
 
-    def _round(self, request: Request) -> Passes[Outcome]:
+    def _round(self, request: RequestState) -> Passes[Outcome]:
         """One round: propose, verify, commit, learn."""
         plan = self._plan(request)
         proposal = yield from self._propose(request, plan)
@@ -144,7 +144,7 @@ class SpeculativeDecoder:
 
     def _begin(
         self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, observed: bool
-    ) -> Passes[Request]:
+    ) -> Passes[RequestState]:
         """A request whose prompt both engines have read, all but its last token, which is the first root.
 
         What a request learns about itself starts anew with each. How its rounds are planned may depend on earlier
@@ -158,8 +158,8 @@ class SpeculativeDecoder:
             experience = None if sampler.params.is_seeded else self._experience
             widths = self._target.spec.widths
             controller = self._config.controller(self._costs, widths, sampler.params.greedy, experience)
-        sharing = alone if sampler.params.is_seeded else self._sharing
-        request = Request(
+        sharing = count_one if sampler.params.is_seeded else self._sharing
+        request = RequestState(
             prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed
         )
         if self._proposer is not None:
@@ -168,14 +168,14 @@ class SpeculativeDecoder:
             yield from self._proposer.start(prompt, read)
         return request
 
-    def _plan(self, request: Request) -> RoundPlan | None:
+    def _plan(self, request: RequestState) -> RoundPlan | None:
         """The round's limits, where rounds are planned and there is room for a proposal."""
         max_depth = request.room - 1
         if request.controller is None or self._proposer is None or max_depth < 1:
             return None
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
-    def _propose(self, request: Request, plan: RoundPlan | None) -> Passes[Proposal]:
+    def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """This round's proposal, or the bare root when none is wanted or none fits."""
         graph, max_depth = TokenGraph(request.root), request.room - 1
         if self._proposer is None or self._config is None or max_depth < 1:
@@ -184,7 +184,7 @@ class SpeculativeDecoder:
         if plan is not None:
             if not plan.depth:
                 return Proposal(graph, unroll(graph, 0, 0), NOT_WORTH_IT)
-            config, depth = self._limited(config, plan), min(max_depth, plan.depth)
+            config, depth = self._limit(config, plan), min(max_depth, plan.depth)
         found = [] if request.lookup is None else request.lookup.propose()[:depth]
         if not config.chooses(greedy):
             graft_given(graph, found)
@@ -200,18 +200,18 @@ class SpeculativeDecoder:
         reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if observed else ""
         return Proposal(graph, tree, reason)
 
-    def _limited(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
+    def _limit(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
         limits = plan.depth, plan.size, plan.chain
         if limits not in self._within:
             self._within[limits] = config.within(plan)
         return self._within[limits]
 
-    def _needs_best(self, request: Request) -> bool:
+    def _needs_best(self, request: RequestState) -> bool:
         """Whether this round reads nothing of the target's output but each row's most probable token."""
         ranked = TOP_IDS.name in self._target.spec.outputs and request.greedy and not request.sampler.follows_path
         return ranked and request.sampler.params.logprobs is None and not request.observed
 
-    def _verify(self, request: Request, tree: TokenTree) -> Passes[tuple[ForwardOutput, Acceptance]]:
+    def _verify(self, request: RequestState, tree: TokenTree) -> Passes[tuple[ForwardOutput, Acceptance]]:
         """The target's pass over the root and the tree, and what it accepts."""
         with request.scoring:
             batch = tree.to_batch(self._target.spec, self._cache.length, self._needs_best(request))
@@ -233,7 +233,7 @@ class SpeculativeDecoder:
         else:
             self._proposer.skip(acceptance.next_token)
 
-    def _record(self, stats: SpecDecodeStats, request: Request, outcome: Outcome) -> None:
+    def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
         """Count a round."""
         stats.target_passes += 1
         stats.target_seconds = request.scoring.seconds
@@ -247,8 +247,8 @@ class SpeculativeDecoder:
             stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
             stats.draft_seconds = self._proposer.scoring.seconds
 
-    def _shown(
-        self, request: Request, outcome: Outcome, kept: int, finish_reason: str | None, decoding: Stopwatch
+    def _describe_round(
+        self, request: RequestState, outcome: Outcome, kept: int, finish_reason: str | None, decoding: Stopwatch
     ) -> Round:
         """A round for an observer."""
         draft = 0.0 if self._proposer is None else self._proposer.scoring.lap()

@@ -53,7 +53,7 @@ class Job(Generic[C]):
     number: int = 0  # in the order in which jobs joined their loop
 
 
-class Event(NamedTuple, Generic[J, C]):
+class JobEvent(NamedTuple, Generic[J, C]):
     """What happened to a job: it started, where chunk and error are None; or its next chunk, the last one of a text
     that has ended; or the error that ended it."""
 
@@ -79,7 +79,7 @@ class Loop(Generic[J, C]):
         self._pools = pools
         self._budget = budget
         self._room = budget.slots  # less while memory is short
-        self._relieved = False  # whether unused memory was given back since a pass last went well
+        self._freed = False  # whether unused memory was given back since a pass last went well
         self._num_started = 0
         self._num_added = 0
 
@@ -120,16 +120,16 @@ class Loop(Generic[J, C]):
             for job in self.scheduler:
                 self.remove(job)
 
-    def step(self) -> Iterator[Event[J, C]]:
+    def step(self) -> Iterator[JobEvent[J, C]]:
         """Run the next pass, for as many of those who wait for it as it holds; what comes of it, job by job."""
         running = self.scheduler.running
         for job in self._startable(running):
             if not job.started:
                 job.started = True
-                yield Event(job)
+                yield JobEvent(job)
                 yield from self._advance(job, None)
             yield from self._recall(job)
-        served = next_joint([job for job in running if job.wanted is not None])
+        served = select_joint([job for job in running if job.wanted is not None])
         passes = [job.wanted for job in served if job.wanted is not None]
         if not passes:
             return
@@ -139,21 +139,21 @@ class Loop(Generic[J, C]):
             if is_interrupt(error):
                 raise
             if isinstance(error, MemoryError) and passes[0].engine in self._pools:
-                yield from self._relieve()
+                yield from self._free_memory()
             else:  # perhaps one job's fault: each on its own shows whose
                 for job, wanted in zip(served, passes, strict=True):
-                    yield from self._serve_alone(job, wanted)
+                    yield from self._run_alone(job, wanted)
             return
-        self._relieved = False
+        self._freed = False
         for job, output in zip(served, outputs, strict=True):
-            self._turn_over(job)
+            self._rotate(job)
             yield from self._advance(job, output)
 
     def _startable(self, running: Sequence[J]) -> list[J]:
         """Those that have started, and those that fit beside them, in the order they were admitted."""
         started = [job for job in running if job.started]
         if not started and self._room != self._budget.slots:  # there may be more memory than when it ran out
-            self._bound(self._budget.slots)
+            self._set_room(self._budget.slots)
         free = None if self._room is None else self._room - sum(job.num_slots for job in started)
         for job in running:
             if not job.started:
@@ -165,14 +165,14 @@ class Loop(Generic[J, C]):
         self._num_started = len(started)
         return started
 
-    def _advance(self, job: J, answer: ForwardOutput | None) -> Iterator[Event[J, C]]:
+    def _advance(self, job: J, answer: ForwardOutput | None) -> Iterator[JobEvent[J, C]]:
         """Let a job go on until it waits for its next pass, or ends."""
         while not job.ended:
             try:
                 step = job.steps.send(answer)
                 chunk: C | None = None if isinstance(step, Pass) else job.write(step)
             except BaseException as error:  # whatever it is, it is this job's alone
-                yield self._failed(job, error)
+                yield self._fail(job, error)
                 return
             if isinstance(step, Pass):
                 if isinstance(step.cache, PooledKVCache):
@@ -182,15 +182,15 @@ class Loop(Generic[J, C]):
             answer = None
             if chunk is not None and chunk.finish_reason is not None:
                 self.remove(job)
-            yield Event(job, chunk)
+            yield JobEvent(job, chunk)
 
-    def _recall(self, job: J) -> Iterator[Event[J, C]]:
+    def _recall(self, job: J) -> Iterator[JobEvent[J, C]]:
         """Let a job go on for as long as it waits for rows that its pool has already."""
         while (wanted := job.wanted) is not None and isinstance(wanted.engine, PooledEngine):
             try:
                 rest = wanted.engine.recall(wanted)
             except MemoryError as error:  # nobody knows how far it came
-                yield self._failed(job, error)
+                yield self._fail(job, error)
                 return
             if rest is wanted:
                 return
@@ -200,56 +200,56 @@ class Loop(Generic[J, C]):
             if rest is None:
                 yield from self._advance(job, None)
 
-    def _serve_alone(self, job: J, wanted: Pass) -> Iterator[Event[J, C]]:
-        self._turn_over(job)
+    def _run_alone(self, job: J, wanted: Pass) -> Iterator[JobEvent[J, C]]:
+        self._rotate(job)
         try:
             output = wanted.run()
         except BaseException as error:  # whatever it is, it is this job's alone
-            yield self._failed(job, error)
+            yield self._fail(job, error)
             return
         yield from self._advance(job, output)
 
-    def _turn_over(self, job: J) -> None:
+    def _rotate(self, job: J) -> None:
         job.wanted = None
         with self.changed:
-            self.scheduler.served(job)
+            self.scheduler.rotate(job)
 
-    def _failed(self, job: J, error: BaseException) -> Event[J, C]:
+    def _fail(self, job: J, error: BaseException) -> JobEvent[J, C]:
         """End a job by what went wrong in its round. Raises the error where it is the user's wish to stop."""
         self.remove(job)
         if is_interrupt(error):
             raise error
-        return Event(job, None, error)
+        return JobEvent(job, None, error)
 
-    def _relieve(self) -> Iterator[Event[J, C]]:
+    def _free_memory(self) -> Iterator[JobEvent[J, C]]:
         """Memory ran out in a shared pass, which has changed nothing. First the rows of ended texts go. If that was not
         enough, caches grow no more until all jobs have ended, and of those that then do not fit, the last to come end.
         """
-        if not self._relieved:
-            self._relieved = True
+        if not self._freed:
+            self._freed = True
             with suppress(MemoryError):
                 for pool in self._pools:
                     pool.release()
             return
-        self._relieved = False
+        self._freed = False
         started = [job for job in self.scheduler.running if job.wanted]
-        self._bound(min(pool.allocated for pool in self._pools) - self._budget.padding)
+        self._set_room(min(pool.allocated for pool in self._pools) - self._budget.padding)
         taken = 0
         for number, job in enumerate(sorted(started, key=lambda job: job.number)):
             taken += job.num_slots
             if taken > (self._room or 0) or (number == 0 and len(started) == 1):
-                yield self._failed(
+                yield self._fail(
                     job, OutOfMemoryError("memory ran out in the middle of this text: send it again later")
                 )
 
-    def _bound(self, slots: int | None) -> None:
+    def _set_room(self, slots: int | None) -> None:
         """From now on jobs fill so many slots at most."""
         self._room = slots
         for pool in self._pools:
-            pool.bound(None if slots is None else slots + self._budget.padding)
+            pool.set_limit(None if slots is None else slots + self._budget.padding)
 
 
-def next_joint(waiting: Sequence[J]) -> list[J]:
+def select_joint(waiting: Sequence[J]) -> list[J]:
     """The jobs to serve with the next pass: of the first engine that any job waits for, as many in turn as it computes
     at the cost of one. The draft comes first: jobs that draft then reach the target at the same time."""
     passes = [(job, job.wanted) for job in waiting if job.wanted is not None]

@@ -16,13 +16,13 @@ class QueueFullError(DraftwoodError):
     """Every place to run or to wait is taken, or this client's share of them: come back later."""
 
 
-def within_share(held: int, taken: int, places: int) -> bool:
+def is_within_share(held: int, taken: int, places: int) -> bool:
     """Whether a client that holds `held` of the `taken` places may have another one: while it holds no more than are
     free, so that one client alone gets little more than half of them, and each further one half of what is left."""
     return taken < places and held <= places - taken
 
 
-def most_of_one(places: int) -> int:
+def max_client_places(places: int) -> int:
     """How many places a client may get that is alone."""
     return (places + 2) // 2 if places else 0
 
@@ -32,7 +32,7 @@ class Scheduler(Generic[R]):
     first; those admitted take turns, and as many as fit share one.
 
     At most `max_running` requests run, since each of them holds caches; at most `max_waiting` wait for a place, and no
-    client has more of those than `within_share` says. A newly admitted request takes its turn behind all others, so
+    client has more of those than `is_within_share` says. A newly admitted request takes its turn behind all others, so
     nobody waits longer than one turn of everybody else's.
     """
 
@@ -55,7 +55,7 @@ class Scheduler(Generic[R]):
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(self._held, self._waiting))
+        return sum(map(self._count_waiting, self._waiting))
 
     def __len__(self) -> int:
         return self.num_running + self.num_waiting
@@ -77,19 +77,19 @@ class Scheduler(Generic[R]):
         self._admit()
 
     def _check_room(self, client: Hashable) -> None:
-        held = 0 if client is None else self._held(client)
+        held = 0 if client is None else self._count_waiting(client)
         if self.num_waiting >= self.max_waiting:
             raise QueueFullError(
                 f"{self.num_running} requests are running and {self.num_waiting} waiting, which is all this server "
                 "takes: retry later, or start it with a larger --max-waiting"
             )
-        if not within_share(held, self.num_waiting, self.max_waiting):
+        if not is_within_share(held, self.num_waiting, self.max_waiting):
             raise QueueFullError(
                 f"{held} requests of this client are waiting, and the {self.max_waiting - self.num_waiting} places "
                 "that are left are for others: retry later, or start the server with a larger --max-waiting"
             )
 
-    def _held(self, client: Hashable) -> int:
+    def _count_waiting(self, client: Hashable) -> int:
         """Requests of this client that wait."""
         return sum(map(len, self._waiting.get(client, {}).values()))
 
@@ -98,7 +98,7 @@ class Scheduler(Generic[R]):
         """Those admitted, the next turn first."""
         return tuple(self._running)
 
-    def served(self, request: R) -> None:
+    def rotate(self, request: R) -> None:
         """A running request had its turn: it goes to the end of the line."""
         self._running.remove(request)
         self._running.append(request)
@@ -108,10 +108,10 @@ class Scheduler(Generic[R]):
         if request in self._running:
             self._running.remove(request)
         else:
-            self._take_out(request)
+            self._remove_waiting(request)
         self._admit()
 
-    def _take_out(self, request: R) -> None:
+    def _remove_waiting(self, request: R) -> None:
         """Let a request wait no more."""
         for client, users in self._waiting.items():
             for user, requests in users.items():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..speculation.planning.controller import RoundPlan
 
 
-class Switch(NamedTuple):
+class SpeculationSwitch(NamedTuple):
     """Speculation went on or off. token: tokens emitted by then. reason: in words, with what the best proposal was
     expected to bring over plain decoding."""
 
@@ -47,7 +47,7 @@ class SpecDecodeStats:
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     num_chains: int = 0
-    switches: list[Switch] = field(default_factory=list)
+    switches: list[SpeculationSwitch] = field(default_factory=list)
     num_cached_tokens: int = 0
 
     @property
@@ -79,7 +79,7 @@ class SpecDecodeStats:
         if speculating != before and not plan.probe:
             why = plan.reason or f"a proposal promises {plan.speed_up:.2f} times plain speed"
             reason = f"{'speculating' if speculating else 'decoding plainly'} because {why}"
-            self.switches.append(Switch(self.num_tokens, speculating, reason))
+            self.switches.append(SpeculationSwitch(self.num_tokens, speculating, reason))
 
     @property
     def expected_tokens_per_second(self) -> float:

@@ -19,7 +19,7 @@ from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
 from ...plugins.native.library import BLOCK, KernelError, available
 from .base import Engine, EngineSpec
-from .compatibility import Plan
+from .compatibility import TensorRTPlan
 from .native import weights as native
 from .native.weights import check_weights
 from .onnx.file import check_graph
@@ -68,7 +68,7 @@ class Backend:
     file: str
     open: Callable[[Path, EngineSpec, Opening], Engine]
     check_file: Callable[[Path, EngineSpec], None]
-    check_machine: Callable[[Plan | None], None]
+    check_machine: Callable[[TensorRTPlan | None], None]
     release: Callable[[], str | None]
     blocks: Mapping[str, int] = field(default_factory=dict)
     scale_bytes: int = 4
@@ -108,19 +108,19 @@ def open_tensorrt(path: Path, spec: EngineSpec, how: Opening) -> Engine:
     return TensorRTEngine(path, spec)
 
 
-def check_onnxruntime(plan: Plan | None) -> None:
+def check_onnxruntime(plan: TensorRTPlan | None) -> None:
     if find_spec("onnxruntime") is None:
         raise EngineError("onnxruntime is not installed: pip install 'draftwood[cpu]'")
 
 
-def check_native(plan: Plan | None) -> None:
+def check_native(plan: TensorRTPlan | None) -> None:
     try:
         check_available()
     except (CompilerError, KernelError) as error:
         raise EngineError(str(error)) from error
 
 
-def check_tensorrt(plan: Plan | None) -> None:
+def check_tensorrt(plan: TensorRTPlan | None) -> None:
     from .static.tensorrt import open_device
 
     if plan is not None:

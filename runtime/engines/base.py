@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
-from .compatibility import Plan
+from .compatibility import TensorRTPlan
 
 C = TypeVar("C", bound="KVCache")
 
@@ -33,7 +33,7 @@ class EngineSpec:
     capacity: int  # cache slots, committed and speculative together
     precision: str
     outputs: tuple[str, ...]
-    plan: Plan | None = None  # of the TensorRT backends
+    plan: TensorRTPlan | None = None  # of the TensorRT backends
     max_batch: int = 1  # sequences that a pass of a static cache may serve; each has `capacity` slots of it
     prompt_widths: tuple[int, ...] = ()  # rows, beyond `widths`, that only a pass over a prompt may have; ascending
 
@@ -46,7 +46,7 @@ class EngineSpec:
         """Rows a pass may have, whatever they are."""
         return self.widths + self.prompt_widths
 
-    def chunk(self, left: int) -> int:
+    def chunk_size(self, left: int) -> int:
         """How many of `left` tokens of a prompt its next pass reads: those that fill a wide one, or else a round's."""
         return max((width for width in self.prompt_widths if width <= left), default=min(left, self.max_width))
 
@@ -80,7 +80,7 @@ class TokenBatch:
     cache_only: bool = False
 
     @classmethod
-    def padded(
+    def pad(
         cls,
         token_ids: Sequence[int] | NDArray[np.int64],
         position_ids: Sequence[int] | NDArray[np.int64],
@@ -187,9 +187,9 @@ class Engine(ABC):
         """How many of these passes, from the first on, `forward` computes at the cost of one: at least 1."""
         return 1
 
-    def chunk(self, left: int) -> int:
+    def chunk_size(self, left: int) -> int:
         """How many of the `left` tokens of a prompt its next pass shall read."""
-        return self.spec.chunk(left)
+        return self.spec.chunk_size(left)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """One pass, see `forward`."""
@@ -221,13 +221,13 @@ def num_fitting(spec: EngineSpec, passes: Sequence[Pass]) -> int:
     return len(passes)
 
 
-def narrow(cache: KVCache, kind: type[C]) -> C:
+def check_cache(cache: KVCache, kind: type[C]) -> C:
     """The cache as its engine's own kind. Raises EngineError for a cache of another engine."""
     if not isinstance(cache, kind):
         raise EngineError(f"a {type(cache).__name__} is no cache of this engine, whose caches are {kind.__name__}s")
     return cache
 
 
-def closed(spec: EngineSpec) -> EngineError:
+def closed_error(spec: EngineSpec) -> EngineError:
     """What a pass of an engine that was closed raises."""
     return EngineError(f"the {spec.role} engine was closed")

@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     format: str
 
 
-class Plan(NamedTuple):
+class TensorRTPlan(NamedTuple):
     """What a TensorRT plan was compiled for. `families` are its optimisation profiles, in the plan's order."""
 
     package: str  # one of PACKAGES
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Plan:
+    def from_json(cls, fields: Mapping[str, Any]) -> TensorRTPlan:
         """The inverse of `to_json`. Raises KeyError or TypeError for other fields."""
         return cls(**fields)._replace(
             compute_capabilities=tuple(fields["compute_capabilities"]),
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
         )
 
 
-class Device(NamedTuple):
+class Machine(NamedTuple):
     """What a machine has. name and compute_capability are None without an NVIDIA driver or GPU."""
 
     name: str | None
@@ -75,7 +75,7 @@ class Device(NamedTuple):
     kernel: str | None  # format of the kernel libraries this release runs
 
 
-def obstacle(plan: Plan, device: Device) -> str | None:
+def obstacle(plan: TensorRTPlan, device: Machine) -> str | None:
     """Why `device` cannot run `plan`, with what to do about it; None when it can."""
     reason = reason_and_fix(plan, device)
     if reason is None:
@@ -84,7 +84,7 @@ def obstacle(plan: Plan, device: Device) -> str | None:
     return f"built for SM {capabilities} with {plan.package} {plan.version}, cannot run here because {reason}"
 
 
-def reason_and_fix(plan: Plan, device: Device) -> str | None:
+def reason_and_fix(plan: TensorRTPlan, device: Machine) -> str | None:
     if device.compute_capability is None:
         return (
             "this machine has no NVIDIA driver or no GPU: use the bundle on a machine with such a GPU, "
@@ -94,7 +94,7 @@ def reason_and_fix(plan: Plan, device: Device) -> str | None:
     if installed is None:
         return f"{plan.package} is not installed: pip install '{plan.package}=={plan.version}'"
     if device.compute_capability not in plan.compute_capabilities:
-        fix = rebuild(plan.package, device.compute_capability)
+        fix = rebuild_advice(plan.package, device.compute_capability)
         return f"{device.name} is SM {device.compute_capability}: {fix}"
     if installed != plan.version:
         return (
@@ -109,7 +109,7 @@ def reason_and_fix(plan: Plan, device: Device) -> str | None:
     return None
 
 
-def rebuild(package: str, compute_capability: str) -> str:
+def rebuild_advice(package: str, compute_capability: str) -> str:
     """How to get a plan for this GPU."""
     if package == "tensorrt-rtx" and compute_capability in RTX_COMPUTE_CAPABILITIES:
         return f"rebuild with --compute-capability {compute_capability}"

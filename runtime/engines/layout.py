@@ -40,7 +40,7 @@ def mask_columns(width: int, seen: int, limit: int) -> int:
     return max(seen, min(columns, limit))
 
 
-class Field(NamedTuple):
+class TensorSlice(NamedTuple):
     """Where one tensor lies in its block."""
 
     dtype: np.dtype[Any]
@@ -55,7 +55,7 @@ class Field(NamedTuple):
 class Layout(NamedTuple):
     """Tensors by name, each at an aligned offset; in order, so that a copy may stop inside the last one."""
 
-    fields: Mapping[str, Field]
+    fields: Mapping[str, TensorSlice]
     nbytes: int
 
     @classmethod
@@ -71,12 +71,12 @@ class Layout(NamedTuple):
             "V": model.vocab_size,
             "K": bindings.top_columns(model.vocab_size),
         }
-        fields: dict[str, Field] = {}
+        fields: dict[str, TensorSlice] = {}
         end = 0
         for item in items:
-            field = Field(np.dtype(item.dtype), tuple(axes[axis] for axis in item.shape), end)
+            field = TensorSlice(np.dtype(item.dtype), tuple(axes[axis] for axis in item.shape), end)
             fields[item.name] = field
-            end = aligned(end + field.nbytes)
+            end = align(end + field.nbytes)
         return cls(fields, end)
 
     @classmethod
@@ -103,7 +103,7 @@ class Layout(NamedTuple):
         return logits.offset + min(rows, logits.shape[1]) * logits.shape[2] * logits.dtype.itemsize
 
 
-def refuse_growth(spec: EngineSpec, capacity: int) -> None:
+def check_growth(spec: EngineSpec, capacity: int) -> None:
     """A graph holds addresses and a plan sizes: a static cache has all its slots at once, and never more. Raises
     EngineError when more are asked for."""
     if capacity > spec.capacity:
@@ -113,6 +113,6 @@ def refuse_growth(spec: EngineSpec, capacity: int) -> None:
         )
 
 
-def aligned(nbytes: int) -> int:
+def align(nbytes: int) -> int:
     """The next size at which something else may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -25,7 +25,7 @@ def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking
     rows = len(token_ids)
     mask = np.tri(rows, dtype=np.bool_)
     positions = np.arange(start, start + rows)
-    return TokenBatch.padded(token_ids, positions, mask, spec.width_for(rows), True, ranking_only)
+    return TokenBatch.pad(token_ids, positions, mask, spec.width_for(rows), True, ranking_only)
 
 
 def prefill_passes(
@@ -35,7 +35,7 @@ def prefill_passes(
     that nobody reads the output."""
     output, end = None, 0
     while end < len(token_ids):
-        chunk = token_ids[end : end + engine.chunk(len(token_ids) - end)]
+        chunk = token_ids[end : end + engine.chunk_size(len(token_ids) - end)]
         end += len(chunk)
         batch = causal_batch(engine.spec, chunk, cache.length, ranking_only)
         output = yield Pass(engine, batch, cache, output_read and end == len(token_ids))

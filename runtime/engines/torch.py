@@ -21,10 +21,10 @@ from ...models import bindings
 from ...models.acceptance_head import AcceptanceHead, TrainedHead
 from ...models.errors import EngineError
 from ...models.llama import Llama, LlamaOutput, TreeAttention
-from .base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, closed, narrow
+from .base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from .cache import StackedKVCache
 from .feeds import feed, output_of
-from .layout import Layout, PassShape, refuse_growth
+from .layout import Layout, PassShape, check_growth
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -67,7 +67,7 @@ class StaticTorchKVCache(ScoringKVCache):
     def __init__(self, engine: TorchEngine, attend: TreeAttention) -> None:
         self._engine = engine
         self._attend = attend
-        self._passes: dict[PassShape, StaticPass] = {}
+        self._passes: dict[PassShape, StaticTorchPass] = {}
         super().__init__(engine.spec)
 
     def score(self, batch: TokenBatch, start: int) -> ForwardOutput:
@@ -75,11 +75,11 @@ class StaticTorchKVCache(ScoringKVCache):
         shape = PassShape.of(batch, self.capacity)
         if shape not in self._passes:
             with self._engine.on_stream():
-                self._passes[shape] = StaticPass(self._engine, self.buffer, shape, self._attend)
+                self._passes[shape] = StaticTorchPass(self._engine, self.buffer, shape, self._attend)
         return self._passes[shape].run(batch, self.length, start)
 
     def _allocate(self, capacity: int) -> None:
-        refuse_growth(self._spec, capacity)
+        check_growth(self._spec, capacity)
         self.buffer = self._engine.new_buffer(self._spec.capacity)
 
     def _move(self, rows: NDArray[np.int64]) -> None:
@@ -91,7 +91,7 @@ class StaticTorchKVCache(ScoringKVCache):
         del self.buffer, self._passes
 
 
-class StaticPass:
+class StaticTorchPass:
     """One shape of pass over one cache. What it reads and writes never moves, so that on CUDA the work is captured as a
     graph after its first run, and replayed from then on: one copy in, one launch, results out, one wait."""
 
@@ -122,7 +122,7 @@ class StaticPass:
             self._host_outputs[:needed].copy_(self._device_outputs[:needed], non_blocking=True)
         self._engine.synchronize()
         if self._graph is None and self._engine.device.type == "cuda":
-            self._graph = self._captured()
+            self._graph = self._capture()
         return self._output
 
     def _compute(self) -> None:
@@ -141,7 +141,7 @@ class StaticPass:
         for name, value in self._engine.outputs(scored).items():
             self._results[name].copy_(value)
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         """The work as a graph. It was run before: kernels are compiled, and libraries have their workspace."""
         graph = torch.cuda.CUDAGraph()
         # Other threads go on with engines of their own meanwhile.
@@ -211,11 +211,11 @@ class TorchEngine(SoloEngine):
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward."""
-        cache = narrow(cache, TorchKVCache if self._attend is None else StaticTorchKVCache)
+        cache = check_cache(cache, TorchKVCache if self._attend is None else StaticTorchKVCache)
         start = cache.reserve(batch)
         with torch.inference_mode(), self.lock:
             if self._closed:
-                raise closed(self.spec)
+                raise closed_error(self.spec)
             output = cache.score(batch, start)
         cache.speculative += batch.num_tokens
         return output

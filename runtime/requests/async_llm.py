@@ -57,7 +57,7 @@ class AsyncLLM(EngineThread):
         if prefix_cache_slots < 0:
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
         if kv_cache_bytes is not None:
-            max_running = min(max_running, affordable(llm, kv_cache_bytes))
+            max_running = min(max_running, count_affordable(llm, kv_cache_bytes))
         max_running = min(max_running, llm.max_batch or max_running)
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
         self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
@@ -216,7 +216,7 @@ class AsyncLLM(EngineThread):
         self.close()
 
 
-def affordable(llm: LLM, kv_cache_bytes: int) -> int:
+def count_affordable(llm: LLM, kv_cache_bytes: int) -> int:
     """Requests whose caches fit into so many bytes. Raises ConfigError when not even one's do."""
     each = llm.kv_cache_bytes
     if kv_cache_bytes < each:

@@ -8,12 +8,12 @@ from contextlib import suppress
 from threading import Thread
 from time import monotonic
 
-from ..decoding.loop import Event, Loop
+from ..decoding.loop import JobEvent, Loop
 from ..llm import LLM
 from ..text.writer import StreamChunk
 from .health import EngineHealth
-from .metrics import Drafted, ServingMetrics
-from .stream import DeadlineError, Request, ShutdownError, contained, without_frames
+from .metrics import DraftCounts, ServingMetrics
+from .stream import DeadlineError, Request, ShutdownError, drop_frames, to_exception
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +57,14 @@ class EngineThread:
         failure: BaseException = ShutdownError("the server stopped before this text was finished")
         try:
             while self._wait():
-                with self._health.watched():
+                with self._health.watch_pass():
                     for event in self._loop.step():
-                        self._tell(event)
+                        self._handle(event)
         except BaseException as error:  # outside of any round: nobody may wait for ever because of it
             failure = error
             log.critical("the engine's thread ends, and every request with it", exc_info=error)
         finally:
-            self._end_all(contained(failure))
+            self._end_all(to_exception(failure))
 
     def _end_all(self, failure: Exception) -> None:
         with self._loop.changed:
@@ -91,7 +91,7 @@ class EngineThread:
                 self._loop.changed.wait()
         return False
 
-    def _tell(self, event: Event[Request, StreamChunk]) -> None:
+    def _handle(self, event: JobEvent[Request, StreamChunk]) -> None:
         """Record what happened to a request, and hand it to the request's consumer."""
         request, chunk, error = event
         if error is not None:
@@ -110,17 +110,17 @@ class EngineThread:
 
     def _record(self, request: Request, chunk: StreamChunk) -> None:
         self._health.record_round()
-        now, drafted = monotonic(), Drafted.of(chunk.stats)
+        now, draft_counts = monotonic(), DraftCounts.of(chunk.stats)
         since = request.arrived if request.last_round is None else request.last_round
         first = request.last_round is None
         if first:
             self.metrics.record_prompt(request.num_prompt_tokens, chunk.stats.num_cached_tokens)
-        self.metrics.record_round(len(chunk.token_ids), now - since, first, request.drafted, drafted)
-        request.drafted, request.last_round = drafted, now
+        self.metrics.record_round(len(chunk.token_ids), now - since, first, request.draft_counts, draft_counts)
+        request.draft_counts, request.last_round = draft_counts, now
 
     def _fail(self, request: Request, error: BaseException) -> None:
         """End a request by what went wrong in its round."""
-        failure = without_frames(error)
+        failure = drop_frames(error)
         self._health.record_failure(failure, request.call)
         self._end(request, "error", failure)
 

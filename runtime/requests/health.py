@@ -24,7 +24,7 @@ class EngineHealth:
         self._began: float | None = None  # when it began what it is doing, monotonic; None while it waits
 
     @contextmanager
-    def watched(self) -> Generator[None, None, None]:
+    def watch_pass(self) -> Generator[None, None, None]:
         """Around one pass and what follows from it."""
         self._began = monotonic()
         try:

@@ -63,7 +63,7 @@ class Histogram:
         self.sum += seconds * times
 
 
-class Drafted(NamedTuple):
+class DraftCounts(NamedTuple):
     """What a request's speculation had done by some round; see SpecDecodeStats."""
 
     num_drafts: int = 0
@@ -71,7 +71,7 @@ class Drafted(NamedTuple):
     num_accepted_tokens: int = 0
 
     @classmethod
-    def of(cls, stats: SpecDecodeStats) -> Drafted:
+    def of(cls, stats: SpecDecodeStats) -> DraftCounts:
         return cls(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
 
 
@@ -96,7 +96,7 @@ class ServingMetrics:
             self._counters[PREFIX_QUERIES] += tokens
             self._counters[PREFIX_HITS] += cached_tokens
 
-    def record_round(self, tokens: int, seconds: float, first: bool, before: Drafted, after: Drafted) -> None:
+    def record_round(self, tokens: int, seconds: float, first: bool, before: DraftCounts, after: DraftCounts) -> None:
         """One round emitted `tokens`. seconds: since the request arrived if it was its first round, since its last
         round otherwise, which every token of this one shares."""
         with self._lock:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from .metrics import COUNTERS, ENDED, ENDED_TEXT, GAUGES, HISTOGRAMS, Histogram
 
 
-class Families(list[Metric], Collector):
+class MetricSnapshot(list[Metric], Collector):
     """A snapshot of all metrics, in the form that prometheus_client reads."""
 
     def collect(self) -> Iterable[Metric]:
@@ -27,7 +27,7 @@ def to_text(
     histograms: Mapping[str, Histogram],
 ) -> str:
     """Text format 0.0.4. It has no `_created` series, which prometheus_client's own counters would add."""
-    families = Families(GaugeMetricFamily(name, GAUGES[name], value) for name, value in gauges.items())
+    families = MetricSnapshot(GaugeMetricFamily(name, GAUGES[name], value) for name, value in gauges.items())
     families += [CounterMetricFamily(name, COUNTERS[name], value) for name, value in counters.items()]
     by_reason = CounterMetricFamily(ENDED, ENDED_TEXT, labels=["finish_reason"])
     for reason, number in sorted(ended.items()):

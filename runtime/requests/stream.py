@@ -11,7 +11,7 @@ from traceback import format_exception
 from ...models.errors import DraftwoodError
 from ..decoding.loop import Job
 from ..text.writer import StreamChunk
-from .metrics import Drafted
+from .metrics import DraftCounts
 
 DELIVERIES = 100  # attempts to hand an item over while memory is short
 
@@ -32,7 +32,7 @@ class RequestFailure(RuntimeError):
     """A request ended by what is no error of a program, such as a panic of an extension module."""
 
 
-def contained(error: BaseException) -> Exception:
+def to_exception(error: BaseException) -> Exception:
     """The error as one that ends a single request. What is no Exception (a panic of an extension module, SystemExit)
     would end the thread or event loop it is raised in, and the ends of iterators would be taken for such."""
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
@@ -42,10 +42,10 @@ def contained(error: BaseException) -> Exception:
     return failure
 
 
-def without_frames(error: BaseException) -> Exception:
+def drop_frames(error: BaseException) -> Exception:
     """The error, contained, with its traceback as text: the frames of a real one hold every cache of the engine's
     thread, for as long as anybody keeps the error."""
-    error = contained(error)
+    error = to_exception(error)
     error.__cause__ = EngineTraceback("".join(format_exception(error)))
     error.__context__ = None
     return error.with_traceback(None)
@@ -62,7 +62,7 @@ class Request(Job[StreamChunk]):
     arrived: float  # all times in seconds, monotonic
     deadline: float | None
     delivered: asyncio.Queue[StreamChunk | Exception]
-    drafted: Drafted = field(default_factory=Drafted)
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
     last_round: float | None = None
     aborted: bool = False
 

@@ -9,7 +9,7 @@ from threading import Event, Lock
 from typing import TypeVar
 
 from ..engines.shared.memory import LONG_TEXT
-from .stream import ShutdownError, contained
+from .stream import ShutdownError, to_exception
 
 # A text longer than LONG_TEXT waits for other long ones: four million characters take ten seconds, and a gigabyte.
 SHORT_THREADS, LONG_THREADS = 4, 1
@@ -60,7 +60,7 @@ class TextThreads:
             else:
                 result.set_result(value)  # type: ignore[arg-type]  # work's own, which may be None
 
-        def tell(value: T | None, error: Exception | None) -> None:
+        def report(value: T | None, error: Exception | None) -> None:
             try:
                 loop.call_soon_threadsafe(settle, value, error)
             except RuntimeError:  # the loop is closed: nobody waits any more
@@ -72,13 +72,13 @@ class TextThreads:
             try:
                 value = work(given_up)
             except BaseException as error:  # whatever it is: who waits must not wait for ever
-                tell(None, contained(error))
+                report(None, to_exception(error))
             else:
-                tell(value, None)
+                report(value, None)
 
         def stop() -> None:
             given_up.set()
-            tell(None, ShutdownError("the server stopped before it had read this text"))
+            report(None, ShutdownError("the server stopped before it had read this text"))
 
         with self._lock:
             if self._closed:

@@ -116,7 +116,7 @@ class DraftProposer:
         width = self._engine.spec.width_for(count)
         self.passes += 1
         self.rows += count
-        batch = TokenBatch.padded(tokens, positions, mask, width, ranking_only=ranking_only)
+        batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only)
         with self.scoring:
             return (yield Pass(self._engine, batch, self._cache))
 

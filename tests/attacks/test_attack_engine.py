@@ -60,7 +60,7 @@ def panicking(owner, name, place):
 panicking(Tokenizer, "encode", "encode")
 panicking(Tokenizer, "decode", "decode")
 panicking(Tokenizer, "apply_chat_template", "template")
-panicking(loop, "next_joint", "outside")
+panicking(loop, "select_joint", "outside")
 panicking(EngineThread, "_record", "outside")
 opened = EngineBundle.open_engine
 

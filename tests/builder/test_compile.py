@@ -27,7 +27,7 @@ from draftwood.models import bindings
 from draftwood.models.errors import ConfigError
 from draftwood.plugins.tensorrt import tensorrt_logger
 from draftwood.plugins.tree_attention import library
-from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES, LayerReport, Plan, WidthFamily
+from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES, LayerReport, TensorRTPlan, WidthFamily
 
 # Not importorskip: the package must be imported by load_tensorrt alone, see plugins/tensorrt.py.
 if not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))):
@@ -36,7 +36,7 @@ if not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))):
 WIDTHS, COLUMNS, CAPACITY = (1, 4, 16, 32), 64, 256
 MAGIC = b"vtrt"  # every plan begins with it
 MATRIX_BYTES = 2 * (2 * (512 * 512 + 256 * 512 + 3 * 512 * 1024) + 512 * 288)  # of the checkpoint "wide" in fp16
-Compile = Callable[..., Plan]
+Compile = Callable[..., TensorRTPlan]
 
 
 def options(**changes: Any) -> CompileOptions:
@@ -64,7 +64,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Che
 def compiled(checkpoints: Callable[[str], Checkpoint], tmp_path: Path) -> Compile:
     """Exports and compiles a draft; the plan lies at tmp_path / "draft.plan"."""
 
-    def run(begin: Callable[[Step], Callable[[], None]] = quiet, shape: str = "gqa", **changes: Any) -> Plan:
+    def run(begin: Callable[[Step], Callable[[], None]] = quiet, shape: str = "gqa", **changes: Any) -> TensorRTPlan:
         checkpoint, chosen = checkpoints(shape), options(**changes)
         file = tmp_path / "draft.onnx"
         wanted = FORMATS.get(("tensorrt-rtx", chosen.precision))
@@ -94,7 +94,7 @@ def test_tensorrt_s_own_attention(
     assert (plan.package, plan.kernel, plan.executed) == ("tensorrt-rtx", None, False)
     assert plan.version.startswith("1.")
     assert plan.families == (WidthFamily(1, 4, 16), WidthFamily(17, 32, 32))
-    assert Plan.from_json(plan.to_json()) == plan
+    assert TensorRTPlan.from_json(plan.to_json()) == plan
 
 
 def test_low_bit_matrices_stay_low_bit_in_the_plan(compiled: Compile, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_i7_padding_rows_change_nothing_and_stay_finite(engine: OnnxRuntimeEngin
     for width in (8, 16, 32):
         cache = engine.new_cache()
         batch = BUSHY.batch(engine.spec, 0)
-        padded = TokenBatch.padded(BUSHY.tokens, batch.position_ids[:8], batch.mask[:8, :8], width)
+        padded = TokenBatch.pad(BUSHY.tokens, batch.position_ids[:8], batch.mask[:8, :8], width)
         output = engine.score(padded, cache)
         assert np.isfinite(output.logits).all() and np.isfinite(cache.buffer).all()
         results.append(output.logits[:8].copy())

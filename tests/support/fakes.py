@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from draftwood.models.config import LlamaConfig
 from draftwood.runtime.engines.backends import UNLISTED
-from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, narrow
+from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache
 
 Predict = Callable[[tuple[int, ...]], NDArray[np.float64]]  # context -> probabilities [V]
 POOLED = replace(UNLISTED, name="fake", grows=True)  # for the table of backends: requests share one cache
@@ -84,7 +84,7 @@ class FakeEngine(SoloEngine):
         return FakeCache()
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        cache = narrow(cache, FakeCache)
+        cache = check_cache(cache, FakeCache)
         self.passes += 1
         start = cache.speculative
         for row in range(batch.num_tokens):

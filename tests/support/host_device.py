@@ -54,7 +54,7 @@ class HostDevice:
     def allocate(self, nbytes: int) -> HostMemory:
         return HostMemory(nbytes, self._freed)
 
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+    def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.zeros(nbytes, np.uint8)
 
     def new_stream(self) -> Stream:
@@ -146,7 +146,7 @@ class OnnxExecution:
         assert bound.keys() == self._program.types.keys(), "not everything is bound"
         self._program.device.submit("enqueue", stream, lambda: self._program.run(bound))
 
-    def capturable(self, stream: Stream) -> bool:
+    def is_capturable(self, stream: Stream) -> bool:
         return self._program.device.captures
 
 

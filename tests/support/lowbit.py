@@ -67,7 +67,7 @@ def in_one_pass(engine: Engine, prefix: Sequence[int], tree: Tree, path: Sequenc
     cache = engine.new_cache()
     prefill(engine, cache, prefix)
     batch, rows = tree.batch(engine.spec, cache.length), len(tree.tokens)
-    wide = TokenBatch.padded(tree.tokens, batch.position_ids[:rows], batch.mask[:rows, :rows], width)
+    wide = TokenBatch.pad(tree.tokens, batch.position_ids[:rows], batch.mask[:rows, :rows], width)
     logits = engine.score(wide, cache).logits.copy()
     cache.commit(path)
     committed = contents(cache)[:, :, :, len(prefix) :]

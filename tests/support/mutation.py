@@ -52,7 +52,7 @@ TESTS = {
         "test_audit",
         "test_lossless",
     ),
-    "runtime/decoding/request.py": ("test_decoder", "test_room", "test_llm", "test_controller", "test_lossless"),
+    "runtime/decoding/request_state.py": ("test_decoder", "test_room", "test_llm", "test_controller", "test_lossless"),
     "runtime/decoding/round.py": ("test_decoder", "test_room", "test_explain", "test_controller", "test_llm"),
     "runtime/speculation/planning/cost.py": ("test_cost", "test_controller", "test_profile", "test_planning"),
     "runtime/engines/shared/prefix.py": ("test_prefix", "test_async_prefix", "test_pool"),

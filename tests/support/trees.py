@@ -33,7 +33,7 @@ class Tree(NamedTuple):
         for index, row in enumerate(rows):
             mask[index, self.path(row)] = True
         positions = [committed + len(self.path(row)) - 1 for row in rows]
-        return TokenBatch.padded(self.tokens[rows.start : rows.stop], positions, mask, spec.width_for(len(rows)))
+        return TokenBatch.pad(self.tokens[rows.start : rows.stop], positions, mask, spec.width_for(len(rows)))
 
 
 @st.composite

@@ -22,7 +22,7 @@ from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
 from ....plugins.native.packing import PANEL, whole_panels
 from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Weights
-from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, closed, narrow
+from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
 
@@ -139,7 +139,7 @@ class NativeEngine(SoloEngine):
         EngineError, too, for tokens and positions this engine does not have."""
         if batch.num_tokens > len(batch.mask):
             raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
-        cache = narrow(cache, NativeKVCache)
+        cache = check_cache(cache, NativeKVCache)
         start = cache.reserve(batch)
         rows, outputs = batch.num_tokens, len(batch.output_rows)
         results = cache.results(outputs)
@@ -152,7 +152,7 @@ class NativeEngine(SoloEngine):
         wanted.output_rows, wanted.mask = address(output_rows), address(mask)
         with self._lock:
             if self._handle is None:
-                raise closed(self.spec)
+                raise closed_error(self.spec)
             try:
                 self._library.forward(self._handle, wanted)
             except KernelError as error:

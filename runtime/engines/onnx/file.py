@@ -37,7 +37,7 @@ EXTERNAL_DATA, KEY, VALUE = 13, 1, 2
 NAME, TYPE, TENSOR_TYPE, ELEMENT, SHAPE, DIM, DIM_VALUE = 1, 2, 1, 1, 2, 1, 1
 
 
-class Field(NamedTuple):
+class MessageField(NamedTuple):
     """One field of a message: its number, and its value or where its bytes lie."""
 
     number: int
@@ -46,7 +46,7 @@ class Field(NamedTuple):
     end: int
 
 
-class Tensor(NamedTuple):
+class TensorType(NamedTuple):
     """An input or output. shape: None for an axis whose size is known only when a pass runs."""
 
     element: int
@@ -54,8 +54,8 @@ class Tensor(NamedTuple):
 
 
 class Graph(NamedTuple):
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
+    inputs: Mapping[str, TensorType]
+    outputs: Mapping[str, TensorType]
 
 
 def check_graph(path: Path, spec: EngineSpec) -> None:
@@ -77,14 +77,14 @@ def check_graph(path: Path, spec: EngineSpec) -> None:
                 )
 
 
-def expected_tensors(spec: EngineSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def expected_tensors(spec: EngineSpec) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
     """Inputs and outputs of a graph of the additive form."""
     model = spec.model
     sizes = {"1": 1, "V": model.vocab_size, "K": bindings.top_columns(model.vocab_size)}
     sizes |= {"H_kv": model.num_kv_heads, "D": model.head_dim}
 
-    def tensor(binding: Binding) -> Tensor:
-        return Tensor(ELEMENTS[binding.dtype], tuple(sizes.get(axis) for axis in binding.shape))
+    def tensor(binding: Binding) -> TensorType:
+        return TensorType(ELEMENTS[binding.dtype], tuple(sizes.get(axis) for axis in binding.shape))
 
     feeds = {item.name: tensor(item) for item in bindings.inputs(ADDITIVE)}
     results = {item.name: tensor(item) for item in bindings.outputs(spec.outputs)}
@@ -97,14 +97,14 @@ def expected_tensors(spec: EngineSpec) -> tuple[dict[str, Tensor], dict[str, Ten
 
 def read_graph(content: mmap.mmap, path: Path) -> Graph:
     """The graph's inputs and outputs. Raises ValueError or IndexError for what no build writes."""
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-    for field in parts(content, 0, len(content)):
+    inputs: dict[str, TensorType] = {}
+    outputs: dict[str, TensorType] = {}
+    for field in read_fields(content, 0, len(content)):
         if field.number in MODEL_UNKNOWN:
             raise ValueError(f"it holds {MODEL_UNKNOWN[field.number]}")
         if field.number != GRAPH:
             continue
-        for part in parts(content, field.start, field.end):
+        for part in read_fields(content, field.start, field.end):
             if part.number == NODE:
                 check_node(content, part, path)
             elif part.number == INITIALIZER:
@@ -117,16 +117,16 @@ def read_graph(content: mmap.mmap, path: Path) -> Graph:
     return Graph(inputs, outputs)
 
 
-def check_node(content: mmap.mmap, node: Field, path: Path) -> None:
+def check_node(content: mmap.mmap, node: MessageField, path: Path) -> None:
     """One operator and its attributes. Raises ValueError."""
     operator = domain = b""
-    for part in parts(content, node.start, node.end):
+    for part in read_fields(content, node.start, node.end):
         if part.number == OPERATOR:
             operator = content[part.start : part.end]
         elif part.number == DOMAIN:
             domain = content[part.start : part.end]
         elif part.number == ATTRIBUTE:
-            for value in parts(content, part.start, part.end):
+            for value in read_fields(content, part.start, part.end):
                 if value.number in ATTRIBUTE_UNKNOWN:
                     raise ValueError("it holds a graph or sparse weights within an operator")
                 if value.number in ATTRIBUTE_TENSORS:
@@ -135,12 +135,12 @@ def check_node(content: mmap.mmap, node: Field, path: Path) -> None:
         raise ValueError(f"it has an operator {domain + b'.' + operator!r}, which no build writes")
 
 
-def check_tensor(content: mmap.mmap, tensor: Field, path: Path) -> None:
+def check_tensor(content: mmap.mmap, tensor: MessageField, path: Path) -> None:
     """Weights may lie in the file beside the graph and nowhere else, within that file. Raises ValueError."""
     entries: dict[bytes, bytes] = {}
-    for part in parts(content, tensor.start, tensor.end):
+    for part in read_fields(content, tensor.start, tensor.end):
         if part.number == EXTERNAL_DATA:
-            entry = {item.number: content[item.start : item.end] for item in parts(content, part.start, part.end)}
+            entry = {item.number: content[item.start : item.end] for item in read_fields(content, part.start, part.end)}
             entries[entry.get(KEY, b"")] = entry.get(VALUE, b"")
     if not entries:
         return
@@ -152,43 +152,43 @@ def check_tensor(content: mmap.mmap, tensor: Field, path: Path) -> None:
         raise ValueError(f"its weights lie beyond the end of {beside.name}")
 
 
-def read_value(content: mmap.mmap, value: Field) -> tuple[str, Tensor]:
+def read_value(content: mmap.mmap, value: MessageField) -> tuple[str, TensorType]:
     """Name and type of an input or output."""
     name, element = "", 0
     shape: list[int | None] = []
-    for part in parts(content, value.start, value.end):
+    for part in read_fields(content, value.start, value.end):
         if part.number == NAME:
             name = content[part.start : part.end].decode("utf-8")
         if part.number != TYPE:
             continue
-        for kind in parts(content, part.start, part.end):
+        for kind in read_fields(content, part.start, part.end):
             if kind.number != TENSOR_TYPE:
                 raise ValueError(f"{name!r} is no tensor")
-            for item in parts(content, kind.start, kind.end):
+            for item in read_fields(content, kind.start, kind.end):
                 if item.number == ELEMENT:
                     element = item.value
                 if item.number == SHAPE:
-                    axes = [axis for axis in parts(content, item.start, item.end) if axis.number == DIM]
-                    shape = [size_of(content, axis) for axis in axes]
-    return name, Tensor(element, tuple(shape))
+                    axes = [axis for axis in read_fields(content, item.start, item.end) if axis.number == DIM]
+                    shape = [read_axis(content, axis) for axis in axes]
+    return name, TensorType(element, tuple(shape))
 
 
-def size_of(content: mmap.mmap, axis: Field) -> int | None:
+def read_axis(content: mmap.mmap, axis: MessageField) -> int | None:
     """Of one axis, None where it only has a name."""
-    sizes = [part.value for part in parts(content, axis.start, axis.end) if part.number == DIM_VALUE]
+    sizes = [part.value for part in read_fields(content, axis.start, axis.end) if part.number == DIM_VALUE]
     return sizes[-1] if sizes else None
 
 
-def parts(content: mmap.mmap, start: int, end: int) -> Iterator[Field]:
+def read_fields(content: mmap.mmap, start: int, end: int) -> Iterator[MessageField]:
     """The fields of a message. Raises ValueError or IndexError when it is cut off."""
     while start < end:
-        key, start = varint(content, start)
+        key, start = read_varint(content, start)
         number, wire = key >> 3, key & 7
         value = 0
         if wire == VARINT:
-            value, after = varint(content, start)
+            value, after = read_varint(content, start)
         elif wire == BYTES:
-            length, start = varint(content, start)
+            length, start = read_varint(content, start)
             after = start + length
         elif wire in (FIXED32, FIXED64):
             after = start + (4 if wire == FIXED32 else 8)
@@ -196,11 +196,11 @@ def parts(content: mmap.mmap, start: int, end: int) -> Iterator[Field]:
             raise ValueError("it is no protobuf")
         if after > end:
             raise ValueError("it is cut off")
-        yield Field(number, value, start, after)
+        yield MessageField(number, value, start, after)
         start = after
 
 
-def varint(content: mmap.mmap, start: int) -> tuple[int, int]:
+def read_varint(content: mmap.mmap, start: int) -> tuple[int, int]:
     """A number and where it ends."""
     value = 0
     for index in range(10):

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ....models import bindings
 from ....models.errors import EngineError
-from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, closed, narrow
+from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import StackedKVCache
 from ..feeds import feed, output_of
-from ..layout import refuse_growth
+from ..layout import check_growth
 from .file import EXTERNAL
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -39,7 +39,7 @@ class OnnxRuntimeKVCache(StackedKVCache):
         self._engine = engine
         super().__init__(engine.spec)
 
-    def bound(self, session: Any, width: int, outputs: int, columns: int) -> BoundPass:
+    def bind_pass(self, session: Any, width: int, outputs: int, columns: int) -> BoundPass:
         """The buffers for a pass of `width` rows, `outputs` of them scored, that see `columns` speculative slots; bound
         on first use."""
         # An additive mask spans the whole cache, however many of its slots are speculative.
@@ -52,7 +52,7 @@ class OnnxRuntimeKVCache(StackedKVCache):
         # ONNX Runtime's attention pays for capacity, not length: a buffer that starts small is faster, too.
         spec = self._engine.spec
         if self._engine.form == bindings.COMPACT:
-            refuse_growth(spec, capacity)
+            check_growth(spec, capacity)
             capacity = spec.capacity
         shape = (2 * spec.model.num_layers, 1, spec.model.num_kv_heads, capacity, spec.model.head_dim)
         self.buffer = np.zeros(shape, self._engine.cache_dtype)
@@ -116,11 +116,11 @@ class OnnxRuntimeEngine(SoloEngine):
         """See Engine.forward."""
         session = self._session  # another thread may close the engine meanwhile
         if session is None:
-            raise closed(self.spec)
-        cache = narrow(cache, OnnxRuntimeKVCache)
+            raise closed_error(self.spec)
+        cache = check_cache(cache, OnnxRuntimeKVCache)
         start = cache.reserve(batch)
         width, columns = batch.mask.shape
-        bound = cache.bound(session, width, len(batch.output_rows), columns)
+        bound = cache.bind_pass(session, width, len(batch.output_rows), columns)
         feed(bound.feeds, batch, cache.length, start)
         try:
             session.run_with_iobinding(bound.binding)
@@ -142,7 +142,7 @@ class OnnxRuntimeEngine(SoloEngine):
         return value
 
     def bind(self, session: Any, cache: list[Any], capacity: int, width: int, outputs: int, columns: int) -> BoundPass:
-        """Allocate and bind the buffers of one shape of pass (see OnnxRuntimeKVCache.bound) over one cache."""
+        """Allocate and bind the buffers of one shape of pass (see OnnxRuntimeKVCache.bind_pass) over one cache."""
         model = self.spec.model
         binding = session.io_binding()
         keep_alive: list[Any] = []

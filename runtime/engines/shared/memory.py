@@ -98,7 +98,7 @@ def buffer_bytes(spec: EngineSpec) -> int:
     return 2 * 4 * spec.model.vocab_size * sum(spec.widths)
 
 
-def share_arenas() -> None:
+def limit_arenas() -> None:
     """Keep glibc from giving every thread 64 MiB of address space for what it allocates, where that is limited: a few
     threads take all of it without using it. Elsewhere nothing happens."""
     if sys.platform != "linux":
@@ -111,7 +111,7 @@ def share_arenas() -> None:
             ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
-def refuse_without_memory(text: str) -> None:
+def check_text_memory(text: str) -> None:
     """Raises OutOfMemoryError for a text that takes more memory to encode than there is."""
     if len(text) <= LONG_TEXT:
         return
@@ -126,43 +126,45 @@ def refuse_without_memory(text: str) -> None:
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Memory this process may still take: what the machine, its control groups and its own limits leave. None where
     the system does not say. root: of the file system that says it."""
-    return min(limits(root), default=None)
+    return min(read_limits(root), default=None)
 
 
-def limits(root: Path) -> Iterator[int]:
+def read_limits(root: Path) -> Iterator[int]:
     """Every limit that is known, in bytes that are left."""
-    for line in lines(root / "proc/meminfo"):
+    for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
-    for line in lines(root / "proc/self/cgroup"):
+    for line in read_lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         mount = root / "sys/fs/cgroup"
         if controllers == "" and number == "0":
-            yield from group_limits(mount, path, "memory.max", "memory.current", "inactive_file")
+            yield from read_group_limits(mount, path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from group_limits(mount / "memory", path, *names)
+            yield from read_group_limits(mount / "memory", path, *names)
     if sys.platform != "win32":
         import resource
 
         soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-        sizes = [line.split()[0] for line in lines(root / "proc/self/statm")]
+        sizes = [line.split()[0] for line in read_lines(root / "proc/self/statm")]
         if soft != resource.RLIM_INFINITY and sizes:
             yield max(0, soft - int(sizes[0]) * resource.getpagesize())
 
 
-def group_limits(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+def read_group_limits(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
     """What a control group and those around it leave. Inside of a container only the mount itself can be seen."""
     inner = mount / path.lstrip("/")
     for folder in (inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))):
         with suppress(ValueError, IndexError):  # "max", or a file that is not there
-            most, used = int(lines(folder / limit)[0]), int(lines(folder / usage)[0])
-            cached = [line.split()[1] for line in lines(folder / "memory.stat") if line.startswith(f"{reclaimable} ")]
+            most, used = int(read_lines(folder / limit)[0]), int(read_lines(folder / usage)[0])
+            cached = [
+                line.split()[1] for line in read_lines(folder / "memory.stat") if line.startswith(f"{reclaimable} ")
+            ]
             if most < UNLIMITED:
                 yield max(0, most - used + int(cached[0] if cached else 0))
 
 
-def lines(file: Path) -> list[str]:
+def read_lines(file: Path) -> list[str]:
     """Of a file of the system; none where there is no such file."""
     try:
         return file.read_text(encoding="ascii", errors="replace").splitlines()

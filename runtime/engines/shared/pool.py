@@ -24,23 +24,25 @@ from numpy.typing import NDArray
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, softmax_of
 from ..backends import describe_backend
-from ..base import Engine, ForwardOutput, Pass, TokenBatch, narrow, num_fitting
+from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
-from .prefix import ROOT, PrefixTree
+from .prefix import EMPTY_TEXT, PrefixTree
 
 LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of the used slots is live
-SPARE = 4  # give slots back when there are more than so many times as could be needed: attention spans all of them
-PATIENCE = 64  # passes before that: the next burst may be near, and growing again copies everything
-COMMON = 24  # tokens that two texts begin with alike beyond what any template makes them
-SCATTERED = 256  # rows between the others' that cost less than to gather them
-NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
+SPARE_FACTOR = (
+    4  # give slots back when there are more than so many times as could be needed: attention spans all of them
+)
+SPARE_PASSES = 64  # passes before that: the next burst may be near, and growing again copies everything
+COMMON_TOKENS = 24  # tokens that two texts begin with alike beyond what any template makes them
+SCATTERED_ROWS = 256  # rows between the others' that cost less than to gather them
+NO_SLOTS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class PooledKVCache:
     """One sequence: `slots` of its committed rows, in order, and `drafted`, those of its speculative ones."""
 
     def __init__(self, pool: PooledEngine) -> None:
-        self.slots, self.drafted = NOTHING, NOTHING
+        self.slots, self.speculative_slots = NO_SLOTS, NO_SLOTS
         self.salt: str | None = None  # rows are shared with sequences of an equal one only; set before the first pass
         self._pool = pool
 
@@ -50,22 +52,22 @@ class PooledKVCache:
 
     @property
     def speculative(self) -> int:
-        return len(self.drafted)
+        return len(self.speculative_slots)
 
     def commit(self, slots: Sequence[int]) -> None:
         """See KVCache.commit. Raises EngineError for a slot never computed."""
         if any(not 0 <= slot < self.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        accepted, prefixes = self.drafted[np.asarray(slots, np.int64)], self._pool.prefixes
+        accepted, prefixes = self.speculative_slots[np.asarray(slots, np.int64)], self._pool.prefixes
         if prefixes is None:
             self.slots = np.concatenate((self.slots, accepted))
         else:
-            self.slots = prefixes.commit(self.slots, accepted, prefixes.root(self.salt))
-        self.drafted = NOTHING
+            self.slots = prefixes.commit(self.slots, accepted, prefixes.empty_text(self.salt))
+        self.speculative_slots = NO_SLOTS
 
     def truncate(self, length: int) -> None:
         """See KVCache.truncate."""
-        self.slots, self.drafted = self.slots[:length], NOTHING
+        self.slots, self.speculative_slots = self.slots[:length], NO_SLOTS
 
     def close(self) -> None:
         """See KVCache.close: its rows may be given to others from now on."""
@@ -101,16 +103,16 @@ class PooledEngine(Engine):
         """Slots that there are now."""
         return self._storage.capacity
 
-    def chunk(self, left: int) -> int:
+    def chunk_size(self, left: int) -> int:
         """See Engine.chunk. Every sequence waits for each pass: where there are several, a chunk of a prompt is no
         wider than a round's pass."""
-        return self.spec.chunk(left) if len(self.caches) == 1 else min(left, self.spec.max_width)
+        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.spec.max_width)
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """See Engine.num_joint."""
         return num_fitting(self.spec, passes)
 
-    def bound(self, slots: int | None) -> None:
+    def set_limit(self, slots: int | None) -> None:
         """Let the buffer grow to so many slots, or to as many as in the beginning."""
         self._limit = self._slots if slots is None else max(min(slots, self._slots), self.allocated)
         self._storage.limit(self._limit)
@@ -136,24 +138,24 @@ class PooledEngine(Engine):
     def recall(self, wanted: Pass) -> Pass | None:
         """What is left of a pass when its cache takes over the rows that are here already, as speculative ones; None
         when nothing is, and nobody reads the output. Only of a chunk of text: in trees every row's output is read."""
-        batch, cache = wanted.batch, narrow(wanted.cache, PooledKVCache)
+        batch, cache = wanted.batch, check_cache(wanted.cache, PooledKVCache)
         unread = batch.num_tokens - wanted.output_read if len(batch.output_rows) == 1 else 0
         if self.prefixes is None or not unread:
             return wanted
-        path = cache.drafted if cache.speculative else cache.slots
-        before = int(path[-1]) if len(path) else self.prefixes.root(cache.salt)
+        path = cache.speculative_slots if cache.speculative else cache.slots
+        before = int(path[-1]) if len(path) else self.prefixes.empty_text(cache.salt)
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
         if not known:
             return wanted
         columns = cache.speculative + batch.num_tokens
-        cache.drafted = np.concatenate((cache.drafted, np.array(known, np.int64)))
-        self._recalled |= cache.length + cache.speculative >= COMMON
+        cache.speculative_slots = np.concatenate((cache.speculative_slots, np.array(known, np.int64)))
+        self._recalled |= cache.length + cache.speculative >= COMMON_TOKENS
         left = slice(len(known), batch.num_tokens)
         count = batch.num_tokens - len(known)
         if not count:
             return None
         ids, positions, mask = batch.token_ids[left], batch.position_ids[left], batch.mask[left, :columns]
-        rest = TokenBatch.padded(ids, positions, mask, self.spec.width_for(count), True, batch.ranking_only)
+        rest = TokenBatch.pad(ids, positions, mask, self.spec.width_for(count), True, batch.ranking_only)
         return wanted._replace(batch=rest)
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
@@ -163,7 +165,7 @@ class PooledEngine(Engine):
         Raises EngineError when all rows together exceed the widest pass, or the live ones the cache; and for a cache
         that was closed.
         """
-        caches = [narrow(each.cache, PooledKVCache) for each in passes]
+        caches = [check_cache(each.cache, PooledKVCache) for each in passes]
         if any(cache not in self.caches for cache in caches):
             raise EngineError("this cache was closed, or belongs to another pool: open another one for the next text")
         counts = [each.batch.num_tokens for each in passes]
@@ -180,7 +182,7 @@ class PooledEngine(Engine):
             new = used + np.arange(first, first + count)
             own = mask[first : first + count]
             own[:, cache.slots] = True
-            own[:, np.concatenate((cache.drafted, new))] = batch.mask[:count, : cache.speculative + count]
+            own[:, np.concatenate((cache.speculative_slots, new))] = batch.mask[:count, : cache.speculative + count]
             token_ids[first : first + count] = batch.token_ids[:count]
             position_ids[first : first + count] = batch.position_ids[:count]
             begin = first + count - 1 if len(batch.output_rows) == 1 else first
@@ -190,17 +192,17 @@ class PooledEngine(Engine):
         # Known before the pass: it happens with all that follows from it, or, where memory is short, not at all.
         ends = used + np.cumsum(counts)
         drafted = [
-            np.concatenate((cache.drafted, np.arange(end - count, end)))
+            np.concatenate((cache.speculative_slots, np.arange(end - count, end)))
             for cache, count, end in zip(caches, counts, ends.tolist(), strict=True)
         ]
         output_rows = passes[0].batch.output_rows if len(passes) == 1 else self._scored(wanted or [rows - 1], width)
         together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
         output = self._engine.score(together, self._storage)
         if self.prefixes is not None:
-            self.prefixes.note(used, token_ids[:rows], position_ids[:rows])
+            self.prefixes.record(used, token_ids[:rows], position_ids[:rows])
         outputs = [output] if len(passes) == 1 else [part(output, rows) for rows in parts]
         for cache, slots in zip(caches, drafted, strict=True):
-            cache.drafted = slots
+            cache.speculative_slots = slots
         return outputs
 
     def _scored(self, wanted: list[int], width: int) -> NDArray[np.int64]:
@@ -220,9 +222,9 @@ class PooledEngine(Engine):
         used, capacity, limit = self._storage.speculative, self._storage.capacity, self._limit
         needed = width + sum(each.length + each.speculative for each in self.caches)
         self._spare_passes += 1
-        if capacity <= max(SPARE * max(needed, FIRST_CAPACITY), self._retained):
+        if capacity <= max(SPARE_FACTOR * max(needed, FIRST_CAPACITY), self._retained):
             self._spare_passes = 0
-        spare = self._spare_passes > PATIENCE
+        spare = self._spare_passes > SPARE_PASSES
         full = used + width > capacity
         if not full and not spare and not self._is_scattered(used, needed):
             return
@@ -238,7 +240,7 @@ class PooledEngine(Engine):
         if spare or used + width > limit or mostly_garbage:
             room = int(min(LIVE_SHARE * capacity, limit - width)) - rows
             # Before texts ever began alike, only as many ended rows as it takes to notice that they do.
-            self._remember(live, min(room, self._retained if self._recalled else 2 * COMMON))
+            self._remember(live, min(room, self._retained if self._recalled else 2 * COMMON_TOKENS))
             self._compact(live)
         if spare:
             self._storage.shrink(capacity)
@@ -252,12 +254,12 @@ class PooledEngine(Engine):
         """Whether so many rows came since the sequences' were gathered that it pays again: each round's lie between
         those of all others, and a panel of slots is read for the one that counts."""
         gathers = describe_backend(self._engine.spec.backend).gathers and len(self.caches) > 1
-        return gathers and used - self._gathered > max(SCATTERED, needed // 2)
+        return gathers and used - self._gathered > max(SCATTERED_ROWS, needed // 2)
 
     def _remember(self, live: NDArray[np.bool_], count: int) -> None:
         """Declare so many rows of ended sequences alive."""
         if self.prefixes is not None and count > 0:
-            live[self.prefixes.recent(live, count)] = True
+            live[self.prefixes.find_recent(live, count)] = True
 
     def release(self) -> None:
         """Give back the rows of ended sequences, and slots that nobody needs. For when memory is short."""
@@ -273,33 +275,35 @@ class PooledEngine(Engine):
         """Which used slots some sequence refers to."""
         live = np.zeros(self._storage.speculative, np.bool_)
         for each in self.caches:
-            live[each.slots] = live[each.drafted] = True
+            live[each.slots] = live[each.speculative_slots] = True
         return live
 
     def _compact(self, live: NDArray[np.bool_]) -> None:
         """Move these rows together and tell every sequence where they are now. All of it happens or, where memory is
         too short, nothing: a sequence whose slots are not those of its rows would go on with another's text."""
         kept = self._by_sequence(live)
-        moved = np.full(self._storage.speculative, ROOT)
+        moved = np.full(self._storage.speculative, EMPTY_TEXT)
         moved[kept] = np.arange(len(kept))
-        places = [(cache, moved[cache.slots], moved[cache.drafted]) for cache in self.caches]
-        prefixes = None if self.prefixes is None else self.prefixes.moved(kept, moved)
+        places = [(cache, moved[cache.slots], moved[cache.speculative_slots]) for cache in self.caches]
+        prefixes = None if self.prefixes is None else self.prefixes.renumber(kept, moved)
         self._storage.compact(kept)
         for cache, slots, drafted in places:
-            cache.slots, cache.drafted = slots, drafted
+            cache.slots, cache.speculative_slots = slots, drafted
         self.prefixes = prefixes
         self._gathered = len(kept)
 
     def _by_sequence(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Live slots in a new order: sequence by sequence, what several share with the first, and ended ones last. As
         they are, should a sequence's slots not ascend then (see `prefix.py`)."""
-        own = [slots for each in self.caches for slots in (each.slots, each.drafted)]
+        own = [slots for each in self.caches for slots in (each.slots, each.speculative_slots)]
         ended = np.flatnonzero(live)
         slots, firsts = np.unique(np.concatenate((*own, ended)), return_index=True)
         order = slots[np.argsort(firsts)]
         place = np.empty(len(live), np.int64)
         place[order] = np.arange(len(order))
-        ascend = all(np.all(np.diff(place[np.concatenate((each.slots, each.drafted))]) > 0) for each in self.caches)
+        ascend = all(
+            np.all(np.diff(place[np.concatenate((each.slots, each.speculative_slots))]) > 0) for each in self.caches
+        )
         return order if ascend else ended
 
 

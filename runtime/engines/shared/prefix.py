@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-ROOT = -1  # in place of a slot: the empty text without a salt; those with one have smaller numbers
+EMPTY_TEXT = -1  # in place of a slot: the empty text without a salt; those with one have smaller numbers
 
 
 class PrefixTree:
@@ -30,19 +30,19 @@ class PrefixTree:
         self._used = np.zeros(slots, np.int64)  # when last; 0 for rows that cannot be found
         self._after: dict[tuple[int, int], int] = {}
         self._clock = 0
-        self._roots: dict[str, int] = {}
-        self._last_root = ROOT  # a number is never given twice
+        self._empty_texts: dict[str, int] = {}
+        self._last_empty_text = EMPTY_TEXT  # a number is never given twice
 
-    def root(self, salt: str | None) -> int:
+    def empty_text(self, salt: str | None) -> int:
         """In place of a slot: the empty text of this salt."""
         if salt is None:
-            return ROOT
-        if salt not in self._roots:
-            self._last_root -= 1
-            self._roots[salt] = self._last_root
-        return self._roots[salt]
+            return EMPTY_TEXT
+        if salt not in self._empty_texts:
+            self._last_empty_text -= 1
+            self._empty_texts[salt] = self._last_empty_text
+        return self._empty_texts[salt]
 
-    def note(self, first: int, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
+    def record(self, first: int, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
         """What the rows from slot `first` on were computed from, committed or not."""
         rows = slice(first, first + len(token_ids))
         self._tokens[rows], self._positions[rows], self._used[rows] = token_ids, position_ids, 0
@@ -58,7 +58,7 @@ class PrefixTree:
             before = slot
         return slots
 
-    def commit(self, path: NDArray[np.int64], slots: NDArray[np.int64], root: int = ROOT) -> NDArray[np.int64]:
+    def commit(self, path: NDArray[np.int64], slots: NDArray[np.int64], root: int = EMPTY_TEXT) -> NDArray[np.int64]:
         """The text of `path` [n], from its root, goes on with rows that are computed; returns the slots of the whole,
         with those of rows that were here already in place of new ones as far as the order allows."""
         before = int(path[-1]) if len(path) else root
@@ -79,14 +79,14 @@ class PrefixTree:
         self._used[whole[:found]] = self._clock
         return whole
 
-    def recent(self, live: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+    def find_recent(self, live: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
         """At most `count` of the rows that are not `live` [slots], those used last; none without the rows before it."""
         slots = np.fromiter(self._after.values(), np.int64, len(self._after))
         slots = slots[~live[slots]]
         newest: NDArray[np.int64] = slots[np.lexsort((self._positions[slots], -self._used[slots]))]
         return newest[:count]
 
-    def moved(self, kept: NDArray[np.int64], moved: NDArray[np.int64]) -> PrefixTree:
+    def renumber(self, kept: NDArray[np.int64], moved: NDArray[np.int64]) -> PrefixTree:
         """The same rows where slots have new names. kept: those that still exist, in their new order. moved: old ->
         new, negative for those that do not exist any more."""
         tree = PrefixTree(len(self._tokens))
@@ -98,14 +98,14 @@ class PrefixTree:
             for (before, token), slot in self._after.items()
             if names[slot] >= 0
         }
-        tree._clock, tree._last_root = self._clock, self._last_root
+        tree._clock, tree._last_empty_text = self._clock, self._last_empty_text
         rooted = {before for before, _ in tree._after if before < 0}
-        tree._roots = {salt: root for salt, root in self._roots.items() if root in rooted}
+        tree._empty_texts = {salt: root for salt, root in self._empty_texts.items() if root in rooted}
         return tree
 
     def forget(self) -> None:
         """Nothing is found any more; what the rows were computed from stays known."""
-        self._after, self._roots = {}, {}
+        self._after, self._empty_texts = {}, {}
         self._used[:] = 0
 
     @property

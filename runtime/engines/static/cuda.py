@@ -101,8 +101,8 @@ class CudaDevice:
         self._enter()
         self._call("cuMemFree", address)
 
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """See Device.pinned."""
+    def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """See Device.allocate_pinned."""
         self._enter()
         address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
         block = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -130,7 +130,7 @@ class CudaDevice:
         self._enter()
         width = vector_bytes(move.cache.row_bytes)
         if width not in self._movers:
-            self._movers[width] = self._compiled(width)
+            self._movers[width] = self._load_mover(width)
         blocks = -(-move.cache.tensors * move.cache.heads * (move.cache.row_bytes // width) // THREADS)
         grid = (blocks, 1, 1, THREADS, 1, 1, 0)
         for arguments in mover_arguments(move, width):
@@ -174,7 +174,7 @@ class CudaDevice:
         self._enter()
         self._call("cuMemFreeHost", address)
 
-    def _compiled(self, width: int) -> Any:
+    def _load_mover(self, width: int) -> Any:
         """The kernel `move_rows` for vectors of `width` bytes, compiled for this GPU."""
         module = self._call("cuModuleLoadData", compile_mover(width, self.compute_capability))
         return self._call("cuModuleGetFunction", module, b"move_rows")

@@ -53,7 +53,7 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> DeviceMemory:
         """Zeroed memory. Raises EngineError that names the size when there is not enough."""
 
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+    def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Page-locked host memory, zeroed: the only kind that is copied without the processor."""
 
     def new_stream(self) -> Stream: ...
@@ -81,7 +81,7 @@ class Execution(Protocol):
 
     def enqueue(self, stream: Stream) -> None: ...
 
-    def capturable(self, stream: Stream) -> bool: ...
+    def is_capturable(self, stream: Stream) -> bool: ...
 
 
 class Program(Protocol):

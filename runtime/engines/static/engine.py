@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.tree_attention.op import SequenceRow
-from ..base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, closed, narrow, num_fitting
+from ..base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, check_cache, closed_error, num_fitting
 from ..cache import GrowingKVCache
-from ..layout import Layout, PassShape, refuse_growth
+from ..layout import Layout, PassShape, check_growth
 from .device import Device, Execution, Program
 from .memory import CacheMemory, cache_geometry
 from .pool import StaticPool
@@ -66,7 +66,7 @@ class StaticEngine(Engine):
         """Where several sequences share passes; its memory is allocated on first use. EngineError once it is closed."""
         with self.lock:
             if self.closed:
-                raise closed(self.spec)
+                raise closed_error(self.spec)
             if self._pool is None:
                 self._pool = StaticPool(self)
             return self._pool
@@ -87,7 +87,7 @@ class StaticEngine(Engine):
         """See Engine.forward. Raises EngineError for more speculative rows than the program was compiled for."""
         if self.spec.max_batch > 1:
             return self.pool.forward(passes)
-        return [self._score(each.batch, narrow(each.cache, StaticKVCache)) for each in passes]
+        return [self._score(each.batch, check_cache(each.cache, StaticKVCache)) for each in passes]
 
     def _score(self, batch: TokenBatch, cache: StaticKVCache) -> ForwardOutput:
         start, limit = cache.reserve(batch), self.program.max_columns
@@ -138,14 +138,14 @@ class StaticKVCache(GrowingKVCache):
     def run(self, batch: TokenBatch, start: int, limit: int) -> ForwardOutput:
         """Score a batch whose first row goes to slot `start`, with a mask of at most `limit` columns."""
         place = SequenceRow(0, 0, self.length, self.length)
-        return self._memory.bound(PassShape.of(batch, limit)).run(batch, [place], start, batch.num_tokens)
+        return self._memory.bind_pass(PassShape.of(batch, limit)).run(batch, [place], start, batch.num_tokens)
 
     def _allocate(self, capacity: int) -> None:
-        refuse_growth(self._spec, capacity)
+        check_growth(self._spec, capacity)
         self._memory = CacheMemory(self._engine)
 
     def _resize(self, capacity: int, used: int) -> None:
-        refuse_growth(self._spec, capacity)
+        check_growth(self._spec, capacity)
 
     def _free(self) -> None:
         del self._memory

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from ....models import bindings
 from ....plugins.tree_attention.op import SequenceRow
-from ..base import EngineSpec, ForwardOutput, TokenBatch, closed
+from ..base import EngineSpec, ForwardOutput, TokenBatch, closed_error
 from ..feeds import feed_sequences, output_of
-from ..layout import Layout, PassShape, aligned
+from ..layout import Layout, PassShape, align
 from .device import CacheGeometry, RowMove
 
 if TYPE_CHECKING:  # it imports this file
@@ -31,7 +31,7 @@ def cache_geometry(spec: EngineSpec, itemsize: int) -> CacheGeometry:
         heads=model.num_kv_heads,
         capacity=capacity,
         row_bytes=row_bytes,
-        tensor_bytes=aligned(model.num_kv_heads * capacity * row_bytes),
+        tensor_bytes=align(model.num_kv_heads * capacity * row_bytes),
     )
 
 
@@ -45,10 +45,10 @@ class CacheMemory:
         self._memory = engine.device.allocate(self._geometry.nbytes)
         self._passes: dict[PassShape, StaticPass] = {}
 
-    def bound(self, shape: PassShape) -> StaticPass:
+    def bind_pass(self, shape: PassShape) -> StaticPass:
         """The pass of a shape over this cache, made on first use. Raises EngineError once the engine is closed."""
         if self._engine.closed:
-            raise closed(self._engine.spec)
+            raise closed_error(self._engine.spec)
         if shape not in self._passes:
             self._passes[shape] = StaticPass(self._engine, self._addresses(), shape)
         return self._passes[shape]
@@ -61,7 +61,7 @@ class CacheMemory:
     def contents(self) -> NDArray[Any]:
         """A copy in host memory, [2 * layers, 1, H_kv, C, D], of fp32, or of fp16's or bf16's bits as uint16."""
         device, geometry, head_dim = self._engine.device, self._geometry, self._engine.spec.model.head_dim
-        block = device.pinned(geometry.nbytes)
+        block = device.allocate_pinned(geometry.nbytes)
         device.download(block, self._memory.address, self._engine.stream)
         device.synchronize(self._engine.stream)
         dtype = np.float32 if geometry.row_bytes == 4 * head_dim else np.uint16
@@ -86,7 +86,10 @@ class StaticPass:
         self._engine, self._shape, self._caches = engine, shape, caches
         device, spec = engine.device, engine.spec
         self._inputs, self._outputs = Layout.inputs(spec, shape), Layout.outputs(spec, shape)
-        self._host_inputs, self._host_outputs = device.pinned(self._inputs.nbytes), device.pinned(self._outputs.nbytes)
+        self._host_inputs, self._host_outputs = (
+            device.allocate_pinned(self._inputs.nbytes),
+            device.allocate_pinned(self._outputs.nbytes),
+        )
         self._device_inputs = device.allocate(self._inputs.nbytes)
         self._device_outputs = device.allocate(self._outputs.nbytes)
         self._feeds = self._inputs.views(self._host_inputs)
@@ -125,7 +128,7 @@ class StaticPass:
 
     def _capture(self) -> None:
         """Only after a first run: TensorRT does what it put off then, which no graph may hold."""
-        if self._engine.execution(self._shape).capturable(self._engine.stream):
+        if self._engine.execution(self._shape).is_capturable(self._engine.stream):
             self._graph = self._engine.device.capture(self._enqueue, self._engine.stream)
         self._may_capture = self._graph is not None
         if self._graph is None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ....models.errors import EngineError
 from ....plugins.tree_attention.op import SequenceRow
-from ..base import ForwardOutput, Pass, TokenBatch, narrow
+from ..base import ForwardOutput, Pass, TokenBatch, check_cache
 from ..cache import check_mask
 from ..layout import PassShape, mask_columns
 from .memory import CacheMemory
@@ -26,21 +26,22 @@ from .memory import CacheMemory
 if TYPE_CHECKING:  # it imports this file
     from .engine import StaticEngine
 
-NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
+NO_COLUMNS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class SharedKVCache:
-    """One sequence. first_slot: where its region begins. drafted: columns of its speculative rows, in order."""
+    """One sequence. first_slot: the first slot of its region. speculative_columns: the mask columns of its speculative
+    rows, in order."""
 
     def __init__(self, pool: StaticPool, first_slot: int) -> None:
         self._pool = pool
         self.first_slot = first_slot
         self.length = 0
-        self.drafted = NOTHING
+        self.speculative_columns = NO_COLUMNS
 
     @property
     def speculative(self) -> int:
-        return len(self.drafted)
+        return len(self.speculative_columns)
 
     @property
     def buffer(self) -> NDArray[Any]:
@@ -98,7 +99,7 @@ class StaticPool:
         with self._engine.lock:
             if self._caches.get(cache.first_slot) is cache:
                 del self._caches[cache.first_slot]
-            cache.length, cache.drafted = 0, NOTHING
+            cache.length, cache.speculative_columns = 0, NO_COLUMNS
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """Score the batches of several caches in one pass; each output is as its own pass would have given it.
@@ -106,22 +107,22 @@ class StaticPool:
         Raises EngineError when all rows together exceed the widest pass, or one sequence's its region or its share; and
         for a cache that was closed.
         """
-        caches = [narrow(each.cache, SharedKVCache) for each in passes]
+        caches = [check_cache(each.cache, SharedKVCache) for each in passes]
         for each, cache in zip(passes, caches, strict=True):
             self._check(each.batch, cache)
         counts = [each.batch.num_tokens for each in passes]
         width = self.spec.width_for(sum(counts))
         with self._engine.lock:
             first = self._make_room(width)
-            batch, sequences, wanted = self._joined([each.batch for each in passes], caches, width, first)
+            batch, sequences, wanted = self._join([each.batch for each in passes], caches, width, first)
             self._queue_moves()
             shape = PassShape.of(batch, self._columns)
-            output = self._memory.bound(shape).run(batch, sequences, self._tree_slot + first, sum(wanted))
+            output = self._memory.bind_pass(shape).run(batch, sequences, self._tree_slot + first, sum(wanted))
             outputs, scored = [], 0
             for cache, count, rows in zip(caches, counts, wanted, strict=True):
-                cache.drafted = np.concatenate((cache.drafted, self._used + np.arange(count)))
+                cache.speculative_columns = np.concatenate((cache.speculative_columns, self._used + np.arange(count)))
                 self._used += count
-                outputs.append(copied(output, slice(scored, scored + rows), batch.ranking_only))
+                outputs.append(copy_rows(output, slice(scored, scored + rows), batch.ranking_only))
                 scored += rows
         return outputs
 
@@ -131,16 +132,16 @@ class StaticPool:
             raise EngineError(f"slots {list(slots)} were not computed; {cache.speculative} speculative rows exist")
         length = cache.length + len(slots)
         if length > self._region:
-            raise too_long(length, self._region)
+            raise too_long_error(length, self._region)
         with self._engine.lock:
-            sources = self._tree_slot + cache.drafted[np.asarray(slots, np.int64)]
+            sources = self._tree_slot + cache.speculative_columns[np.asarray(slots, np.int64)]
             self._moves.append((sources, cache.first_slot + np.arange(cache.length, length)))
-            cache.length, cache.drafted = length, NOTHING
+            cache.length, cache.speculative_columns = length, NO_COLUMNS
 
     def truncate(self, cache: SharedKVCache, length: int) -> None:
         """See SharedKVCache.truncate."""
         with self._engine.lock:  # another thread's pass may be moving rows together
-            cache.length, cache.drafted = min(cache.length, length), NOTHING
+            cache.length, cache.speculative_columns = min(cache.length, length), NO_COLUMNS
 
     def contents(self, cache: SharedKVCache) -> NDArray[Any]:
         """See SharedKVCache.buffer."""
@@ -156,7 +157,7 @@ class StaticPool:
         # A row is committed to the slot of its position, so that a text which fits does so row by row.
         last = int(batch.position_ids[: batch.num_tokens].max())
         if last >= self._region:
-            raise too_long(last + 1, self._region)
+            raise too_long_error(last + 1, self._region)
         if (rows := cache.speculative + batch.num_tokens) > self.share:
             raise EngineError(
                 f"{rows} speculative rows exceed the {self.share} that the {self.spec.role}'s plan has for each of "
@@ -174,12 +175,12 @@ class StaticPool:
 
     def _compact(self) -> None:
         """Move live speculative rows to the first columns, in their order."""
-        live = np.sort(np.concatenate([NOTHING, *(cache.drafted for cache in self._caches.values())]))
+        live = np.sort(np.concatenate([NO_COLUMNS, *(cache.speculative_columns for cache in self._caches.values())]))
         columns = np.arange(len(live))
         stay = live == columns
         self._moves.append((self._tree_slot + live[~stay], self._tree_slot + columns[~stay]))
         for cache in self._caches.values():
-            cache.drafted = np.searchsorted(live, cache.drafted)
+            cache.speculative_columns = np.searchsorted(live, cache.speculative_columns)
         self._used = len(live)
 
     def _queue_moves(self) -> None:
@@ -190,7 +191,7 @@ class StaticPool:
                 self._memory.move(sources, targets)
             self._moves.clear()
 
-    def _joined(
+    def _join(
         self, batches: Sequence[TokenBatch], caches: Sequence[SharedKVCache], width: int, first: int
     ) -> tuple[TokenBatch, list[SequenceRow], list[int]]:
         """All rows as one batch whose first row gets column `first`, whose they are, and how many of each are scored.
@@ -203,7 +204,7 @@ class StaticPool:
         for batch, cache in zip(batches, caches, strict=True):
             count = batch.num_tokens
             rows = slice(row, row + count)
-            seen = np.concatenate((cache.drafted, first + np.arange(row, row + count)))
+            seen = np.concatenate((cache.speculative_columns, first + np.arange(row, row + count)))
             mask[rows, seen] = batch.mask[:count, : len(seen)]
             token_ids[rows], position_ids[rows] = batch.token_ids[:count], batch.position_ids[:count]
             sequences.append(SequenceRow(row, cache.first_slot, cache.length, self._tree_slot))
@@ -216,7 +217,7 @@ class StaticPool:
         return joined, sequences, [len(each) for each in scored]
 
 
-def copied(output: ForwardOutput, rows: slice, ranking_only: bool) -> ForwardOutput:
+def copy_rows(output: ForwardOutput, rows: slice, ranking_only: bool) -> ForwardOutput:
     """The results of neighbouring rows. Another thread's pass may overwrite the buffers, which all sequences share."""
 
     def part(array: NDArray[Any] | None) -> NDArray[Any] | None:
@@ -226,7 +227,7 @@ def copied(output: ForwardOutput, rows: slice, ranking_only: bool) -> ForwardOut
     return ForwardOutput(logits, part(output.top_ids), part(output.top_logprobs), part(output.acceptance))
 
 
-def too_long(rows: int, slots: int) -> EngineError:
+def too_long_error(rows: int, slots: int) -> EngineError:
     return EngineError(
         f"{rows} rows exceed the {slots} cache slots that this engine has for a sequence: "
         "shorten the request or rebuild with a larger --max-length"

@@ -15,7 +15,7 @@ from ....plugins.tree_attention.library import MAGIC
 from ....plugins.tree_attention.plugin import register
 from .. import compatibility
 from ..base import EngineSpec
-from ..compatibility import PACKAGES, Plan, WidthFamily
+from ..compatibility import PACKAGES, TensorRTPlan, WidthFamily
 from .cuda import CudaDevice
 from .device import Stream
 from .engine import StaticEngine, missing_tensors
@@ -38,7 +38,7 @@ class TensorRTEngine(StaticEngine):
 class TensorRTProgram:
     """A deserialised plan and its workspace, which all its executions share: they run one after the other."""
 
-    def __init__(self, path: Path, spec: EngineSpec, plan: Plan, device: CudaDevice) -> None:
+    def __init__(self, path: Path, spec: EngineSpec, plan: TensorRTPlan, device: CudaDevice) -> None:
         """Raises EngineError when TensorRT refuses the plan or the plan is not what this release binds."""
         try:
             self._trt = load_tensorrt(spec.backend)
@@ -125,7 +125,7 @@ class TensorRTExecution:
         if not self._context.execute_async_v3(stream):
             raise EngineError("TensorRT could not run a pass: see the log messages of draftwood.tensorrt")
 
-    def capturable(self, stream: Stream) -> bool:
+    def is_capturable(self, stream: Stream) -> bool:
         return not self._is_rtx or bool(self._context.is_stream_capturable(stream))
 
 
@@ -156,13 +156,13 @@ class RuntimeCacheFile:
             log.info("compiled kernels are not kept: %s", error)
 
 
-def required_plan(spec: EngineSpec) -> Plan:
+def required_plan(spec: EngineSpec) -> TensorRTPlan:
     if spec.plan is None:
         raise EngineError(f"the manifest says nothing about the {spec.role}'s {spec.backend} plan: rebuild the bundle")
     return spec.plan
 
 
-def open_device(plan: Plan) -> CudaDevice:
+def open_device(plan: TensorRTPlan) -> CudaDevice:
     """The GPU, if the plan can run on it. Raises EngineError that names the fix."""
     try:
         device = CudaDevice()
@@ -173,7 +173,7 @@ def open_device(plan: Plan) -> CudaDevice:
     return device
 
 
-def this_machine() -> compatibility.Device:
+def this_machine() -> compatibility.Machine:
     """What this machine has, for `compatibility.obstacle`."""
     try:
         return machine_with(CudaDevice())
@@ -181,10 +181,10 @@ def this_machine() -> compatibility.Device:
         return machine_with(None)
 
 
-def machine_with(device: CudaDevice | None) -> compatibility.Device:
+def machine_with(device: CudaDevice | None) -> compatibility.Machine:
     """A machine with this GPU and the packages that are installed here."""
     name, capability = (None, None) if device is None else (device.name, device.compute_capability)
-    return compatibility.Device(name, capability, installed_packages(), MAGIC.decode())
+    return compatibility.Machine(name, capability, installed_packages(), MAGIC.decode())
 
 
 def installed_packages() -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...decoding.scheduler import within_share
+from ...decoding.scheduler import is_within_share
 from .bodies import ArrivingBodies
 from .clients import ApiKey, network_of, owner_of
 from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 class RequestGuard:
     """ASGI middleware. It reads the body of a POST completely; only then the request counts as in progress, and the
-    application is called. `within_share` limits the requests in progress of each client.
+    application is called. `is_within_share` limits the requests in progress of each client.
 
     The scope's state gets a `client`: the name of the API key if there are several names, else the address.
     """
@@ -115,7 +115,7 @@ class RequestGuard:
     def _full(self, client: str) -> Refusal | None:
         """The refusal of a further request, if too many are in progress; else None."""
         places, held, taken = self._limits.max_requests, self._in_progress[client], self._in_progress.total()
-        if within_share(held, taken, places):
+        if is_within_share(held, taken, places):
             return None
         message = f"{taken} requests are in progress, {held} of them yours, and this server takes {places}: retry later"
         return Refusal(429, message, "rate_limit_error", code="queue_full", retry_after=RETRY_SECONDS)

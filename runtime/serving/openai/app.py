@@ -19,7 +19,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ....models.bindings import TARGET
 from ....models.errors import DraftwoodError, RequestError, shown
-from ...decoding.scheduler import most_of_one
+from ...decoding.scheduler import max_client_places
 from ...llm import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...speculation.config import SpeculativeConfig
@@ -174,7 +174,7 @@ class OpenAIApi:
         RequestError, also for more choices than one client may ever have."""
         body.check()
         running, total = self._async_llm.max_running, num_prompts * body.n
-        room = running + most_of_one(self._async_llm.max_requests - running)
+        room = running + max_client_places(self._async_llm.max_requests - running)
         if total > room:
             raise RequestError(
                 f"{total} choices are more than the {room} this server runs and queues for one client: "

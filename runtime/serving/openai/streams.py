@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 
 from ...requests.async_llm import RequestStream
-from ...requests.stream import contained
+from ...requests.stream import to_exception
 from ...text.writer import StreamChunk
 
 CLIENT_CLOSED = 499  # nginx' status for requests whose client has disconnected
@@ -40,7 +40,7 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[Numbered, N
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # any error: the reader of this choice must not wait for ever
-            arrived.put_nowait(contained(error))
+            arrived.put_nowait(to_exception(error))
 
     tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ....models.errors import RequestError
-from ...engines.shared.memory import refuse_without_memory
-from ...prompt import too_long
+from ...engines.shared.memory import check_text_memory
+from ...prompt import too_long_error
 from ...requests.async_llm import AsyncLLM
 from ...text.conversation import to_template
 from .answers import as_json
@@ -87,14 +87,14 @@ class TokensApi:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if (least := self._tokenizer.fewest_tokens(text)) >= self._max_length:
-            raise too_long(f"at least {least}", self._max_length)
-        refuse_without_memory(text)
+            raise too_long_error(f"at least {least}", self._max_length)
+        check_text_memory(text)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def _detokenized(self, body: DetokenizeBody) -> Response:
         size = self._tokenizer.vocab_size
         if len(body.tokens) > self._max_length:
-            raise too_long(str(len(body.tokens)), self._max_length)
+            raise too_long_error(str(len(body.tokens)), self._max_length)
         for token in body.tokens:
             if not 0 <= token < size:
                 raise RequestError(f"{token} is not a token id between 0 and {size - 1}: leave it out")

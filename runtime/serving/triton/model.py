@@ -23,7 +23,7 @@ from ...decoding.stats import SpecDecodeStats
 from ...engines.shared.memory import OutOfMemoryError
 from ...llm import LLM
 from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
-from ...requests.stream import contained
+from ...requests.stream import to_exception
 from ...sampling.sampler import SamplingParams
 from ...text.writer import StreamChunk
 from ..json_text import parse as parse_json
@@ -101,7 +101,7 @@ class TritonModel:
         try:
             await call.answer(self._engine)
         except BaseException as error:  # any error: without a final response the client would wait for ever
-            call.fail(contained(error))
+            call.fail(to_exception(error))
 
     def _run(self) -> None:
         """The thread of the event loop. The loop continues with other requests after any exception."""

@@ -47,7 +47,7 @@ class TokenTree:
             lines.append((above + b"\1").ljust(rows, b"\0"))
         mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(rows, rows)
         positions = committed + np.asarray(self.depths)
-        return TokenBatch.padded(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
+        return TokenBatch.pad(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
 
 
 def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:

@@ -22,7 +22,7 @@ from draftwood.builder.options import BuildOptions
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
 from draftwood.runtime.decoding.chunk import TokenChunk
-from draftwood.runtime.decoding.loop import Job, next_joint
+from draftwood.runtime.decoding.loop import Job, select_joint
 from draftwood.runtime.engines.backends import ONNXRUNTIME
 from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
@@ -92,7 +92,7 @@ def test_every_prompt_fits_however_narrow_the_passes(widths: set[int], length: i
     assert all(width > spec.max_width for width in spec.prompt_widths)
     end, tokens = 0, data.draw(st.integers(1, length - 1))
     while end < tokens:
-        rows = spec.chunk(tokens - end)
+        rows = spec.chunk_size(tokens - end)
         assert 0 < rows <= tokens - end
         left = data.draw(st.integers(1, rows))
         assert end + rows - left + spec.width_for(left) <= spec.capacity
@@ -110,8 +110,8 @@ def test_nobody_waits_for_a_wide_pass_but_whoever_came_in_the_middle_of_it(opene
         Job(steps=no_steps(), write=lambda chunk: chunk, wanted=each)
         for each in (wanted, next(prefill_passes(pool, guest, [1, 2, 3])))
     ]
-    assert next_joint(waiting) == waiting[:1]
-    assert next_joint(waiting[::-1]) == waiting[1:]
+    assert select_joint(waiting) == waiting[:1]
+    assert select_joint(waiting[::-1]) == waiting[1:]
     with pytest.raises(StopIteration) as end:
         while True:
             rows.append(wanted.batch.num_tokens)
@@ -137,7 +137,7 @@ def test_beside_other_rows_a_chunk_is_not_projected(last_read: bool, opened: Ope
     read(pool, other, text[:20])
     monkeypatch.setattr(engine, "score", noting)
     position = np.array([20])
-    token = TokenBatch.padded(text[20:21], position, np.ones((1, 1), np.bool_), pool.spec.width_for(1))
+    token = TokenBatch.pad(text[20:21], position, np.ones((1, 1), np.bool_), pool.spec.width_for(1))
     passes = [Pass(pool, token, other), Pass(pool, causal_batch(pool.spec, text[:40], 0), cache, False)]
     outputs = pool.forward(passes)
     cache.commit(range(40))

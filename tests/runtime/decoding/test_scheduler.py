@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.decoding.scheduler import QueueFullError, Scheduler, most_of_one, within_share
+from draftwood.runtime.decoding.scheduler import QueueFullError, Scheduler, is_within_share, max_client_places
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 def turn(scheduler: Scheduler[T]) -> T:
     """Serve whose turn it is."""
     served = scheduler.running[0]
-    scheduler.served(served)
+    scheduler.rotate(served)
     return served
 
 
@@ -100,9 +100,9 @@ def test_no_client_fills_the_queue_alone() -> None:
 @given(st.integers(0, 300))
 def test_the_most_of_one_client_is_what_its_share_comes_to(places: int) -> None:
     held = 0
-    while within_share(held, held, places):
+    while is_within_share(held, held, places):
         held += 1
-    assert held == most_of_one(places)
+    assert held == max_client_places(places)
     assert held < places or places < 3
 
 
@@ -111,11 +111,11 @@ def test_whoever_has_least_gets_the_last_place(places: int, events: list[int]) -
     """Whatever came before: while any place is free, a client that holds none gets one."""
     held = Counter[int]()
     for client in events:
-        if within_share(held[client], held.total(), places):
+        if is_within_share(held[client], held.total(), places):
             held[client] += 1
         assert held.total() <= places
-        assert within_share(0, held.total(), places) == (held.total() < places)
-        assert all(count <= most_of_one(places) for count in held.values())
+        assert is_within_share(0, held.total(), places) == (held.total() < places)
+        assert all(count <= max_client_places(places) for count in held.values())
 
 
 def test_a_request_that_is_unknown_is_a_mistake() -> None:
@@ -159,7 +159,7 @@ def test_limits_hold_and_nobody_starves(
         if event == "submit":
             waiting = set(scheduler) - set(scheduler.running)
             held = 0 if client is None else sum(inside[each] == client for each in waiting)
-            may = len(inside) < max_running or within_share(held, len(waiting), max_waiting)
+            may = len(inside) < max_running or is_within_share(held, len(waiting), max_waiting)
             try:
                 scheduler.submit(number, client, choice % 2)
                 inside[number] = client

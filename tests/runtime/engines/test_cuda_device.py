@@ -89,7 +89,7 @@ def test_the_kernel_moves_rows_as_numpy_does(
         device.move_rows(RowMove(memory.address, geometry, sources, targets), 0)
         assert driver.calls.count("launch") == -(-kept // MOVE_LIMIT)
         moved(RowMove(content.ctypes.data, geometry, sources, targets))
-        found = device.pinned(geometry.nbytes)
+        found = device.allocate_pinned(geometry.nbytes)
         device.download(found, memory.address, 0)
         np.testing.assert_array_equal(found, content)
 
@@ -97,8 +97,8 @@ def test_the_kernel_moves_rows_as_numpy_does(
 def test_memory_is_zeroed_and_given_back_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     device = opened(monkeypatch, driver)
-    memory, block = device.allocate(1000), device.pinned(100)
-    found = device.pinned(1000)
+    memory, block = device.allocate(1000), device.allocate_pinned(100)
+    found = device.allocate_pinned(1000)
     found[:] = 1
     device.download(found, memory.address, 0)
     assert not found.any() and not block.any()
@@ -133,7 +133,7 @@ def test_any_thread_may_use_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     device = opened(monkeypatch, driver)
-    stream, memory, block = device.new_stream(), device.allocate(8), device.pinned(8)
+    stream, memory, block = device.new_stream(), device.allocate(8), device.allocate_pinned(8)
     graph = device.capture(lambda: device.upload(memory.address, block, stream), stream)
     assert graph is not None
     device.replay(graph, stream)

@@ -157,7 +157,7 @@ def test_i7_padding_rows_change_nothing(one: Engine) -> None:
     results = []
     for width in (4, 8, 16, 32):
         cache = filled(one, text)
-        padded = TokenBatch.padded(tree.tokens, batch.position_ids[:3], batch.mask[:3, :3], width)
+        padded = TokenBatch.pad(tree.tokens, batch.position_ids[:3], batch.mask[:3, :3], width)
         scores = score(one, padded, cache)
         assert cache.speculative == 3
         cache.commit([0, 2])
@@ -287,7 +287,7 @@ def test_only_computed_rows_can_be_committed(one: Engine, slots: list[int]) -> N
 def test_a_pass_that_was_not_compiled_is_refused(one: Engine) -> None:
     with pytest.raises(EngineError, match=r"33 rows do not fit .* 32.*--widths"):
         causal_batch(one.spec, random_text(33), 0)
-    odd = TokenBatch.padded([1, 2, 3], [0, 1, 2], np.tri(3, dtype=np.bool_), 3)
+    odd = TokenBatch.pad([1, 2, 3], [0, 1, 2], np.tri(3, dtype=np.bool_), 3)
     with pytest.raises(EngineError, match=r"mask of 3 x 3 .* 2, 4, 8, 16, 32 rows"):
         one.score(odd, one.new_cache())
     cache = one.new_cache()

@@ -42,9 +42,9 @@ def test_rows_are_moved_on_the_device(device: CudaDevice) -> None:
     for row_bytes in (256, 24, 12, 6):
         geometry = CacheGeometry(5, 4, 700, row_bytes, 4 * 700 * row_bytes + 256)
         sources, targets = rng.choice(700, 300, replace=False), rng.choice(700, 300, replace=False)
-        content, stream = device.pinned(geometry.nbytes), device.new_stream()
+        content, stream = device.allocate_pinned(geometry.nbytes), device.new_stream()
         content[:] = rng.integers(0, 255, geometry.nbytes, np.uint8)
-        memory, found = device.allocate(geometry.nbytes), device.pinned(geometry.nbytes)
+        memory, found = device.allocate(geometry.nbytes), device.allocate_pinned(geometry.nbytes)
         device.upload(memory.address, content, stream)
         device.move_rows(RowMove(memory.address, geometry, sources, targets), stream)
         device.download(found, memory.address, stream)
@@ -54,7 +54,12 @@ def test_rows_are_moved_on_the_device(device: CudaDevice) -> None:
 
 
 def test_copies_are_captured_and_replayed(device: CudaDevice) -> None:
-    stream, memory, source, target = device.new_stream(), device.allocate(512), device.pinned(512), device.pinned(512)
+    stream, memory, source, target = (
+        device.new_stream(),
+        device.allocate(512),
+        device.allocate_pinned(512),
+        device.allocate_pinned(512),
+    )
 
     def copies() -> None:
         device.upload(memory.address, source, stream)

@@ -17,12 +17,12 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.loop import Job, Loop, next_joint
+from draftwood.runtime.decoding.loop import Job, Loop, select_joint
 from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
-from draftwood.runtime.engines.shared.pool import PATIENCE, PooledEngine
+from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
@@ -127,7 +127,7 @@ def test_a_real_engine_scores_each_row_as_alone(engine: Engine) -> None:
         batches = []
         for cache in caches:
             positions = cache.length + np.array([0, 1, 1])
-            batches.append(TokenBatch.padded([5, 6, 7], positions, mask, engine.spec.width_for(3)))
+            batches.append(TokenBatch.pad([5, 6, 7], positions, mask, engine.spec.width_for(3)))
         outputs = pool.forward([Pass(pool, batch, cache) for batch, cache in zip(batches, caches, strict=True)])
         for batch, cache, other, output in zip(batches, caches, alone, outputs, strict=True):
             expected = engine.score(batch, other).logits[:3]
@@ -210,13 +210,13 @@ def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
         return Job(steps=no_steps(), write=lambda chunk: chunk, wanted=wanted)
 
     for_target = [waiting(target, rows) for rows in (40, 20, 10)]
-    assert next_joint(for_target) == for_target[:2]
+    assert select_joint(for_target) == for_target[:2]
     for_draft = [waiting(draft, 5)]
-    assert next_joint([*for_target, *for_draft]) == for_draft
+    assert select_joint([*for_target, *for_draft]) == for_draft
     plain = fake_engines()[0]
     single = [waiting(plain, 1), waiting(plain, 1)]
-    assert next_joint(single) == single[:1]
-    assert next_joint([]) == []
+    assert select_joint(single) == single[:1]
+    assert select_joint([]) == []
 
 
 def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
@@ -230,7 +230,7 @@ def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
     burst = pool._storage.capacity
     for guest in guests:
         guest.close()
-    for _ in range(PATIENCE):  # another burst may be near
+    for _ in range(SPARE_PASSES):  # another burst may be near
         prefill(pool, keeper, text[-1:])
         assert pool._storage.capacity == burst
         keeper.truncate(len(text) - 1)

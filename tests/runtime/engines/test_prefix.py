@@ -123,7 +123,7 @@ def tree(pool: PooledEngine, cache: PooledKVCache) -> TokenBatch:
     """A root 3 with the children 0 and 1."""
     mask = np.eye(3, dtype=np.bool_)
     mask[1:, 0] = True
-    return TokenBatch.padded([3, 0, 1], cache.length + np.array([0, 1, 1]), mask, pool.spec.width_for(3))
+    return TokenBatch.pad([3, 0, 1], cache.length + np.array([0, 1, 1]), mask, pool.spec.width_for(3))
 
 
 def test_a_text_that_is_here_takes_no_pass_and_the_row_that_is_wanted_takes_one() -> None:
@@ -175,7 +175,7 @@ def test_the_slots_of_a_text_ascend_whoever_commits_first(
                 start, seen = cache.length + cache.speculative, cache.speculative
                 mask = np.tri(rows, seen + rows, seen, dtype=np.bool_)
                 chain = text[start : start + rows]
-                batch = TokenBatch.padded(chain, np.arange(start, start + rows), mask, pool.spec.width_for(rows))
+                batch = TokenBatch.pad(chain, np.arange(start, start + rows), mask, pool.spec.width_for(rows))
                 pool.score(batch, cache)
             if committed:
                 cache.commit(range(min(rows, cache.speculative)))
@@ -197,7 +197,7 @@ def test_a_draft_that_is_committed_late_does_not_change_the_order_of_addition(tm
     for cache, rows in ((late, 20), (early, 10)):
         for row in range(rows):
             mask = np.ones((1, row + 1), np.bool_)
-            pool.score(TokenBatch.padded([text[row]], [row], mask, 1), cache)
+            pool.score(TokenBatch.pad([text[row]], [row], mask, 1), cache)
     early.commit(range(10))
     late.commit(range(20))
     alone = filled(engine, text[:20])

@@ -23,7 +23,7 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.compatibility import LayerReport, Plan
+from draftwood.runtime.engines.compatibility import LayerReport, TensorRTPlan
 from draftwood.runtime.engines.static import tensorrt
 from draftwood.runtime.engines.static.pool import StaticPool
 from draftwood.runtime.llm import Prompt
@@ -54,11 +54,11 @@ class HostGpu(HostDevice):
     compute_capability = "8.9"
 
 
-def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Any) -> Plan:
+def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Any) -> TensorRTPlan:
     """Instead of `compile_plan`: the stand-in's plans are graphs."""
     output.write_bytes(HEADER + str(graph).encode())
     layers = LayerReport(100, model.num_layers, 0, 2 * model.num_layers)
-    return Plan("tensorrt-rtx", "1.7.1", ("8.9",), None, options.families, options.columns, layers, False)
+    return TensorRTPlan("tensorrt-rtx", "1.7.1", ("8.9",), None, options.families, options.columns, layers, False)
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,13 @@ from draftwood.cli.main import main
 from draftwood.models.bindings import COMPACT, output_names
 from draftwood.models.errors import BundleError, ConfigError
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
-from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily, obstacle
+from draftwood.runtime.engines.compatibility import Kernel, LayerReport, Machine, TensorRTPlan, WidthFamily, obstacle
 
 needs_rtx = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))), reason="needs the extra tensorrt-rtx"
 )
 SMALL: dict[str, Any] = {"backend": "tensorrt-rtx", "widths": (1, 4, 8), "max_length": 64}
-PLAN = Plan(
+PLAN = TensorRTPlan(
     package="tensorrt-rtx",
     version="1.7.1.116",
     compute_capabilities=("8.6", "8.9"),
@@ -40,7 +40,7 @@ PLAN = Plan(
     layers=LayerReport(100, 2, 0, 4),
     executed=False,
 )
-ADA = Device("NVIDIA L4", "8.9", {"tensorrt-rtx": "1.7.1.116"}, "DWKERNEL1")
+ADA = Machine("NVIDIA L4", "8.9", {"tensorrt-rtx": "1.7.1.116"}, "DWKERNEL1")
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_without_tensorrt_nothing_slow_is_begun(tiny_pair: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("device", "reason", "fix"),
     [
-        (Device(None, None, {"tensorrt-rtx": "1.7.1.116"}, "DWKERNEL1"), "no NVIDIA driver", "--backend onnxruntime"),
+        (Machine(None, None, {"tensorrt-rtx": "1.7.1.116"}, "DWKERNEL1"), "no NVIDIA driver", "--backend onnxruntime"),
         (ADA._replace(packages={}), "is not installed", "pip install 'tensorrt-rtx==1.7.1.116'"),
         (
             ADA._replace(packages={"tensorrt": "11.4.0.106"}),
@@ -228,7 +228,7 @@ def test_without_tensorrt_nothing_slow_is_begun(tiny_pair: Path, tmp_path: Path)
         (ADA._replace(kernel="DWKERNEL2"), "is of format DWKERNEL1", "rebuild"),
     ],
 )
-def test_every_obstacle_names_what_was_built_why_it_fails_and_the_fix(device: Device, reason: str, fix: str) -> None:
+def test_every_obstacle_names_what_was_built_why_it_fails_and_the_fix(device: Machine, reason: str, fix: str) -> None:
     words = obstacle(PLAN, device)
     assert words is not None and words.startswith("built for SM 8.6, 8.9 with tensorrt-rtx 1.7.1.116, cannot run here")
     assert reason in words and fix in words

@@ -30,7 +30,7 @@ from draftwood.plugins.tree_attention.library import MAGIC
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec
-from draftwood.runtime.engines.compatibility import Device, Kernel, LayerReport, Plan, WidthFamily
+from draftwood.runtime.engines.compatibility import Kernel, LayerReport, Machine, TensorRTPlan, WidthFamily
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.static import tensorrt
 from draftwood.runtime.engines.static.tensorrt import RuntimeCacheFile, TensorRTEngine, profile_for
@@ -38,7 +38,7 @@ from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 
 FAMILIES = (WidthFamily(1, 1, 1), WidthFamily(2, 8, 16), WidthFamily(32, 32, 32))
-PLAN = Plan("tensorrt-rtx", "1.7.1", ("8.9",), None, FAMILIES, 128, LayerReport(100, 0, 2, 4), False)
+PLAN = TensorRTPlan("tensorrt-rtx", "1.7.1", ("8.9",), None, FAMILIES, 128, LayerReport(100, 0, 2, 4), False)
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 CONFIGS = {
     "chain": SpeculativeConfig("chain", budget="fixed", max_draft_len=4),
@@ -61,7 +61,7 @@ class Machine:
         self.folder = folder
         self.device = HostGpu()
         self.package = FakeTensorRT(self.device, FAMILIES, columns=128)
-        self.plan: Plan | None = PLAN
+        self.plan: TensorRTPlan | None = PLAN
 
     def spec(self, checkpoint: Checkpoint, role: str) -> EngineSpec:
         names = bindings.output_names(role, form=bindings.COMPACT)
@@ -280,6 +280,6 @@ def test_the_stand_in_has_only_names_of_the_real_package() -> None:
 
 def test_this_machine_names_the_kernels_it_runs() -> None:
     found = tensorrt.this_machine()
-    assert isinstance(found, Device) and found.kernel == MAGIC.decode()
+    assert isinstance(found, Machine) and found.kernel == MAGIC.decode()
     for package in found.packages:
         assert importlib.util.find_spec(package.replace("-", "_")) is not None

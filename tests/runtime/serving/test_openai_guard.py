@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwood.runtime.decoding.scheduler import most_of_one
+from draftwood.runtime.decoding.scheduler import max_client_places
 from draftwood.runtime.serving.http.bodies import ArrivingBodies
 from draftwood.runtime.serving.http.clients import ApiKey
 from draftwood.runtime.serving.http.errors import Refusal
@@ -178,7 +178,7 @@ def test_no_client_has_all_places() -> None:
             return [task for task in asking if not task.done()]
 
         first, second = await taken("2001:db8:1:2:3::4"), await taken("192.0.2.7")
-        assert (len(first), len(second)) == (most_of_one(10), most_of_one(10 - most_of_one(10)))
+        assert (len(first), len(second)) == (max_client_places(10), max_client_places(10 - max_client_places(10)))
         assert await taken("2001:db8:1:2:ffff::1") == []  # its neighbour in one network
         echo.go.set()
         assert {answer[0]["status"] for answer in await asyncio.gather(*first, *second)} == {200}

@@ -19,7 +19,7 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extr
 
 from triton_client import FAULTS, OWN, SLOW, Call, ask, inputs, metric, post  # noqa: E402 - after the skips
 
-from draftwood.runtime.decoding.scheduler import most_of_one  # noqa: E402
+from draftwood.runtime.decoding.scheduler import max_client_places  # noqa: E402
 from draftwood.runtime.requests.async_llm import MAX_WAITING  # noqa: E402
 from draftwood.runtime.serving.triton.contract import ModelSettings  # noqa: E402
 from draftwood.runtime.serving.triton.repository import Placement, write_model  # noqa: E402
@@ -105,7 +105,7 @@ def test_a_name_decides_before_a_sequence_does(server: TritonServer) -> None:
 
 def test_nobody_fills_the_queue_alone(server: TritonServer) -> None:
     """Those without a name are one client, too: it gets half of the places, and another still finds one."""
-    share = most_of_one(MAX_WAITING)
+    share = max_client_places(MAX_WAITING)
     short = inputs("hello", max_tokens=1, seed=SLOW, end_id=-1)
 
     def waiting() -> float:

@@ -1,4 +1,4 @@
-"""Request: what belongs to one text while it is decoded, and ends with it."""
+"""RequestState: what belongs to one text while it is decoded, and ends with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
 
 
-class Request:
+class RequestState:
     """One text and what its own rounds teach. root: the last committed token. length: of prompt and output in tokens.
     room: tokens the text may still get; a proposal has one less, since one token is always the target's own. sharing:
     how many requests' passes run together just now, as far as its plans may know of them. scoring: the time of the
