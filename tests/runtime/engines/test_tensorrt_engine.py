@@ -54,7 +54,7 @@ class HostGpu(HostDevice):
     compute_capability = "8.9"
 
 
-class Machine:
+class HostMachine:
     """A machine with a stand-in GPU and package. `open` opens a checkpoint as an engine over its exported graph."""
 
     def __init__(self, folder: Path) -> None:
@@ -78,9 +78,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostMachine:
     (tmp_path / "bundle").mkdir()
-    made = Machine(tmp_path / "bundle")
+    made = HostMachine(tmp_path / "bundle")
     monkeypatch.setattr(tensorrt, "load_tensorrt", lambda backend: made.package)
     monkeypatch.setattr(tensorrt, "tensorrt_logger", lambda backend: None)
     monkeypatch.setattr(tensorrt, "CudaDevice", lambda: made.device)
@@ -103,7 +103,7 @@ def generate(
     return [token for chunk in chunks for token in chunk.token_ids], stats
 
 
-def test_speculation_gives_the_text_of_plain_decoding(machine: Machine, tmp_path: Path) -> None:
+def test_speculation_gives_the_text_of_plain_decoding(machine: HostMachine, tmp_path: Path) -> None:
     """And that of ONNX Runtime over the ordinary graph."""
     checkpoint = Checkpoint(DEMO / bindings.TARGET)
     export(checkpoint, bindings.TARGET, CAPACITY, tmp_path / "plain.onnx", lambda name: None)
@@ -128,7 +128,7 @@ def test_an_execution_has_the_profile_of_its_width() -> None:
         profile_for(FAMILIES, 24)
 
 
-def test_masks_are_no_wider_than_the_plan_allows(machine: Machine, gqa: Path) -> None:
+def test_masks_are_no_wider_than_the_plan_allows(machine: HostMachine, gqa: Path) -> None:
     machine.package.columns = 12
     engine = machine.open(gqa)
     cache = engine.new_cache()
@@ -144,7 +144,7 @@ def test_masks_are_no_wider_than_the_plan_allows(machine: Machine, gqa: Path) ->
     assert cache.speculative == 12
 
 
-def test_memory_of_an_open_engine(machine: Machine, gqa: Path) -> None:
+def test_memory_of_an_open_engine(machine: HostMachine, gqa: Path) -> None:
     engine = machine.open(gqa)
     model, memory = engine.spec.model, engine.memory
     assert memory.kv_cache == 2 * model.num_layers * model.num_kv_heads * CAPACITY * model.head_dim * 4
@@ -165,7 +165,7 @@ def test_memory_of_an_open_engine(machine: Machine, gqa: Path) -> None:
     ],
 )
 def test_a_plan_for_another_machine_is_refused(
-    change: dict[str, Any], message: str, machine: Machine, gqa: Path
+    change: dict[str, Any], message: str, machine: HostMachine, gqa: Path
 ) -> None:
     machine.plan = PLAN._replace(**change)
     with pytest.raises(EngineError, match=message):
@@ -173,7 +173,7 @@ def test_a_plan_for_another_machine_is_refused(
 
 
 def test_a_plan_with_a_kernel_of_this_release_registers_the_plugin(
-    machine: Machine, gqa: Path, monkeypatch: pytest.MonkeyPatch
+    machine: HostMachine, gqa: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered: list[object] = []
     monkeypatch.setattr(tensorrt, "register", registered.append)
@@ -185,7 +185,7 @@ def test_a_plan_with_a_kernel_of_this_release_registers_the_plugin(
 
 
 def test_a_package_that_cannot_be_loaded_is_an_engine_error(
-    machine: Machine, gqa: Path, monkeypatch: pytest.MonkeyPatch
+    machine: HostMachine, gqa: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(backend: str) -> None:
         raise ModuleNotFoundError("cannot be imported (libnvinfer.so.11): pip install 'draftwood[tensorrt]'")
@@ -205,7 +205,7 @@ def test_opening_a_plan_needs_no_torch_onnx_or_triton() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_tensorrt_refuses_is_explained(machine: Machine, gqa: Path) -> None:
+def test_what_tensorrt_refuses_is_explained(machine: HostMachine, gqa: Path) -> None:
     checkpoint = Checkpoint(gqa)
     spec, file = machine.spec(checkpoint, bindings.TARGET), machine.folder / "target.plan"
     file.write_bytes(b"something else")
@@ -231,12 +231,12 @@ def test_what_tensorrt_refuses_is_explained(machine: Machine, gqa: Path) -> None
 def test_a_machine_without_a_gpu_is_told_what_to_do(gqa: Path, tmp_path: Path) -> None:
     if tensorrt.this_machine().compute_capability is not None:
         pytest.skip("this machine has a GPU")
-    spec = Machine(tmp_path).spec(Checkpoint(gqa), bindings.TARGET)
+    spec = HostMachine(tmp_path).spec(Checkpoint(gqa), bindings.TARGET)
     with pytest.raises(EngineError, match=r"no NVIDIA driver or no GPU: .* or rebuild with --backend onnxruntime"):
         TensorRTEngine(tmp_path / "target.plan", spec)
 
 
-def test_compiled_kernels_are_kept_beside_the_bundle(machine: Machine, gqa: Path) -> None:
+def test_compiled_kernels_are_kept_beside_the_bundle(machine: HostMachine, gqa: Path) -> None:
     stored = machine.folder.with_name(".bundle.runtime-cache") / "target.bin"
     for content in (b"kernels", b"kernels+", b"kernels++"):  # each opening reads what the one before has written
         engine = machine.open(gqa)
