@@ -1,7 +1,7 @@
-"""The one seam between the algorithms and whatever computes a LLaMA: Engine, Pass, KVCache, EngineSpec, TokenBatch.
+"""The interface between the decoding algorithms and the engines: Engine, Pass, KVCache, EngineSpec, TokenBatch.
 
-A cache holds `length` committed rows followed by `speculative` rows that were computed but not decided on. A pass
-appends its rows behind both; `commit` keeps the accepted ones, in path order, and forgets the rest.
+A cache holds `length` committed rows, followed by `speculative` rows that are computed but not yet accepted. A pass
+appends its rows at the end. `commit` keeps the accepted speculative rows, in path order, and discards the others.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ C = TypeVar("C", bound="KVCache")
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine was compiled for; one entry of a bundle's manifest."""
+    """The model, shapes and precision that an engine was compiled for; one entry of a bundle's manifest."""
 
     role: str  # "target" | "draft"
     backend: str
     file: str  # relative to the bundle
     model: LlamaConfig
-    widths: tuple[int, ...]  # rows a pass may have, ascending
-    capacity: int  # cache slots, committed and speculative together
+    widths: tuple[int, ...]  # possible numbers of rows of any pass, ascending
+    capacity: int  # cache slots for committed and speculative rows together
     precision: str
     outputs: tuple[str, ...]
     plan: TensorRTPlan | None = None  # of the TensorRT backends
-    max_batch: int = 1  # sequences that a pass of a static cache may serve; each has `capacity` slots of it
-    prompt_widths: tuple[int, ...] = ()  # rows, beyond `widths`, that only a pass over a prompt may have; ascending
+    max_batch: int = 1  # sequences in one pass over a static cache; each sequence has `capacity` slots
+    prompt_widths: tuple[int, ...] = ()  # numbers of rows, above `widths`, that only prefill passes use; ascending
 
     @property
     def max_width(self) -> int:
@@ -43,15 +43,16 @@ class EngineSpec:
 
     @property
     def pass_widths(self) -> tuple[int, ...]:
-        """Rows a pass may have, whatever they are."""
+        """All numbers of rows for which a pass exists, prefill included."""
         return self.widths + self.prompt_widths
 
     def chunk_size(self, left: int) -> int:
-        """How many of `left` tokens of a prompt its next pass reads: those that fill a wide one, or else a round's."""
+        """How many of the `left` unread tokens of a prompt the next prefill pass reads: the largest prompt width that
+        they fill, or else at most `max_width`."""
         return max((width for width in self.prompt_widths if width <= left), default=min(left, self.max_width))
 
     def width_for(self, tokens: int) -> int:
-        """The smallest compiled width that holds `tokens` rows. Raises EngineError when none does."""
+        """The smallest compiled width that holds `tokens` rows. Raises EngineError when no width is large enough."""
         for width in self.pass_widths:
             if width >= tokens:
                 return width
@@ -63,12 +64,13 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One pass over W rows (padded to a compiled width), of which the first `num_tokens` are real.
+    """The inputs of one pass over W rows, a compiled width. The first `num_tokens` rows are real, the others padding.
 
-    token_ids, position_ids: int64 [W]. mask: bool [W, S]; row i sees speculative slot j; S = speculative rows already
-    in the cache + W. Every row sees all committed slots. output_rows: int64 [R], the rows whose logits are wanted:
-    one row, all W, or, of several requests, some. ranking_only: nobody will read the logits of an engine that ranks
-    them; what the output holds in their place is undefined. cache_only: nobody will read any of it.
+    token_ids, position_ids: int64 [W]. mask: bool [W, S]; mask[i, j] says whether row i attends to speculative slot j;
+    S = speculative rows already in the cache + W. Every row attends to all committed slots. output_rows: int64 [R],
+    the rows whose logits are computed: one row, all W rows, or a part of the rows of several requests. ranking_only:
+    the caller reads `top_ids` and `top_logprobs`, not the logits; the logits of an engine that has these outputs are
+    then undefined. cache_only: the caller reads no output.
     """
 
     token_ids: NDArray[np.int64]
@@ -89,9 +91,9 @@ class TokenBatch:
         last_only: bool = False,
         ranking_only: bool = False,
     ) -> TokenBatch:
-        """Pad n rows, seen through mask [n, s + n], to `width`: the only place where anything is padded.
+        """Pad n rows with mask [n, s + n] to `width` rows. No other function pads rows.
 
-        A padding row sees nothing speculative and is seen by nobody; its cache slot is overwritten by the next pass.
+        A padding row attends to no speculative slot, and no row attends to it. The next pass overwrites its cache slot.
         """
         rows = len(token_ids)
         padding = width - rows
@@ -107,11 +109,12 @@ class TokenBatch:
 
 
 class ForwardOutput(NamedTuple):
-    """Results of one pass, for the rows asked for. Views of the engine's buffers: valid until its next pass.
+    """The results of one pass for the batch's `output_rows`. They are views of the engine's buffers and valid until the
+    engine's next pass.
 
-    logits: float32 [R, V]. top_ids int64 and top_logprobs float32 [R, K]: the draft's most probable tokens under the
-    unprocessed distribution, best first; None on a target engine. acceptance float32 [R]: probability that the target
-    accepts the row's own token, where the draft has a head for it.
+    logits: float32 [R, V]. top_ids: int64 [R, K], and top_logprobs: float32 [R, K]: the most probable tokens under the
+    unprocessed distribution, best first; None on an engine without these outputs. acceptance: float32 [R], the
+    probability that the target accepts the row's own token; None where the draft has no acceptance head.
     """
 
     logits: NDArray[np.float32]
@@ -120,7 +123,7 @@ class ForwardOutput(NamedTuple):
     acceptance: NDArray[np.float32] | None = None
 
     def rows(self, indices: Sequence[int]) -> ForwardOutput:
-        """The results of some rows only."""
+        """A copy of the results of these rows."""
         kept = list(indices)
         return ForwardOutput(
             self.logits[kept],
@@ -131,29 +134,29 @@ class ForwardOutput(NamedTuple):
 
 
 class KVCache(Protocol):
-    """Keys and values of one sequence. Whoever opened a cache (`Engine.new_cache`) closes it."""
+    """Keys and values of one sequence. The caller of `Engine.new_cache` closes the cache."""
 
     @property
     def length(self) -> int:
-        """Committed rows."""
+        """The number of committed rows."""
 
     @property
     def speculative(self) -> int:
-        """Rows computed since the last commit."""
+        """The number of rows computed since the last commit."""
 
     def commit(self, slots: Sequence[int]) -> None:
-        """Keep these speculative slots, in this order, behind the committed rows; forget the other ones."""
+        """Append these speculative slots, in this order, to the committed rows; discard the other speculative rows."""
 
     def truncate(self, length: int) -> None:
-        """Forget everything from committed row `length` on."""
+        """Discard the committed rows from index `length` on, and all speculative rows."""
 
     def close(self) -> None:
-        """Give back what the cache holds; no pass appends to it afterwards. Closing it again does nothing."""
+        """Release the cache's memory or slots. No pass may use the cache afterwards. A second call does nothing."""
 
 
 class Pass(NamedTuple):
-    """A batch to score over one cache. output_read: whether the caller reads the output, or needs only the rows that
-    the pass appends to the cache."""
+    """A batch to score over one cache. output_read: whether the caller reads the output; otherwise it needs only the
+    rows that the pass appends to the cache."""
 
     engine: Engine
     batch: TokenBatch
@@ -161,7 +164,7 @@ class Pass(NamedTuple):
     output_read: bool = True
 
     def run(self) -> ForwardOutput:
-        """The output of this pass alone. Raises as Engine.forward does."""
+        """Run this pass by itself and return its output. Raises as Engine.forward does."""
         return self.engine.forward([self])[0]
 
 
@@ -172,32 +175,33 @@ class Engine(ABC):
 
     @abstractmethod
     def new_cache(self) -> KVCache:
-        """An empty cache of this engine's own kind. Raises EngineError when there is none left."""
+        """Open an empty cache of this engine. Raises EngineError when all caches of the engine are in use."""
 
     @abstractmethod
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """Score the batches of passes over different caches and append their rows; one output for each, as its pass
-        alone would give it. Raises EngineError when a cache is full, or the engine was closed; MemoryError."""
+        """Score the batches of passes over different caches and append their rows to the caches. Returns one output per
+        pass, the same as if the pass ran by itself. Raises EngineError when a cache is full or the engine is closed,
+        and MemoryError."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the engine holds; it has no passes afterwards. Closing it again does nothing."""
+        """Release the engine's memory. No pass may run afterwards. A second call does nothing."""
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
-        """How many of these passes, from the first on, `forward` computes at the cost of one: at least 1."""
+        """How many of these passes, from the first on, `forward` computes in one pass of the engine: at least 1."""
         return 1
 
     def chunk_size(self, left: int) -> int:
-        """How many of the `left` tokens of a prompt its next pass shall read."""
+        """How many of the `left` unread tokens of a prompt the next prefill pass should read."""
         return self.spec.chunk_size(left)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        """One pass, see `forward`."""
+        """Run one pass, see `forward`."""
         return Pass(self, batch, cache).run()
 
 
 class SoloEngine(Engine):
-    """An engine that computes each pass by itself."""
+    """An engine that cannot join several passes into one. A subclass implements `score`."""
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """See Engine.forward."""
@@ -208,11 +212,11 @@ class SoloEngine(Engine):
 
     @abstractmethod
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        """One pass, see Engine.forward."""
+        """Run one pass, see Engine.forward."""
 
 
 def num_fitting(spec: EngineSpec, passes: Sequence[Pass]) -> int:
-    """How many of these passes, from the first on, an engine's widest pass holds; one that is wider has it alone."""
+    """How many of these passes, from the first on, fit into one pass of `max_width` rows; 1 if the first does not."""
     room = spec.max_width
     for count, each in enumerate(passes):
         room -= each.batch.num_tokens
@@ -222,12 +226,12 @@ def num_fitting(spec: EngineSpec, passes: Sequence[Pass]) -> int:
 
 
 def check_cache(cache: KVCache, kind: type[C]) -> C:
-    """The cache as its engine's own kind. Raises EngineError for a cache of another engine."""
+    """Return the cache if it has the type of the engine's caches. Raises EngineError otherwise."""
     if not isinstance(cache, kind):
         raise EngineError(f"a {type(cache).__name__} is no cache of this engine, whose caches are {kind.__name__}s")
     return cache
 
 
 def closed_error(spec: EngineSpec) -> EngineError:
-    """What a pass of an engine that was closed raises."""
+    """The error of a pass on a closed engine."""
     return EngineError(f"the {spec.role} engine was closed")

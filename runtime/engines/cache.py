@@ -1,4 +1,4 @@
-"""KV caches that grow: where the rows of a sequence lie, and how accepted ones move together."""
+"""KV caches that allocate slots as a sequence grows. Accepted rows move directly behind the committed rows."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from numpy.typing import NDArray
 from ...models.errors import EngineError
 from .base import EngineSpec, KVCache, TokenBatch
 
-FIRST_CAPACITY = 256  # slots a growing cache starts with; it doubles from there
+FIRST_CAPACITY = 256  # initial slots of a growing cache, which doubles its capacity when it is full
 
 
 @runtime_checkable
 class Storage(KVCache, Protocol):
-    """A cache whose slots several sequences can share: all of its rows are speculative ones to it."""
+    """A cache whose slots several sequences can share (see `shared/pool.py`). It counts all of its rows as
+    speculative."""
 
     @property
     def capacity(self) -> int:
-        """Slots allocated so far."""
+        """The number of allocated slots."""
 
     def limit(self, slots: int) -> None:
-        """Let it grow to so many slots, be they more or fewer than the engine has for one sequence."""
+        """Set the largest number of slots. It may differ from the engine's `capacity` for one sequence."""
 
     def compact(self, slots: NDArray[np.int64]) -> None:
-        """Keep these speculative slots, in this order, as speculative ones; forget the others."""
+        """Keep these speculative slots, in this order, as speculative slots; discard the others."""
 
     def shrink(self, capacity: int) -> None:
-        """Give back the slots beyond `capacity`, or beyond what is used."""
+        """Free the slots above `capacity`, except those in use."""
 
 
 class GrowingKVCache(ABC):
-    """A KVCache whose rows lie one behind the other in slots that are allocated as they are needed. A subclass says how
-    memory is allocated, copied and freed."""
+    """A KVCache with contiguous rows, whose slots are allocated as they are needed. A subclass implements allocation,
+    copying and release of the memory."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -48,14 +49,15 @@ class GrowingKVCache(ABC):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Slots allocated so far."""
+        """The number of allocated slots."""
 
     def limit(self, slots: int) -> None:
         """See Storage.limit."""
         self._limit = slots
 
     def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Slots already in place are not moved. Raises EngineError for a slot never computed."""
+        """See KVCache.commit. Nothing moves where the slots are the first ones, in order. Raises EngineError for a slot
+        that was not computed."""
         if any(not 0 <= slot < self.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
         kept = len(slots)
@@ -86,10 +88,10 @@ class GrowingKVCache(ABC):
         self._replace(min(max(capacity, used, FIRST_CAPACITY), self._limit), used)
 
     def reserve(self, batch: TokenBatch) -> int:
-        """Make room for a batch behind everything computed so far; returns the slot of its first row.
+        """Allocate slots for a batch behind all computed rows; returns the slot of the batch's first row.
 
-        Doubles the buffer where needed, so that growing costs O(1) per row. Raises EngineError when the engine has no
-        pass of this width, or not that many slots.
+        The capacity doubles when it is too small, so growth costs O(1) per row. Raises EngineError when the engine has
+        no pass of this width, or when the limit of slots is too small.
         """
         if self._closed:
             raise EngineError("this cache was closed: open another one for the next text")
@@ -109,7 +111,7 @@ class GrowingKVCache(ABC):
         return used
 
     def _replace(self, capacity: int, used: int) -> None:
-        """Resize, or change nothing: where memory runs out between two buffers, the old ones are in place again."""
+        """Resize, or change nothing: when an allocation fails, the cache keeps its old buffers."""
         before = dict(vars(self))
         try:
             self._resize(capacity, used)
@@ -120,24 +122,24 @@ class GrowingKVCache(ABC):
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
-        """Replace the memory by zeroed memory of `capacity` slots."""
+        """Allocate zeroed memory of `capacity` slots in place of the old memory."""
 
     @abstractmethod
     def _resize(self, capacity: int, used: int) -> None:
-        """Replace the memory by that of `capacity` slots, with the first `used` ones in it."""
+        """Allocate memory of `capacity` slots and copy the first `used` slots into it."""
 
     @abstractmethod
     def _move(self, rows: NDArray[np.int64]) -> None:
-        """Copy these slots, in this order, behind the committed rows of every layer."""
+        """Copy these slots, in this order, behind the committed rows, in every layer."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class StackedKVCache(GrowingKVCache):
-    """One buffer [2 * layers, 1, H_kv, C, D] for all layers, numpy or torch: one indexing operation moves the accepted
-    rows of every layer. A subclass says how the buffer is made."""
+    """A cache in one buffer [2 * layers, 1, H_kv, C, D], of numpy or torch. One indexing operation moves the accepted
+    rows of all layers. A subclass allocates the buffer."""
 
     buffer: Any
 
@@ -159,7 +161,8 @@ class StackedKVCache(GrowingKVCache):
 
 
 def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> None:
-    """Raises EngineError for a mask [W, S] of no pass of this engine behind so many speculative rows."""
+    """Raises EngineError when a mask [W, S] fits no pass of this engine after `speculative` earlier speculative
+    rows."""
     width, columns = mask.shape
     if width not in spec.pass_widths or columns != speculative + width:
         compiled = ", ".join(map(str, spec.pass_widths))

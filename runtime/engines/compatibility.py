@@ -1,18 +1,18 @@
-"""Whether a TensorRT plan can run on a machine: what a build recorded against what the machine has. Nothing here
-touches a driver, so every answer can be had, and tested, anywhere."""
+"""Whether a TensorRT plan can run on a machine. The check compares the plan's description in the manifest with the
+machine's GPU and packages. It calls no driver, so tests run it on any machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-PACKAGES = ("tensorrt", "tensorrt-rtx")  # backend and pip package go by the same name
-# What TensorRT-RTX 1.7 compiles for (its ComputeCapability enumeration): neither Hopper nor data-centre Blackwell.
+PACKAGES = ("tensorrt", "tensorrt-rtx")  # names of the pip packages and of the backends
+# GPUs that TensorRT-RTX 1.7 supports (its ComputeCapability enumeration). Hopper and data-centre Blackwell are missing.
 RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 
 
 class WidthFamily(NamedTuple):
-    """One optimisation profile: passes of `minimum` to `maximum` rows, tuned for `optimum`."""
+    """One optimisation profile, for passes of `minimum` to `maximum` rows, tuned for `optimum` rows."""
 
     minimum: int
     optimum: int
@@ -20,32 +20,33 @@ class WidthFamily(NamedTuple):
 
 
 class LayerReport(NamedTuple):
-    """Layers of a network as its builder got it: what became of attention and of the cache."""
+    """Numbers of layers in the network that TensorRT compiled, by kind."""
 
     total: int
-    plugin: int  # our kernel, through IPluginV3
-    attention: int  # TensorRT's own
+    plugin: int  # attention by Draftwood's kernel, through IPluginV3
+    attention: int  # attention by TensorRT's own kernel
     kv_cache_update: int  # in-place cache writes, two per decoder layer
 
 
 class Kernel(NamedTuple):
-    """The attention kernel inside a plan. format: of the library that holds it, which the runtime must know."""
+    """The attention kernel inside a plan. format: the format of the kernel library, which the runtime must support."""
 
     fingerprint: str
     format: str
 
 
 class TensorRTPlan(NamedTuple):
-    """What a TensorRT plan was compiled for. `families` are its optimisation profiles, in the plan's order."""
+    """The GPU, package and shapes that a TensorRT plan was compiled for. families: the optimisation profiles, in the
+    plan's order."""
 
     package: str  # one of PACKAGES
-    version: str  # of the package; a plan runs with no other
-    compute_capabilities: tuple[str, ...]  # "8.9"
+    version: str  # of the package; the plan runs with this version only
+    compute_capabilities: tuple[str, ...]  # for example "8.9"
     kernel: Kernel | None  # None: TensorRT's own attention
     families: tuple[WidthFamily, ...]
-    columns: int  # speculative slots a pass may see, its own rows included
+    columns: int  # mask columns of a pass: speculative slots, the pass's own rows included
     layers: LayerReport
-    executed: bool  # False: built where it could not run, so that only its ONNX graph was compared
+    executed: bool  # False: the build machine could not run the plan, and the parity check ran its ONNX graph instead
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready content."""
@@ -57,7 +58,7 @@ class TensorRTPlan(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TensorRTPlan:
-        """The inverse of `to_json`. Raises KeyError or TypeError for other fields."""
+        """The inverse of `to_json`. Raises KeyError or TypeError for missing or unknown fields."""
         return cls(**fields)._replace(
             compute_capabilities=tuple(fields["compute_capabilities"]),
             kernel=None if fields["kernel"] is None else Kernel(**fields["kernel"]),
@@ -67,16 +68,16 @@ class TensorRTPlan(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What a machine has. name and compute_capability are None without an NVIDIA driver or GPU."""
+    """The GPU and packages of a machine. name and compute_capability are None without an NVIDIA driver or GPU."""
 
     name: str | None
     compute_capability: str | None  # "9.0"
-    packages: Mapping[str, str]  # installed versions of PACKAGES
-    kernel: str | None  # format of the kernel libraries this release runs
+    packages: Mapping[str, str]  # installed version by package, of PACKAGES
+    kernel: str | None  # format of the kernel libraries that this release supports
 
 
 def obstacle(plan: TensorRTPlan, device: Machine) -> str | None:
-    """Why `device` cannot run `plan`, with what to do about it; None when it can."""
+    """The reason why `device` cannot run `plan`, and the fix; None when it can run the plan."""
     reason = reason_and_fix(plan, device)
     if reason is None:
         return None
@@ -85,6 +86,7 @@ def obstacle(plan: TensorRTPlan, device: Machine) -> str | None:
 
 
 def reason_and_fix(plan: TensorRTPlan, device: Machine) -> str | None:
+    """The second half of `obstacle`'s message; None when `device` can run `plan`."""
     if device.compute_capability is None:
         return (
             "this machine has no NVIDIA driver or no GPU: use the bundle on a machine with such a GPU, "
@@ -110,7 +112,7 @@ def reason_and_fix(plan: TensorRTPlan, device: Machine) -> str | None:
 
 
 def rebuild_advice(package: str, compute_capability: str) -> str:
-    """How to get a plan for this GPU."""
+    """The command-line option that builds a plan for this GPU."""
     if package == "tensorrt-rtx" and compute_capability in RTX_COMPUTE_CAPABILITIES:
         return f"rebuild with --compute-capability {compute_capability}"
     return "rebuild on this machine with --backend tensorrt"

@@ -1,4 +1,5 @@
-"""From a batch to the inputs of a graph of either form, and from its outputs to a ForwardOutput."""
+"""Conversion of a batch into the inputs of an exported graph, in the additive or the compact form of the mask, and of
+the graph's outputs into a ForwardOutput."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from .base import ForwardOutput, TokenBatch
 
 
 def feed(views: Mapping[str, NDArray[Any]], batch: TokenBatch, length: int, start: int) -> None:
-    """Write a batch, behind `length` committed rows and with its first row at slot `start`, into the inputs of a pass,
-    whose mask may have more columns than the batch's: over the whole cache in the additive form, a few more in the
-    compact one. Nobody sees those."""
+    """Write a batch into the inputs of a pass. length: the committed rows before it. start: the slot of its first row.
+
+    The input mask may have more columns than the batch's mask: the whole cache in the additive form, a few more in the
+    compact form. No row attends to these columns."""
     if bindings.TREE_MASK.name in views:
         feed_sequences(views, batch, [SequenceRow(0, 0, length, length)], start)
         return
@@ -30,20 +32,20 @@ def feed(views: Mapping[str, NDArray[Any]], batch: TokenBatch, length: int, star
 def feed_sequences(
     views: Mapping[str, NDArray[Any]], batch: TokenBatch, sequences: Sequence[SequenceRow], start: int
 ) -> None:
-    """Write a batch of rows of several sequences, in their order, into the inputs of a pass in the compact form, its
-    first row at slot `start`. Padding rows are the last sequence's."""
+    """Write a batch with the rows of several sequences, in the sequences' order, into the inputs of a pass in the
+    compact form. start: the slot of the first row. Padding rows count as rows of the last sequence."""
     feed_rows(views, batch, start)
     rows, seen = batch.mask.shape
     fields = views[bindings.SEQUENCES.name]
     fields[: len(sequences)] = sequences
-    fields[len(sequences) :] = SequenceRow(rows, 0, 0, 0)  # these have no row
+    fields[len(sequences) :] = SequenceRow(rows, 0, 0, 0)  # unused sequences have no rows
     mask = views[bindings.TREE_MASK.name][0]
     mask[:, :seen] = batch.mask
     mask[:, seen:] = False
 
 
 def feed_rows(views: Mapping[str, NDArray[Any]], batch: TokenBatch, start: int) -> None:
-    """What either form takes."""
+    """Write the inputs that both forms have."""
     views[bindings.INPUT_IDS.name][0] = batch.token_ids
     views[bindings.POSITION_IDS.name][0] = batch.position_ids
     views[bindings.WRITE_INDICES.name][0] = start
@@ -51,7 +53,7 @@ def feed_rows(views: Mapping[str, NDArray[Any]], batch: TokenBatch, start: int) 
 
 
 def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:
-    """The one sequence's results, as views."""
+    """The outputs of a pass as a ForwardOutput of views, without the batch axis of size 1."""
 
     def result(name: str) -> NDArray[Any] | None:
         return views[name][0] if name in views else None

@@ -1,4 +1,4 @@
-"""Tensors of a pass packed into one block of memory, so that they cross to a device, or back, in one copy."""
+"""Tensors of a pass in one block of memory, so that one copy moves all of them to or from a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...models.bindings import Binding
 from ...models.errors import EngineError
 from .base import EngineSpec, TokenBatch
 
-ALIGNMENT = 256  # bytes; what cudaMalloc guarantees, and TensorRT expects of an address
+ALIGNMENT = 256  # bytes; cudaMalloc guarantees this alignment, and TensorRT requires it
 
 
 class PassShape(NamedTuple):
-    """What the buffers of a pass depend on: its rows, the columns of its mask, and how many rows are scored."""
+    """The sizes that determine the buffers of a pass: rows, columns of the mask, and rows with an output."""
 
     width: int
     columns: int
@@ -25,15 +25,15 @@ class PassShape(NamedTuple):
 
     @classmethod
     def of(cls, batch: TokenBatch, limit: int) -> PassShape:
-        """The shape that runs a batch."""
+        """The shape of the pass for a batch. limit: the most columns that a mask can have."""
         width, seen = batch.mask.shape
         return cls(width, mask_columns(width, seen, limit), len(batch.output_rows))
 
 
 def mask_columns(width: int, seen: int, limit: int) -> int:
-    """Columns of the mask of a pass of `width` rows that see `seen` speculative slots: the width doubled until it
-    reaches them, or `limit`. A draft that appends pass after pass then needs few shapes, and masked columns cost almost
-    nothing."""
+    """Columns of the mask of a pass of `width` rows that attend to `seen` speculative slots: the width, doubled until
+    it reaches `seen`, and at most `limit`. A draft that appends several passes then needs few shapes. Masked columns
+    cost almost nothing."""
     columns = width
     while columns < seen:
         columns *= 2
@@ -41,7 +41,7 @@ def mask_columns(width: int, seen: int, limit: int) -> int:
 
 
 class TensorSlice(NamedTuple):
-    """Where one tensor lies in its block."""
+    """The type and place of one tensor in a block. offset: in bytes."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -53,7 +53,8 @@ class TensorSlice(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Tensors by name, each at an aligned offset; in order, so that a copy may stop inside the last one."""
+    """Tensors by name, each at an aligned offset. They are in the order of their offsets, so a copy may end within the
+    last tensor."""
 
     fields: Mapping[str, TensorSlice]
     nbytes: int
@@ -85,18 +86,19 @@ class Layout(NamedTuple):
 
     @classmethod
     def outputs(cls, spec: EngineSpec, shape: PassShape) -> Layout:
-        """The logits come last: padding rows at their end need not be copied."""
+        """The layout of the outputs. The logits are last, so a copy can leave out their padding rows."""
         return cls.of(bindings.outputs(spec.outputs), spec, shape)
 
     def views(self, block: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """The tensors in a block of `nbytes` bytes; they share its memory."""
+        """The tensors as views of a block of `nbytes` bytes."""
         return {
             name: block[field.offset : field.offset + field.nbytes].view(field.dtype).reshape(field.shape)
             for name, field in self.fields.items()
         }
 
     def needed_bytes(self, rows: int, ranking_only: bool) -> int:
-        """Bytes from the start that hold everything about the first `rows` scored rows, or all but their logits."""
+        """The number of bytes, from the start, that hold the results of the first `rows` output rows. With
+        `ranking_only` the logits are left out if the layout has a ranking."""
         logits = self.fields[bindings.LOGITS.name]
         if ranking_only and bindings.TOP_IDS.name in self.fields:
             return logits.offset
@@ -104,8 +106,8 @@ class Layout(NamedTuple):
 
 
 def check_growth(spec: EngineSpec, capacity: int) -> None:
-    """A graph holds addresses and a plan sizes: a static cache has all its slots at once, and never more. Raises
-    EngineError when more are asked for."""
+    """Raises EngineError when a static cache should grow to more than the engine's `capacity` slots. A static cache has
+    a fixed size, because a CUDA graph holds its addresses and a TensorRT plan its shape."""
     if capacity > spec.capacity:
         raise EngineError(
             f"the {spec.role} engine's caches have {spec.capacity} slots and cannot grow to {capacity}: "
@@ -114,5 +116,5 @@ def check_growth(spec: EngineSpec, capacity: int) -> None:
 
 
 def align(nbytes: int) -> int:
-    """The next size at which something else may begin."""
+    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,5 +1,5 @@
-"""Passes as generators ask for them: decoding yields the passes it needs and gets their outputs sent, so that one loop
-(`decoding/loop.py`) can run the passes of several requests together."""
+"""Generators that request passes. Decoding code yields each pass that it needs and receives the pass's output through
+`send`. The caller runs the passes, so one loop (`decoding/loop.py`) can join the passes of several requests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch
 
 T = TypeVar("T")
-Passes = Generator[Pass, ForwardOutput, T]  # answered with each pass's output; returns T
-Steps = Generator[Pass | T, ForwardOutput | None, None]  # passes, answered with their outputs, and results on the way
+Passes = Generator[Pass, ForwardOutput, T]  # yields a pass, receives its output; returns T
+Steps = Generator[Pass | T, ForwardOutput | None, None]  # yields a pass and receives its output, or a T and None
 
 
 def forward(engine: Engine, batch: TokenBatch, cache: KVCache) -> Passes[ForwardOutput]:
-    """One pass."""
+    """Request one pass; returns its output."""
     return (yield Pass(engine, batch, cache))
 
 
 def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False) -> TokenBatch:
-    """A chunk of committed text that begins at position `start`; only its last row's logits are wanted."""
+    """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token."""
     rows = len(token_ids)
     mask = np.tri(rows, dtype=np.bool_)
     positions = np.arange(start, start + rows)
@@ -31,8 +31,8 @@ def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking
 def prefill_passes(
     engine: Engine, cache: KVCache, token_ids: Sequence[int], ranking_only: bool = False, output_read: bool = True
 ) -> Passes[ForwardOutput | None]:
-    """Append committed text in chunks; returns the last row's output. None for empty text, and where the loop knew
-    that nobody reads the output."""
+    """Append committed text to a cache in chunks. Returns the output of the last pass, which holds the last token's
+    row; None for empty text. The output may also be None when `output_read` is False."""
     output, end = None, 0
     while end < len(token_ids):
         chunk = token_ids[end : end + engine.chunk_size(len(token_ids) - end)]
@@ -44,12 +44,12 @@ def prefill_passes(
 
 
 def prefill(engine: Engine, cache: KVCache, token_ids: Sequence[int]) -> ForwardOutput | None:
-    """The same for a text that is nobody's request: every pass is run at once."""
+    """The same without a loop: each pass is run as soon as it is requested."""
     return run(prefill_passes(engine, cache, token_ids))
 
 
 def run(passes: Passes[T]) -> T:
-    """What the passes return, each run as soon as it is asked for."""
+    """Run each pass as soon as the generator requests it; returns the generator's result."""
     try:
         wanted = next(passes)
         while True:
