@@ -1,4 +1,4 @@
-"""TokenChunk: the tokens that one round adds to a text."""
+"""TokenChunk: the tokens that one round adds to a request's output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class TokenLogprob(NamedTuple):
-    """A token under the target's unprocessed distribution, natural logarithm, with the most probable alternatives."""
+    """The natural log-probability of a token under the target's unprocessed distribution. top: the log-probabilities of
+    the most probable tokens, by token id."""
 
     token_id: int
     logprob: float
@@ -14,8 +15,9 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenChunk(NamedTuple):
-    """Tokens one round added. The first `num_drafted` came from the draft, the last one is the target's own, unless the
-    round was cut short. finish_reason: None while more follows, else "stop" or "length"."""
+    """The tokens of one round. The first `num_drafted` come from the accepted proposal. The last token comes from the
+    target, unless the end of the text cut the round. finish_reason: None while more chunks follow, else "stop" or
+    "length"."""
 
     token_ids: list[int]
     num_drafted: int

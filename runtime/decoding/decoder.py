@@ -1,4 +1,5 @@
-"""SpeculativeDecoder: propose, verify, commit, repeat. Token ids in, chunks of token ids out."""
+"""SpeculativeDecoder: decodes a prompt of token ids in rounds of propose, verify, commit and learn. Each round yields a
+chunk of token ids."""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ from .stats import SpecDecodeStats
 
 
 def count_one() -> int:
-    """No other request shares a pass."""
+    """The default of `sharing`: a request shares its passes with no other request."""
     return 1
 
 
 class SpeculativeDecoder:
-    """Decodes one request over a target engine and, unless `config` is None, a draft engine.
+    """Decodes one request at a time with a target engine and, unless `config` is None, a draft engine.
 
-    The last committed token (the root) is in no cache: a round scores it together with the proposal below it.
+    The last committed token (the root) is in no cache. A round scores it together with the proposal below it.
     """
 
     def __init__(
@@ -61,14 +62,15 @@ class SpeculativeDecoder:
         sharing: Callable[[], int] = count_one,
         experience: Experience | None = None,
     ) -> None:
-        """Opens a cache of each engine. costs: of both engines, by which rounds are planned where `config` has a budget
-        of "cost". sharing: says how many requests' passes run together just now. experience: of earlier requests, this
-        decoder's own by default. Raises EngineError when an engine has no cache left."""
+        """Open a cache of each engine. costs: the cost model of both engines; rounds are planned by it where `config`
+        has the budget "cost". sharing: returns how many requests share passes at present. experience: measurements of
+        earlier requests; by default this decoder collects its own. Raises EngineError when an engine has no cache
+        left."""
         self._sharing = sharing
         self._experience = Experience() if experience is None else experience
         self._target = target
         self._costs = costs
-        self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # the configuration under a plan's limits
+        self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # by a plan's depth, size and chain
         self._config = config if draft is not None else None
         self._max_length = max_length
         self._eos = frozenset(eos)
@@ -82,7 +84,7 @@ class SpeculativeDecoder:
             raise
 
     def close(self) -> None:
-        """Close the caches. Closing them again does nothing."""
+        """Close the caches. A second call does nothing."""
         self._cache.close()
         if self._proposer is not None:
             self._proposer.close()
@@ -95,9 +97,10 @@ class SpeculativeDecoder:
         stats: SpecDecodeStats,
         observe: Observer | None = None,
     ) -> Iterator[TokenChunk]:
-        """Yield one chunk per round until the text ends. `stats` is updated before each chunk is handed out.
+        """Yield one chunk per round until the text ends. `stats` is updated before each chunk is yielded.
 
-        observe: is shown every round before its tokens are committed; draws nothing, and its time is not counted.
+        observe: called with every round before its tokens are committed. It consumes no randomness, and its time is not
+        part of `stats`.
         """
         steps = self.steps(prompt, sampler, streams, stats, observe)
         return drive(Job(steps=steps, write=lambda chunk: chunk, stats=stats))
@@ -110,8 +113,8 @@ class SpeculativeDecoder:
         stats: SpecDecodeStats,
         observe: Observer | None = None,
     ) -> Steps[TokenChunk]:
-        """The same for whoever runs the passes: yields each pass it needs, to be answered with its output, and each
-        chunk, to be answered with None."""
+        """The same for a caller that runs the passes. Yields each pass that it needs and receives the pass's output;
+        yields each chunk and receives None."""
         reading, decoding = Stopwatch(), Stopwatch()
         with reading:
             request = yield from self._begin(prompt, sampler, streams, observe is not None)
@@ -133,7 +136,7 @@ class SpeculativeDecoder:
             yield TokenChunk(outcome.token_ids[:kept], num_drafted, logprobs, finish_reason)
 
     def _round(self, request: RequestState) -> Passes[Outcome]:
-        """One round: propose, verify, commit, learn."""
+        """Run one round: propose, verify, commit, learn."""
         plan = self._plan(request)
         proposal = yield from self._propose(request, plan)
         output, acceptance = yield from self._verify(request, proposal.tree)
@@ -145,10 +148,10 @@ class SpeculativeDecoder:
     def _begin(
         self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, observed: bool
     ) -> Passes[RequestState]:
-        """A request whose prompt both engines have read, all but its last token, which is the first root.
+        """Start a request: both engines read the prompt without its last token, which becomes the first root.
 
-        What a request learns about itself starts anew with each. How its rounds are planned may depend on earlier
-        requests and on those beside it, but not where the text would then depend on them, see
+        Each request learns from its own rounds only. The plans of its rounds may also depend on earlier requests and on
+        requests that run at the same time. They do not where the text depends on the plans, see
         SamplingParams.is_seeded."""
         sampler.use(softmax_of(self._target))
         self._cache.truncate(0)
@@ -163,20 +166,20 @@ class SpeculativeDecoder:
             prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed
         )
         if self._proposer is not None:
-            # A draft that is not worth asking need not read the prompt either.
+            # The draft reads the prompt later, or never, where the plan expects no gain from speculation.
             read = controller is None or controller.worth_reading(len(prompt), request.room - 1, request.sharing())
             yield from self._proposer.start(prompt, read)
         return request
 
     def _plan(self, request: RequestState) -> RoundPlan | None:
-        """The round's limits, where rounds are planned and there is room for a proposal."""
+        """The plan of the next round; None where rounds are not planned or no proposed token fits."""
         max_depth = request.room - 1
         if request.controller is None or self._proposer is None or max_depth < 1:
             return None
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
-        """This round's proposal, or the bare root when none is wanted or none fits."""
+        """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.room - 1
         if self._proposer is None or self._config is None or max_depth < 1:
             return Proposal(graph, unroll(graph, 0, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
@@ -201,18 +204,19 @@ class SpeculativeDecoder:
         return Proposal(graph, tree, reason)
 
     def _limit(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
+        """The configuration within the plan's limits; cached."""
         limits = plan.depth, plan.size, plan.chain
         if limits not in self._within:
             self._within[limits] = config.within(plan)
         return self._within[limits]
 
     def _needs_best(self, request: RequestState) -> bool:
-        """Whether this round reads nothing of the target's output but each row's most probable token."""
+        """Whether this round needs only each row's most probable token from the target, and no logits."""
         ranked = TOP_IDS.name in self._target.spec.outputs and request.greedy and not request.sampler.follows_path
         return ranked and request.sampler.params.logprobs is None and not request.observed
 
     def _verify(self, request: RequestState, tree: TokenTree) -> Passes[tuple[ForwardOutput, Acceptance]]:
-        """The target's pass over the root and the tree, and what it accepts."""
+        """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
             batch = tree.to_batch(self._target.spec, self._cache.length, self._needs_best(request))
             output = yield from forward(self._target, batch, self._cache)
@@ -224,7 +228,7 @@ class SpeculativeDecoder:
         return output, self._config.verifier(request.greedy)(tree, logits, sampler, streams)
 
     def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Keep the cache rows of what was accepted, in both engines."""
+        """Keep the cache rows of the accepted path, in both engines."""
         self._cache.commit([0, *acceptance.rows])
         if self._proposer is None:
             return
@@ -234,7 +238,7 @@ class SpeculativeDecoder:
             self._proposer.skip(acceptance.next_token)
 
     def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
-        """Count a round."""
+        """Add a round to the request's counts."""
         stats.target_passes += 1
         stats.target_seconds = request.scoring.seconds
         if outcome.plan is not None:
@@ -250,7 +254,7 @@ class SpeculativeDecoder:
     def _describe_round(
         self, request: RequestState, outcome: Outcome, kept: int, finish_reason: str | None, decoding: Stopwatch
     ) -> Round:
-        """A round for an observer."""
+        """The round in the form that an observer receives."""
         draft = 0.0 if self._proposer is None else self._proposer.scoring.lap()
         target = request.scoring.lap()
         _, proposal, logits, acceptance, token_ids = outcome
@@ -260,7 +264,8 @@ class SpeculativeDecoder:
 
 
 def top_logprobs(outcome: Outcome, kept: int, count: int | None) -> list[TokenLogprob]:
-    """Log-probabilities of the tokens a round keeps, with `count` alternatives each; empty when `count` is None."""
+    """Log-probabilities of the `kept` tokens of a round, each with the `count` most probable tokens. Empty when `count`
+    is None."""
     if count is None:
         return []
     results = []

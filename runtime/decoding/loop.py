@@ -1,5 +1,5 @@
-"""Loop: the one driver of every text, be it a stream, a list or a server's requests. It runs the passes that texts wait
-for, those of one engine together; texts join and leave between passes (continuous batching)."""
+"""Loop: runs the passes of all jobs, for a single stream, a list of prompts or a server. Passes of several jobs over
+the same engine run as one pass. Jobs start and end between passes (continuous batching)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .chunk import TokenChunk
 from .scheduler import Scheduler
 from .stats import SpecDecodeStats
 
-MAX_RUNNING = 8  # texts at a time, unless told otherwise
+MAX_RUNNING = 8  # default number of jobs that run at a time
 UNBOUNDED = CacheBudget(None, 0, 0)
 
 
 class Chunk(Protocol):
-    """What one round adds to a text, in whatever form its reader wants it."""
+    """The output of one round, in the form that a job's `write` returns."""
 
     @property
     def finish_reason(self) -> str | None:
-        """None while more follows."""
+        """None while more chunks follow."""
 
 
 C = TypeVar("C", bound=Chunk)
@@ -36,26 +36,26 @@ J = TypeVar("J", bound="Job[Any]")
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Job(Generic[C]):
-    """A text on its way through a loop, which alone advances `steps`.
+    """One text that a loop decodes. Only the loop advances `steps`.
 
-    write: makes of each round's tokens what the reader gets. num_slots: of each model's cache, which the text may come
-    to fill. cache_salt: the text shares cache rows with texts of an equal one only.
+    write: converts the tokens of a round into the chunk for the caller. num_slots: the most slots that the text can
+    need in each engine's cache. cache_salt: the text shares cache rows only with texts of the same salt.
     """
 
     steps: Steps[TokenChunk]
     write: Callable[[TokenChunk], C]
     num_slots: int = 0
     cache_salt: str | None = None
-    wanted: Pass | None = None  # the pass that the text waits for; None before it has started
+    wanted: Pass | None = None  # the next pass of the text; None before the text has started
     started: bool = False
     ended: bool = False
-    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)  # the ones that `steps` keeps
-    number: int = 0  # in the order in which jobs joined their loop
+    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)  # updated by `steps`
+    number: int = 0  # counts the jobs of a loop in the order in which they were added
 
 
 class JobEvent(NamedTuple, Generic[J, C]):
-    """What happened to a job: it started, where chunk and error are None; or its next chunk, the last one of a text
-    that has ended; or the error that ended it."""
+    """A change of a job. chunk: the next chunk of its text, which may be the last one. error: the error that ended the
+    job. Both are None when the job started."""
 
     job: J
     chunk: C | None = None
@@ -63,33 +63,33 @@ class JobEvent(NamedTuple, Generic[J, C]):
 
 
 class Loop(Generic[J, C]):
-    """What goes wrong in a text's round ends that text alone.
+    """Decodes jobs pass by pass. An error in a job's round ends that job only.
 
-    A text starts when the caches of all that have started leave room for those it may come to fill; until then it
-    waits, and no later text starts before it. One thread calls `step`; others may add jobs, and read `scheduler`, while
-    they hold `changed`.
+    A job starts when the free cache slots suffice for the `num_slots` that it can need. A job that waits for slots also
+    blocks the jobs behind it. One thread calls `step`. Other threads may add jobs and read `scheduler` while they hold
+    `changed`.
     """
 
     def __init__(
         self, scheduler: Scheduler[J], pools: Sequence[PooledEngine] = (), budget: CacheBudget = UNBOUNDED
     ) -> None:
-        """pools: the engines whose caches the texts share. budget: what the texts may fill of these caches."""
+        """pools: the engines whose caches the jobs share. budget: the slots of these caches that the jobs may use."""
         self.scheduler = scheduler
         self.changed = Condition()
         self._pools = pools
         self._budget = budget
-        self._room = budget.slots  # less while memory is short
-        self._freed = False  # whether unused memory was given back since a pass last went well
+        self._room = budget.slots  # slots for all jobs; smaller than the budget after memory ran out
+        self._freed = False  # whether unused memory was freed since the last successful pass
         self._num_started = 0
         self._num_added = 0
 
     @property
     def num_sharing(self) -> int:
-        """How many texts' passes run together just now."""
+        """How many jobs share passes at present."""
         return max(1, self._num_started)
 
     def add(self, job: J, client: Hashable = None, user: Hashable = None) -> None:
-        """Queue a job, see Scheduler.submit. Raises QueueFullError."""
+        """Submit a job to the scheduler, see Scheduler.submit. Raises QueueFullError."""
         with self.changed:
             self.scheduler.submit(job, client, user)
             self._num_added += 1
@@ -97,16 +97,16 @@ class Loop(Generic[J, C]):
             self.changed.notify_all()
 
     def remove(self, job: J) -> None:
-        """End a job, wherever it is: its caches are free, and its place goes to the next one."""
+        """End a running or waiting job: close its caches and free its place."""
         job.ended, job.wanted = True, None
-        with suppress(BaseException):  # a generator that objects to its end
+        with suppress(BaseException):  # the generator may raise when it is closed
             job.steps.close()
         with self.changed:
             self.scheduler.remove(job)
 
     def run(self, jobs: Sequence[J]) -> Generator[tuple[J, C], None, None]:
-        """The chunks of these jobs, as they come. Raises what goes wrong in any of them, and then, or when the caller
-        wants no more chunks, ends all."""
+        """Yield the chunks of these jobs in the order of their computation. The first error of a job is raised. An
+        error, or the end of the iteration by the caller, ends all jobs."""
         try:
             for job in jobs:
                 self.add(job)
@@ -121,7 +121,7 @@ class Loop(Generic[J, C]):
                 self.remove(job)
 
     def step(self) -> Iterator[JobEvent[J, C]]:
-        """Run the next pass, for as many of those who wait for it as it holds; what comes of it, job by job."""
+        """Run the next pass, joined for as many jobs as fit into it; yields the resulting events, job by job."""
         running = self.scheduler.running
         for job in self._startable(running):
             if not job.started:
@@ -140,7 +140,7 @@ class Loop(Generic[J, C]):
                 raise
             if isinstance(error, MemoryError) and passes[0].engine in self._pools:
                 yield from self._free_memory()
-            else:  # perhaps one job's fault: each on its own shows whose
+            else:  # one job may have caused the error: run each pass by itself to find out which
                 for job, wanted in zip(served, passes, strict=True):
                     yield from self._run_alone(job, wanted)
             return
@@ -150,9 +150,9 @@ class Loop(Generic[J, C]):
             yield from self._advance(job, output)
 
     def _startable(self, running: Sequence[J]) -> list[J]:
-        """Those that have started, and those that fit beside them, in the order they were admitted."""
+        """The started jobs, followed by the waiting jobs for which there are free slots, in the order of admission."""
         started = [job for job in running if job.started]
-        if not started and self._room != self._budget.slots:  # there may be more memory than when it ran out
+        if not started and self._room != self._budget.slots:  # memory may be free again
             self._set_room(self._budget.slots)
         free = None if self._room is None else self._room - sum(job.num_slots for job in started)
         for job in running:
@@ -166,12 +166,12 @@ class Loop(Generic[J, C]):
         return started
 
     def _advance(self, job: J, answer: ForwardOutput | None) -> Iterator[JobEvent[J, C]]:
-        """Let a job go on until it waits for its next pass, or ends."""
+        """Advance a job until it requests its next pass or ends. answer: the output of its last pass."""
         while not job.ended:
             try:
                 step = job.steps.send(answer)
                 chunk: C | None = None if isinstance(step, Pass) else job.write(step)
-            except BaseException as error:  # whatever it is, it is this job's alone
+            except BaseException as error:  # any error of a job's own code ends this job only
                 yield self._fail(job, error)
                 return
             if isinstance(step, Pass):
@@ -185,11 +185,11 @@ class Loop(Generic[J, C]):
             yield JobEvent(job, chunk)
 
     def _recall(self, job: J) -> Iterator[JobEvent[J, C]]:
-        """Let a job go on for as long as it waits for rows that its pool has already."""
+        """Advance a job over the rows of its next passes that its pool already holds."""
         while (wanted := job.wanted) is not None and isinstance(wanted.engine, PooledEngine):
             try:
                 rest = wanted.engine.recall(wanted)
-            except MemoryError as error:  # nobody knows how far it came
+            except MemoryError as error:  # the state of the job's cache is unknown
                 yield self._fail(job, error)
                 return
             if rest is wanted:
@@ -201,29 +201,33 @@ class Loop(Generic[J, C]):
                 yield from self._advance(job, None)
 
     def _run_alone(self, job: J, wanted: Pass) -> Iterator[JobEvent[J, C]]:
+        """Run one job's pass by itself and advance the job."""
         self._rotate(job)
         try:
             output = wanted.run()
-        except BaseException as error:  # whatever it is, it is this job's alone
+        except BaseException as error:  # any error of this pass ends this job only
             yield self._fail(job, error)
             return
         yield from self._advance(job, output)
 
     def _rotate(self, job: J) -> None:
+        """Clear a job's pass and move the job to the end of the running jobs."""
         job.wanted = None
         with self.changed:
             self.scheduler.rotate(job)
 
     def _fail(self, job: J, error: BaseException) -> JobEvent[J, C]:
-        """End a job by what went wrong in its round. Raises the error where it is the user's wish to stop."""
+        """End a job because of an error in its round. Raises the error if it is the user's interrupt."""
         self.remove(job)
         if is_interrupt(error):
             raise error
         return JobEvent(job, None, error)
 
     def _free_memory(self) -> Iterator[JobEvent[J, C]]:
-        """Memory ran out in a shared pass, which has changed nothing. First the rows of ended texts go. If that was not
-        enough, caches grow no more until all jobs have ended, and of those that then do not fit, the last to come end.
+        """Free memory after an allocation failed in a shared pass. The failed pass has changed nothing.
+
+        The first attempt releases the rows of ended texts. If the next pass fails too, the caches keep their present
+        size until all jobs have ended, and the latest jobs that do not fit into this size end with OutOfMemoryError.
         """
         if not self._freed:
             self._freed = True
@@ -243,15 +247,15 @@ class Loop(Generic[J, C]):
                 )
 
     def _set_room(self, slots: int | None) -> None:
-        """From now on jobs fill so many slots at most."""
+        """Set the most slots that all jobs together may use."""
         self._room = slots
         for pool in self._pools:
             pool.set_limit(None if slots is None else slots + self._budget.padding)
 
 
 def select_joint(waiting: Sequence[J]) -> list[J]:
-    """The jobs to serve with the next pass: of the first engine that any job waits for, as many in turn as it computes
-    at the cost of one. The draft comes first: jobs that draft then reach the target at the same time."""
+    """The jobs of the next pass: those at the front of `waiting` that request the same engine, as many as the engine
+    joins into one pass. The draft engine has priority over the target, so drafting jobs reach the target together."""
     passes = [(job, job.wanted) for job in waiting if job.wanted is not None]
     if len(passes) < 2:
         return [job for job, _ in passes]
@@ -261,7 +265,7 @@ def select_joint(waiting: Sequence[J]) -> list[J]:
 
 
 def drive(job: Job[C]) -> Iterator[C]:
-    """The chunks of one text, every pass run as soon as it is asked for."""
+    """Yield the chunks of a single job, in a loop of its own."""
     loop: Loop[Job[C], C] = Loop(Scheduler(1, 0))
     with closing(loop.run([job])) as chunks:
         for _, chunk in chunks:
@@ -269,5 +273,6 @@ def drive(job: Job[C]) -> Iterator[C]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether a user wants the program to stop. Python says so in the main thread only: elsewhere it is a fault."""
+    """Whether the error is a KeyboardInterrupt by the user. Python raises it in the main thread only, so elsewhere it
+    counts as an ordinary error."""
     return isinstance(error, KeyboardInterrupt) and current_thread() is main_thread()

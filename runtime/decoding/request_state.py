@@ -1,4 +1,4 @@
-"""RequestState: what belongs to one text while it is decoded, and ends with it."""
+"""RequestState: the state of one request while it is decoded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from ..speculation.verifier import Acceptance
 
 
 class RequestState:
-    """One text and what its own rounds teach. root: the last committed token. length: of prompt and output in tokens.
-    room: tokens the text may still get; a proposal has one less, since one token is always the target's own. sharing:
-    how many requests' passes run together just now, as far as its plans may know of them. scoring: the time of the
-    target's passes. observed: whether an observer is shown its rounds."""
+    """The state of one request: its text so far, and the statistics that its rounds collect.
+
+    root: the last committed token. length: tokens of prompt and output together. room: tokens that the text may still
+    get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how many
+    requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
+    target's passes. observed: whether an observer receives the rounds.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class RequestState:
             self.lookup.extend(prompt)
 
     def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
-        """What a verified round, which yields `token_ids`, says about the next ones."""
+        """Update lookup, calibration and controller by a verified round with the output `token_ids`."""
         if self.lookup is not None:
             self.lookup.extend(token_ids)
         if self.calibration is not None:
@@ -55,13 +58,14 @@ class RequestState:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 
     def cut(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """How many of a round's tokens are kept, and why the text ends there: perhaps inside an accepted path."""
+        """How many of a round's tokens the text keeps, and the finish reason if it ends there. A text may end inside an
+        accepted path."""
         for index, token in enumerate(token_ids[: self.room]):
             if token in self._endings:
                 return index + 1, "stop"
         return (self.room, "length") if len(token_ids) >= self.room else (len(token_ids), None)
 
     def commit(self, token_ids: Sequence[int], kept: int) -> None:
-        """A round's tokens, of which the text keeps so many."""
+        """Add a round's tokens to the state. kept: how many of them the text keeps."""
         self.sampler.commit(token_ids[:kept])
         self.root, self.length, self.room = token_ids[-1], self.length + len(token_ids), self.room - len(token_ids)

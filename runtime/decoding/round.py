@@ -1,4 +1,4 @@
-"""Round: everything that one round of decoding decided, for whoever wants to look on."""
+"""Round: the decisions of one round of decoding, for an observer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..speculation.verifier import Acceptance
 
 NO_SPECULATION = "no speculation"
 NOT_WORTH_IT = "plain decoding is faster"
-END_OF_ROOM = "end of room"  # max_tokens or the context limit leaves no place for deeper tokens
+END_OF_ROOM = "end of room"  # max_tokens or the context limit allows no deeper tokens
 DEPTH_LIMIT = "depth limit"
 TOKEN_BUDGET = "token budget"
 NOTHING_LEFT = "nothing left worth drafting"
-PLANNED = "more would not pay"  # by the cost model
+PLANNED = "more would not pay"  # according to the cost model
 
 
 class Proposal(NamedTuple):
-    """What the draft offered. graph: as it grew. tree: what of it the target scored. growth_end: why it grew no
-    further, one of the reasons above or "stop rule <name>"."""
+    """The proposal of a round. graph: the proposed tokens. tree: the rows of the graph that the target scores.
+    growth_end: the reason why the graph stopped growing, one of the constants above or "stop rule <name>"."""
 
     graph: TokenGraph
     tree: TokenTree
@@ -34,8 +34,9 @@ class Proposal(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a round came to. plan: its limits, where it was planned. logits: the target's, float32 [rows, V], valid
-    until its next pass. token_ids: of the accepted path, and the target's own; the end of a text may cut them."""
+    """The result of a round. plan: the plan of the round; None where rounds are not planned. logits: of the target,
+    float32 [rows, V], valid until its next pass. token_ids: the accepted path, followed by one token of the target; the
+    end of a text may cut them."""
 
     plan: RoundPlan | None
     proposal: Proposal
@@ -45,12 +46,12 @@ class Outcome(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round, before its tokens are committed. An observer may keep it: nothing in it changes later.
+    """One round, before its tokens are committed. An observer may keep it, because it does not change later.
 
-    target_probs: the target's distribution [V] after a row of the tree, by row: for every row that has children, and
-    for the row whose next token is the target's own. At temperature 0 it is the one arg-max is taken of, since one-hot
-    vectors say nothing. token_ids: what the round emits; finish_reason as in TokenChunk (a stop string ends a text
-    later, where there is text). Seconds: inside the draft, inside the target, and outside of both.
+    target_probs: the target's distribution [V] after a row of the tree, by row, for every row with children and for the
+    last accepted row (the root if no token was accepted). At temperature 0 it is the distribution before the arg-max,
+    not a one-hot vector. token_ids: the output tokens of the round. finish_reason: as in TokenChunk; stop strings are
+    not applied yet. draft_seconds, target_seconds: time inside each engine. host_seconds: the rest of the round's time.
     """
 
     proposal: Proposal
@@ -88,8 +89,8 @@ def growth_end(
     plan: RoundPlan | None,
     by_rule: bool,
 ) -> str:
-    """Why `graph` grew no further. config: the request's. room: the depth it had room for. plan: limits of this round
-    alone, where it was planned. by_rule: the stop rule ended it."""
+    """The reason why `graph` stopped growing, see Proposal. config: of the request. room: the largest depth that the
+    text still allows. plan: the plan of this round, if any. by_rule: whether the stop rule ended the growth."""
     if by_rule:
         return f"stop rule {config.stop_rule}"
     given = {edge.child for edges in graph.edges for edge in edges if edge.certain}
@@ -97,7 +98,7 @@ def growth_end(
     own, planned = config.deepest(greedy), room if plan is None else plan.depth
     if deepest >= min(own, room, planned):
         return PLANNED if planned < min(own, room) else END_OF_ROOM if room < own else DEPTH_LIMIT
-    # A drawn graph pays for every copy that merging will make of a node.
+    # Each copy of a merged node counts: unrolling a drawn graph repeats the node once per path.
     drafted = max(len(graph), len(tree)) - 1 - len(given)
     size = config.max_total_draft_tokens if plan is None or config.shaped else plan.size
     if drafted < size:

@@ -1,4 +1,4 @@
-"""Scheduler: who is admitted, and whose turn is next. Pure logic over requests of any kind; it runs nothing."""
+"""Scheduler: decides which requests run and in which order. It works for requests of any type and runs no pass."""
 
 from __future__ import annotations
 
@@ -13,40 +13,42 @@ R = TypeVar("R")
 
 
 class QueueFullError(DraftwoodError):
-    """Every place to run or to wait is taken, or this client's share of them: come back later."""
+    """All places are taken, or all places that this client may use. The client may retry later."""
 
 
 def is_within_share(held: int, taken: int, places: int) -> bool:
-    """Whether a client that holds `held` of the `taken` places may have another one: while it holds no more than are
-    free, so that one client alone gets little more than half of them, and each further one half of what is left."""
+    """Whether a client may take another place. held: the places of this client. taken: the places of all clients.
+
+    A client may take a place while it holds no more places than are free. A single client thus gets little more than
+    half of the places, and each further client about half of the rest."""
     return taken < places and held <= places - taken
 
 
 def max_client_places(places: int) -> int:
-    """How many places a client may get that is alone."""
+    """The number of places that a client can take while no other client has any."""
     return (places + 2) // 2 if places else 0
 
 
 class Scheduler(Generic[R]):
-    """Clients get places in turn, and the users of one client in turn among themselves, each for the request it sent
-    first; those admitted take turns, and as many as fit share one.
+    """Admits requests, and orders the running requests by round robin.
 
-    At most `max_running` requests run, since each of them holds caches; at most `max_waiting` wait for a place, and no
-    client has more of those than `is_within_share` says. A newly admitted request takes its turn behind all others, so
-    nobody waits longer than one turn of everybody else's.
+    At most `max_running` requests run, since each of them holds caches. At most `max_waiting` requests wait, and
+    `is_within_share` limits the waiting requests of each client. A free place goes to the next client in turn, within
+    the client to its next user in turn, and then to the user's earliest request. A newly admitted request runs behind
+    all other running requests, so it waits for at most one turn of each of them.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
-        """Raises ConfigError for limits under which nothing could run."""
+        """Raises ConfigError for limits that allow no request."""
         if max_running < 1 or max_waiting < 0:
             raise ConfigError(
                 f"max_running must be at least 1 and max_waiting at least 0, not {max_running} and {max_waiting}"
             )
         self.max_running = max_running
         self.max_waiting = max_waiting
-        self._running: deque[R] = deque()  # the next turn first
-        # By client and user, whoever's turn it is first; the earliest arrival first. Nobody is here who waits for
-        # nothing.
+        self._running: deque[R] = deque()  # the next one to run first
+        # By client, then by user, in the order of their turns; the earliest request first. Clients and users without
+        # waiting requests are removed.
         self._waiting: dict[Hashable, dict[Hashable, deque[R]]] = {}
 
     @property
@@ -61,15 +63,16 @@ class Scheduler(Generic[R]):
         return self.num_running + self.num_waiting
 
     def __iter__(self) -> Iterator[R]:
-        """Everybody, over a copy: requests may be removed meanwhile."""
+        """All running and waiting requests, from a copy: requests may be removed during the iteration."""
         queues = chain.from_iterable(users.values() for users in self._waiting.values())
         return iter([*self._running, *chain.from_iterable(queues)])
 
     def submit(self, request: R, client: Hashable = None, user: Hashable = None) -> None:
-        """Admit a request, or let it wait.
+        """Admit a request, or queue it.
 
-        client: whose it is; None, where nobody tells clients apart, may have every place. user: for whom the client
-        sent it. Raises QueueFullError when there is no place left, or none for this client.
+        client: the sender of the request; None stands for all senders together and may take every place. user: the
+        client's user that the request belongs to. Raises QueueFullError when all places, or all that this client may
+        use, are taken.
         """
         if self.num_running == self.max_running:
             self._check_room(client)
@@ -90,21 +93,22 @@ class Scheduler(Generic[R]):
             )
 
     def _count_waiting(self, client: Hashable) -> int:
-        """Requests of this client that wait."""
+        """The number of waiting requests of a client."""
         return sum(map(len, self._waiting.get(client, {}).values()))
 
     @property
     def running(self) -> tuple[R, ...]:
-        """Those admitted, the next turn first."""
+        """The running requests, the next one to run first."""
         return tuple(self._running)
 
     def rotate(self, request: R) -> None:
-        """A running request had its turn: it goes to the end of the line."""
+        """Move a running request behind all other running requests."""
         self._running.remove(request)
         self._running.append(request)
 
     def remove(self, request: R) -> None:
-        """A request ended, wherever it was; its place goes to the client whose turn it is."""
+        """Remove a running or waiting request; the next waiting request is admitted. Raises ValueError when the request
+        is neither running nor waiting."""
         if request in self._running:
             self._running.remove(request)
         else:
@@ -112,7 +116,7 @@ class Scheduler(Generic[R]):
         self._admit()
 
     def _remove_waiting(self, request: R) -> None:
-        """Let a request wait no more."""
+        """Remove a waiting request. Raises ValueError when it does not wait."""
         for client, users in self._waiting.items():
             for user, requests in users.items():
                 if request in requests:

@@ -1,4 +1,4 @@
-"""SpecDecodeStats: what speculation did, in vLLM's definitions."""
+"""SpecDecodeStats: counts of speculative decoding, with vLLM's definitions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..speculation.planning.controller import RoundPlan
 
 
 class SpeculationSwitch(NamedTuple):
-    """Speculation went on or off. token: tokens emitted by then. reason: in words, with what the best proposal was
-    expected to bring over plain decoding."""
+    """A switch between speculation and plain decoding. token: the number of output tokens before it. reason: a sentence
+    with the expected gain of the best proposal over plain decoding."""
 
     token: int
     speculating: bool
@@ -19,16 +19,18 @@ class SpeculationSwitch(NamedTuple):
 
 @dataclass(slots=True)
 class SpecDecodeStats:
-    """Counts of one request, or of many added up.
+    """Counts of one request, or the sums over many requests.
 
-    num_drafts: verified proposals. num_draft_tokens: tokens proposed in them. num_accepted_tokens: proposed tokens the
-    target accepted, before an end of text or length limit cuts the path. accepted_per_round[j]: rounds that accepted
-    j tokens. num_merged_tokens: proposed tokens that a merge (GSD) saved the draft. num_tokens: tokens emitted.
-    target_passes and draft_passes exclude the prompt; draft_rows are rows the draft scored. Seconds: time inside each
-    engine, and the whole of decoding, prompt excluded. Where the cost model plans the rounds: expected_tokens and
-    expected_seconds of all plans together, num_chains of the plans for a chain, and every switch between speculation
-    and plain decoding. num_cached_tokens: of the prompt, which the target did not read because another request had;
-    always 0 outside of AsyncLLM.
+    num_drafts: verified proposals. num_draft_tokens: tokens of these proposals. num_accepted_tokens: proposed tokens
+    that the target accepted, before an end of text or a length limit cuts the path. accepted_per_round[j]: rounds that
+    accepted j tokens. num_merged_tokens: proposed tokens that the draft did not score because of a merge (GSD).
+    num_tokens: output tokens. target_passes, draft_passes: passes without those over the prompt. draft_rows: rows that
+    the draft scored. target_seconds, draft_seconds: time inside each engine. decode_seconds: the time of all rounds.
+    prompt_seconds: the time of the prompt's passes. num_cached_tokens: prompt tokens whose rows the target took over
+    from another request.
+
+    Where the cost model plans the rounds: expected_tokens, expected_seconds: sums over all plans. num_chains: plans for
+    a chain. switches: every switch between speculation and plain decoding.
     """
 
     num_drafts: int = 0
@@ -52,17 +54,17 @@ class SpecDecodeStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per verified proposal, the target's own included: 1 + accepted / drafts."""
+        """Output tokens per verified proposal, the target's token included: 1 + accepted / drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted share of the proposed tokens."""
+        """The share of the proposed tokens that the target accepted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def host_seconds(self) -> float:
-        """Decoding time outside both engines."""
+        """The decoding time outside of both engines, in seconds."""
         return self.decode_seconds - self.target_seconds - self.draft_seconds
 
     @property
@@ -70,7 +72,7 @@ class SpecDecodeStats:
         return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def record_plan(self, plan: RoundPlan) -> None:
-        """One planned round. A probe is no switch."""
+        """Add a planned round. A probe does not count as a switch."""
         self.expected_tokens += plan.tokens
         self.expected_seconds += plan.seconds
         self.num_chains += plan.chain
@@ -83,11 +85,11 @@ class SpecDecodeStats:
 
     @property
     def expected_tokens_per_second(self) -> float:
-        """What the cost model promised; 0 where it did not plan."""
+        """The speed that the cost model expected; 0 where rounds are not planned."""
         return self.expected_tokens / self.expected_seconds if self.expected_seconds else 0.0
 
     def record_round(self, drafted: int, accepted: int) -> None:
-        """One verified proposal."""
+        """Add a verified proposal with `drafted` tokens, of which `accepted` were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
@@ -95,7 +97,7 @@ class SpecDecodeStats:
         self.accepted_per_round[accepted] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts and the derived rates, JSON-ready."""
+        """All counts and derived rates, JSON-ready."""
         counts = {name: getattr(self, name) for name in self.__dataclass_fields__}
         counts["switches"] = [switch._asdict() for switch in self.switches]
         derived = (

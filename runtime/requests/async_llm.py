@@ -1,4 +1,4 @@
-"""AsyncLLM: many requests at a time over one LLM, for servers."""
+"""AsyncLLM: runs many requests at a time over one LLM, for servers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from .text_threads import TextThreads
 
 __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "ShutdownError"]
 
-MAX_WAITING = 64  # requests, unless told otherwise
+MAX_WAITING = 64  # default number of waiting requests
 
 
 class AsyncLLM(EngineThread):
-    """Runs the requests of many tasks over one LLM, the passes of several in one where the engines' caches allow it.
+    """Runs the requests of many asyncio tasks over one LLM. Several requests share a pass where the engines' caches
+    allow it.
 
-    Every request has caches and randomness of its own, so its text is the one it would get alone. The cost model knows
-    how many share a pass and proposes less the more there are; it does so only for requests whose text cannot depend on
-    it: greedy ones, and sampled ones without a seed. What goes wrong in a round ends that request only. Clients whose
-    requests wait get places in turn. What one request has read of its prompt, or written, no other of the same
-    `cache_salt` reads again.
+    Every request has its own caches and random streams, so its text does not depend on other requests. The cost model
+    proposes fewer tokens the more requests share a pass. It does so only where the proposals cannot change the text:
+    for greedy requests, and for sampled requests without a seed. An error in a round ends that request only. Clients
+    get free places in turn. Requests of the same `cache_salt` share the cache rows of common prefixes of their prompts
+    and outputs.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class AsyncLLM(EngineThread):
         kv_cache_bytes: int | None = None,
         prefix_cache_slots: int = PREFIX_CACHE_SLOTS,
     ) -> None:
-        """The LLM stays the caller's to close.
+        """The caller closes the LLM.
 
-        max_running: requests that take turns; a plan has caches for so many. max_waiting: further ones that may queue.
-        kv_cache_bytes: for all caches; lowers max_running to the requests whose full caches fit. None takes a share of
-        the memory that is available now (see `memory.CACHE_SHARE`) and lets requests wait whose caches do not fit.
-        prefix_cache_slots: to how many slots each shared cache may grow for the sake of ended requests, whose rows
-        serve later prompts that begin likewise, and give way when running ones need room; attention spans them. 0: no
-        request profits from another. Raises ConfigError when nothing fits.
+        max_running: requests that run at a time; a TensorRT plan may lower it. max_waiting: further requests that may
+        wait. kv_cache_bytes: memory for all caches; lowers max_running to the number of requests whose full caches fit.
+        None takes a share of the memory that is available now (see `memory.CACHE_SHARE`); requests whose caches do not
+        fit then wait. prefix_cache_slots: the slots to which each shared cache may grow in order to keep the rows of
+        ended requests for later prompts with the same prefix. Running requests replace these rows when they need the
+        slots. Attention spans all slots, so more slots cost time. 0: requests share no rows. Raises ConfigError when
+        the memory suffices for no request.
         """
         if prefix_cache_slots < 0:
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
@@ -75,7 +77,7 @@ class AsyncLLM(EngineThread):
     def open(
         cls, bundle: str | Path, *, max_running: int = MAX_RUNNING, max_waiting: int = MAX_WAITING, **options: Any
     ) -> AsyncLLM:
-        """Over a bundle of its own, which `close` closes. options: those of LLM."""
+        """Open a bundle as an LLM, which `close` closes too. options: of LLM."""
         async_llm = cls(LLM(bundle, **options), max_running=max_running, max_waiting=max_waiting)
         async_llm._owns_llm = True
         return async_llm
@@ -94,32 +96,32 @@ class AsyncLLM(EngineThread):
 
     @property
     def max_requests(self) -> int:
-        """Running and waiting together."""
+        """The largest number of running and waiting requests together."""
         return self._loop.scheduler.max_running + self._loop.scheduler.max_waiting
 
     @property
     def accepting(self) -> bool:
-        """Whether new requests are taken: neither draining nor closed nor broken."""
+        """Whether new requests are accepted: the engine's thread runs, and `drain` was not called."""
         return not self._draining and self.alive
 
     async def encode(self, prompt: Prompt) -> list[int]:
-        """LLM.encode, beside the event loop. Long texts wait for each other, and for nobody else's. Raises
-        ShutdownError, too."""
+        """LLM.encode in another thread. Long texts are encoded one at a time, and short texts do not wait for them.
+        Also raises ShutdownError."""
         size = len(prompt.encode("utf-8", "surrogatepass")) if isinstance(prompt, str) else len(prompt)
         return await self._texts.compute(lambda: self.llm.encode(prompt), size)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """LLM.encode_chat, beside the event loop. Cancelling it ends the chat template's process."""
+        """LLM.encode_chat in another thread. Cancelling the task ends the chat template's process."""
         text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up))
         return await self._texts.compute(lambda: self.llm.encode_written(text), len(text))
 
     @property
     def texts(self) -> TextThreads:
-        """Where texts are computed beside the event loop."""
+        """The threads that encode texts."""
         return self._texts
 
     def max_tokens_behind(self, prompt: Sequence[int]) -> int:
-        """The largest max_tokens for which there is memory behind a prompt; the context may end a text earlier."""
+        """The largest max_tokens that the memory allows for a prompt. The context length may end a text earlier."""
         return self._shared.budget.tokens_behind(len(prompt))
 
     def generate(
@@ -135,14 +137,15 @@ class AsyncLLM(EngineThread):
         cache_salt: str | None = None,
         call: Hashable = None,
     ) -> RequestStream:
-        """Queue a request and iterate over its chunks, one per round. Call it where an event loop runs.
+        """Queue a request; returns an iterator over its chunks, one per round. Needs a running event loop.
 
-        speculative: how this request speculates; None decodes plainly. deadline_s: seconds from now until the request
-        ends with a DeadlineError, waiting included. client, user: whose request it is, and for whom that client sent
-        it, see Scheduler.submit. cache_salt: cache rows are shared only with requests of an equal one, so that nobody
-        without it can tell from times or counts what was asked before. call: equal for requests of one call, whose
-        failures count once. At once, before anything is queued: raises RequestError or ConfigError for bad input and
-        for more than memory is there for, QueueFullError when no place is left, ShutdownError while draining or closed.
+        speculative: the configuration of this request; None decodes plainly. deadline_s: seconds from now, waiting
+        included, after which the request ends with a DeadlineError. client, user: the sender of the request, and the
+        sender's user, see Scheduler.submit. cache_salt: the request shares cache rows only with requests of the same
+        salt. A client without the salt then cannot infer earlier prompts from response times or token counts. call: an
+        identifier of the API call; failures of the requests of one call count once. Errors before the request is
+        queued: RequestError or ConfigError for bad input and for a request that needs more memory than there is,
+        QueueFullError when no place is left, ShutdownError while draining or closed.
         """
         arrived = monotonic()
         if deadline_s is not None and not deadline_s > 0:
@@ -175,7 +178,8 @@ class AsyncLLM(EngineThread):
         return RequestStream(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request before its next round; its last chunk says "abort". Returns whether there was such a one."""
+        """End a request before its next round. The finish_reason of its last chunk is "abort". Returns whether a
+        request of this id exists."""
         with self._loop.changed:
             found = [request for request in self._loop.scheduler if request.id == request_id]
         for request in found:
@@ -183,13 +187,13 @@ class AsyncLLM(EngineThread):
         return bool(found)
 
     def to_prometheus(self) -> str:
-        """Its metrics, and what is true right now, in Prometheus' text format."""
+        """All metrics in Prometheus' text format, with the present values of the gauges."""
         now = {"requests_running": self.num_running, "requests_waiting": self.num_waiting}
         now["engine_healthy"] = int(self.trouble is None)
         return self.metrics.to_prometheus({f"draftwood_{name}": value for name, value in now.items()})
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait until all are finished. Returns whether they were within `timeout_s`."""
+        """Refuse new requests and wait until all requests are finished. Returns False when `timeout_s` passed first."""
         self._draining = True
 
         def wait() -> bool:
@@ -199,8 +203,8 @@ class AsyncLLM(EngineThread):
         return await asyncio.to_thread(wait)
 
     def close(self) -> None:
-        """End every request with a ShutdownError and the engine's thread after the round it is in; who still waits for
-        a text to be read gets one at once."""
+        """End every request with a ShutdownError, and the engine's thread after its present pass. Calls that wait for
+        the encoding of a text raise ShutdownError at once."""
         self._texts.close()
         self._stop()
         self._shared.close()
@@ -217,7 +221,7 @@ class AsyncLLM(EngineThread):
 
 
 def count_affordable(llm: LLM, kv_cache_bytes: int) -> int:
-    """Requests whose caches fit into so many bytes. Raises ConfigError when not even one's do."""
+    """The number of requests whose full caches fit into `kv_cache_bytes`. Raises ConfigError when it is 0."""
     each = llm.kv_cache_bytes
     if kv_cache_bytes < each:
         raise ConfigError(

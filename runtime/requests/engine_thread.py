@@ -1,4 +1,5 @@
-"""EngineThread: one thread that runs the loop of a server's requests. However it ends, every request is answered."""
+"""EngineThread: the thread that runs the loop of a server's requests. Every request gets a last chunk or an error, also
+when the thread fails."""
 
 from __future__ import annotations
 
@@ -19,48 +20,48 @@ log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """What goes wrong in a request's round, whatever it is, ends that request only; what goes wrong outside of any
-    round ends the thread, with an error for everybody, and `trouble` says so for good."""
+    """Runs the loop. An error in a request's round ends that request only. An error outside of all rounds ends the
+    thread and every request, and `trouble` reports it from then on."""
 
     def __init__(self, llm: LLM, loop: Loop[Request, StreamChunk]) -> None:
         self.llm = llm
         self.metrics = ServingMetrics()
-        # Further reasons why nobody can expect a text, such as a bundle that was overwritten; None while all is well.
+        # Further checks. Each returns the reason why requests cannot be served, such as an overwritten bundle, or None.
         self.watchers: list[Callable[[], str | None]] = []
-        self._loop = loop  # its `changed` guards the flags, too
+        self._loop = loop  # its `changed` also guards the flags of this class
         self._closed = False
         self._health = EngineHealth()
         self._thread = Thread(target=self._run, name="draftwood-engine", daemon=True)
 
     @property
     def alive(self) -> bool:
-        """Whether requests in hand will be finished."""
+        """Whether the thread runs and accepted requests will be finished."""
         return not self._closed and self._thread.is_alive()
 
     @property
     def trouble(self) -> str | None:
-        """Why nobody can expect a text any more, see EngineHealth and `watchers`; None while they can."""
+        """The reason why requests cannot be served, see EngineHealth and `watchers`; None while they can be served."""
         if not self.alive:
             return "dead: the engine's thread has ended"
         reasons = (self._health.trouble, *(watcher() for watcher in self.watchers))
         return next((reason for reason in reasons if reason is not None), None)
 
     def _stop(self) -> None:
-        """End every request with a ShutdownError and the thread after the round it is in."""
+        """End every request with a ShutdownError, and the thread after its present pass."""
         with self._loop.changed:
             self._closed = True
             self._loop.changed.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
-        """The engine's thread."""
+        """The main function of the thread."""
         failure: BaseException = ShutdownError("the server stopped before this text was finished")
         try:
             while self._wait():
                 with self._health.watch_pass():
                     for event in self._loop.step():
                         self._handle(event)
-        except BaseException as error:  # outside of any round: nobody may wait for ever because of it
+        except BaseException as error:  # an error outside of all rounds; each request must still get an answer
             failure = error
             log.critical("the engine's thread ends, and every request with it", exc_info=error)
         finally:
@@ -70,12 +71,12 @@ class EngineThread:
         with self._loop.changed:
             self._closed = True
             for request in self._loop.scheduler:
-                with suppress(BaseException):  # whatever is broken, the next one is answered, too
+                with suppress(BaseException):  # a failure here must not leave the other requests without an answer
                     self._end(request, "error", failure)
             self._loop.changed.notify_all()
 
     def _wait(self) -> bool:
-        """Whether there is something to do, once everybody who gave up is gone. Blocks until there is; False: stop."""
+        """End aborted and overdue requests, and block until a request runs. Returns False when the thread must stop."""
         with self._loop.changed:
             while not self._closed:
                 now = monotonic()
@@ -92,7 +93,7 @@ class EngineThread:
         return False
 
     def _handle(self, event: JobEvent[Request, StreamChunk]) -> None:
-        """Record what happened to a request, and hand it to the request's consumer."""
+        """Record an event of a request in the metrics, and deliver its chunk or error to the consumer."""
         request, chunk, error = event
         if error is not None:
             self._fail(request, error)
@@ -105,7 +106,7 @@ class EngineThread:
                     request.deliver(chunk)
                 else:
                     self._end(request, chunk.finish_reason, chunk)
-            except MemoryError as shortage:  # a chunk may be lost
+            except MemoryError as shortage:  # the chunk may be lost, so the text cannot continue
                 self._fail(request, shortage)
 
     def _record(self, request: Request, chunk: StreamChunk) -> None:
@@ -119,13 +120,13 @@ class EngineThread:
         request.draft_counts, request.last_round = draft_counts, now
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """End a request by what went wrong in its round."""
+        """End a request because of an error in its round."""
         failure = drop_frames(error)
         self._health.record_failure(failure, request.call)
         self._end(request, "error", failure)
 
     def _end(self, request: Request, reason: str, last: StreamChunk | Exception) -> None:
-        """End a request, wherever it is, and hand its consumer the last item."""
+        """End a running or waiting request and deliver the last item to its consumer."""
         try:
             if not request.ended:
                 self._loop.remove(request)

@@ -1,4 +1,4 @@
-"""EngineHealth: whether anybody can still expect a text from an engine that runs."""
+"""EngineHealth: whether a running engine still serves requests."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from time import monotonic
 
 from ...models.errors import ConfigError, RequestError
 
-# Requests that fail in a row until nobody can expect a text. OpenAI's clients send what failed twice more, and people
-# try again: one prompt that an engine cannot take must not look like an engine that takes none.
+# Consecutive failed requests after which the engine counts as failing. OpenAI's clients send a failed request twice
+# more, and users repeat it. Repetitions of a single prompt that an engine cannot decode must not reach this number.
 MAX_FAILURES = 8
-# For one pass, until it is taken for stuck, as passes are on a device that hangs. The slowest in order is the first
-# one, where some backends still compile.
+# Seconds after which a pass counts as stuck, as on a device that hangs. The first pass of a healthy engine is the
+# slowest, because some backends still compile then.
 MAX_PASS_SECONDS = 300.0
 
 
 class EngineHealth:
-    """What the engine's thread tells about itself. Others may ask at any time."""
+    """The state of the engine, as recorded by its thread. Other threads may read `trouble` at any time."""
 
     def __init__(self) -> None:
-        self._failed: set[Hashable] = set()  # calls since a round last went well, as many as count
-        self._began: float | None = None  # when it began what it is doing, monotonic; None while it waits
+        self._failed: set[Hashable] = set()  # failed calls since the last successful round, at most MAX_FAILURES
+        self._began: float | None = None  # start of the present pass, monotonic seconds; None between passes
 
     @contextmanager
     def watch_pass(self) -> Generator[None, None, None]:
-        """Around one pass and what follows from it."""
+        """Measure the time of one pass and of the processing of its output."""
         self._began = monotonic()
         try:
             yield
@@ -33,19 +33,20 @@ class EngineHealth:
             self._began = None
 
     def record_round(self) -> None:
-        """A round of anybody's went well."""
+        """Record a successful round of any request."""
         if self._failed:
             self._failed = set()
 
     def record_failure(self, error: Exception, call: Hashable) -> None:
-        """A request ended with an error, its own fault or not. call: which it belongs to; what many choices of one
-        call have in common counts once."""
+        """Record a request that ended with an error. Errors of the request itself do not count. call: the API call of
+        the request; several failed choices of one call count once."""
         if not isinstance(error, (RequestError, ConfigError)) and len(self._failed) < MAX_FAILURES:
             self._failed = self._failed | {call}
 
     @property
     def trouble(self) -> str | None:
-        """Why nobody can expect a text; None while they can, and as soon as a round goes well again."""
+        """The reason why the engine does not serve requests. None while it does, and again after the next successful
+        round."""
         began = self._began
         if began is not None and monotonic() - began > MAX_PASS_SECONDS:
             return f"stuck: a pass has taken more than {MAX_PASS_SECONDS:g} s"

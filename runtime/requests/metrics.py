@@ -1,7 +1,7 @@
-"""ServingMetrics: what an AsyncLLM counts about its requests.
+"""ServingMetrics: counters and histograms of an AsyncLLM's requests.
 
-prometheus_client writes the text, but does not count: its metrics take a lock each and its histograms one observation
-at a time, in every round, and an AsyncLLM without a server needs no package this way.
+prometheus_client writes the text format, but it does not keep the counts. Its metrics would take one lock each in every
+round, and its histograms accept one observation at a time. An AsyncLLM without a server also needs no further package.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
 
-# Every metric and its description, of the OpenAI-compatible server and of Triton's model.
+# Every metric of the OpenAI-compatible server and of Triton's model, with its description.
 GAUGES = {
     "draftwood_requests_running": "Requests being decoded",
     "draftwood_requests_waiting": "Requests waiting for a place",
-    "draftwood_engine_healthy": "1, or 0 when nobody can expect a text",
+    "draftwood_engine_healthy": "1 while the engine serves requests, else 0",
 }
 PROMPT_TOKENS, GENERATION_TOKENS = "draftwood_prompt_tokens_total", "draftwood_generation_tokens_total"
 PREFIX_QUERIES, PREFIX_HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
@@ -51,11 +51,11 @@ HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts of observed seconds by upper boundary."""
+    """Numbers of observations by upper boundary, in seconds."""
 
     def __init__(self, boundaries: Sequence[float]) -> None:
         self.boundaries = tuple(boundaries)
-        self.counts = [0] * (len(boundaries) + 1)  # the last one: above every boundary
+        self.counts = [0] * (len(boundaries) + 1)  # the last one counts observations above all boundaries
         self.sum = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
@@ -64,7 +64,7 @@ class Histogram:
 
 
 class DraftCounts(NamedTuple):
-    """What a request's speculation had done by some round; see SpecDecodeStats."""
+    """The draft counts of a request up to some round, see SpecDecodeStats."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -85,20 +85,20 @@ class ServingMetrics:
         self._histograms = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
 
     def record_start(self, prompt_tokens: int, queue_seconds: float) -> None:
-        """A request left the queue."""
+        """Count a request that left the queue."""
         with self._lock:
             self._counters[PROMPT_TOKENS] += prompt_tokens
             self._histograms[QUEUE].observe(queue_seconds)
 
     def record_prompt(self, tokens: int, cached_tokens: int) -> None:
-        """A prompt was read, except for so many tokens that another request had read."""
+        """Count the tokens of a prompt. cached_tokens: those whose rows came from another request."""
         with self._lock:
             self._counters[PREFIX_QUERIES] += tokens
             self._counters[PREFIX_HITS] += cached_tokens
 
     def record_round(self, tokens: int, seconds: float, first: bool, before: DraftCounts, after: DraftCounts) -> None:
-        """One round emitted `tokens`. seconds: since the request arrived if it was its first round, since its last
-        round otherwise, which every token of this one shares."""
+        """Count a round with `tokens` output tokens. seconds: since the request's arrival for its first round, else
+        since its previous round; these are divided among the tokens. before, after: the draft counts of the request."""
         with self._lock:
             self._counters[GENERATION_TOKENS] += tokens
             for name, old, new in zip((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), before, after, strict=True):
@@ -109,13 +109,13 @@ class ServingMetrics:
                 self._histograms[INTER_TOKEN].observe(seconds / tokens, tokens)
 
     def record_end(self, reason: str, seconds: float) -> None:
-        """A request ended. reason: its finish_reason, "abort", "deadline" or "error". seconds: since it arrived."""
+        """Count an ended request. reason: the finish_reason, "abort", "deadline" or "error". seconds: since arrival."""
         with self._lock:
             self._ended[reason] += 1
             self._histograms[REQUEST].observe(seconds)
 
     def to_prometheus(self, gauges: Mapping[str, float]) -> str:
-        """Everything in Prometheus' text format 0.0.4. gauges: what is true right now, by names of GAUGES.
+        """All metrics in Prometheus' text format 0.0.4. gauges: the present values, by names of GAUGES.
 
         Raises ConfigError without prometheus_client.
         """

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus' text, by prometheus_client."""
+"""Conversion of the metrics into Prometheus' text format with prometheus_client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .metrics import COUNTERS, ENDED, ENDED_TEXT, GAUGES, HISTOGRAMS, Histogram
 
 
 class MetricSnapshot(list[Metric], Collector):
-    """A snapshot of all metrics, in the form that prometheus_client reads."""
+    """The values of all metrics at one time, as a collector of prometheus_client."""
 
     def collect(self) -> Iterable[Metric]:
         return self
@@ -26,7 +26,7 @@ def to_text(
     ended: Mapping[str, int],
     histograms: Mapping[str, Histogram],
 ) -> str:
-    """Text format 0.0.4. It has no `_created` series, which prometheus_client's own counters would add."""
+    """The metrics in text format 0.0.4, without the `_created` series that prometheus_client's counters would add."""
     families = MetricSnapshot(GaugeMetricFamily(name, GAUGES[name], value) for name, value in gauges.items())
     families += [CounterMetricFamily(name, COUNTERS[name], value) for name, value in counters.items()]
     by_reason = CounterMetricFamily(ENDED, ENDED_TEXT, labels=["finish_reason"])

@@ -1,4 +1,4 @@
-"""RequestStream: one request of an AsyncLLM as its consumer sees it, and as the engine's thread does."""
+"""RequestStream: the consumer's side of a request of an AsyncLLM. Request: the side of the engine's thread."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from ..decoding.loop import Job
 from ..text.writer import StreamChunk
 from .metrics import DraftCounts
 
-DELIVERIES = 100  # attempts to hand an item over while memory is short
+DELIVERIES = 100  # attempts to deliver an item while memory is short
 
 
 class DeadlineError(DraftwoodError):
-    """A request's time was over before its text was."""
+    """A request's deadline passed before its text was finished."""
 
 
 class ShutdownError(DraftwoodError):
-    """No request is taken any more, or one was cut off, because the server stops."""
+    """The server stops: a new request is refused, or a running request is ended."""
 
 
 class EngineTraceback(Exception):
-    """Where in the engine's thread an error came from, as text."""
+    """The traceback of an error in the engine's thread, as text."""
 
 
 class RequestFailure(RuntimeError):
-    """A request ended by what is no error of a program, such as a panic of an extension module."""
+    """A request ended because of a BaseException that is no Exception, such as a panic of an extension module."""
 
 
 def to_exception(error: BaseException) -> Exception:
-    """The error as one that ends a single request. What is no Exception (a panic of an extension module, SystemExit)
-    would end the thread or event loop it is raised in, and the ends of iterators would be taken for such."""
+    """Convert an error into an Exception that ends a single request. A BaseException that is no Exception (a panic of
+    an extension module, SystemExit) would end the thread or event loop that receives it. StopIteration and
+    StopAsyncIteration would end an iteration without an error."""
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
     failure = RequestFailure(f"{type(error).__name__}: {error}")
@@ -43,8 +44,8 @@ def to_exception(error: BaseException) -> Exception:
 
 
 def drop_frames(error: BaseException) -> Exception:
-    """The error, contained, with its traceback as text: the frames of a real one hold every cache of the engine's
-    thread, for as long as anybody keeps the error."""
+    """Convert an error by `to_exception` and replace its traceback by text. The frames of the real traceback would keep
+    all caches of the engine's thread in memory for as long as the error exists."""
     error = to_exception(error)
     error.__cause__ = EngineTraceback("".join(format_exception(error)))
     error.__context__ = None
@@ -53,11 +54,11 @@ def drop_frames(error: BaseException) -> Exception:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request(Job[StreamChunk]):
-    """One request on its way. Only the engine's thread advances it; anybody may set `aborted`."""
+    """A request in progress. Only the engine's thread advances it; any thread may set `aborted`."""
 
     id: str
     num_prompt_tokens: int
-    call: Hashable  # equal for those that came in one call, such as the choices of a prompt
+    call: Hashable  # equal for the requests of one API call, such as the choices of a prompt
     loop: asyncio.AbstractEventLoop
     arrived: float  # all times in seconds, monotonic
     deadline: float | None
@@ -67,24 +68,25 @@ class Request(Job[StreamChunk]):
     aborted: bool = False
 
     def deliver(self, item: StreamChunk | Exception) -> None:
-        """Hand an item to the consumer's event loop. Raises MemoryError when there is none for it for seconds."""
+        """Put an item into the consumer's queue, in its event loop. Raises MemoryError when memory stays short for
+        several seconds."""
         for attempt in range(DELIVERIES):
             try:
                 self.loop.call_soon_threadsafe(self.delivered.put_nowait, item)
                 return
-            except RuntimeError:  # the loop is closed: nobody reads any more
+            except RuntimeError:  # the event loop is closed, so the consumer no longer exists
                 self.aborted = True
                 return
-            except MemoryError:  # a consumer who never hears of the end waits for ever
+            except MemoryError:  # retry: without the last item the consumer would wait for ever
                 if attempt == DELIVERIES - 1:
                     raise
                 sleep(0.05)
 
 
 class RequestStream:
-    """The chunks of one request, as an asynchronous iterator. The last one has a finish_reason and the final stats:
-    "stop", "length", or "abort". Closing it, cancelling the task that waits for it, or dropping it aborts the request.
-    """
+    """An asynchronous iterator over the chunks of one request. The last chunk has the final stats and the finish_reason
+    "stop", "length" or "abort". The request is aborted when the stream is closed or deleted, or when the task that
+    waits for its next chunk is cancelled."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -102,7 +104,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> StreamChunk:
-        """Raises DeadlineError, ShutdownError, or whatever went wrong in a round of this request."""
+        """The next chunk. Raises DeadlineError, ShutdownError, or the error of a round of this request."""
         if self._ended:
             raise StopAsyncIteration
         try:
@@ -117,7 +119,7 @@ class RequestStream:
         return item
 
     async def aclose(self) -> None:
-        """Abort the request unless it ended; the engine is free from the next round on."""
+        """Abort the request unless it has ended. Its next round does not run."""
         self._ended = True
         self._request.aborted = True
 

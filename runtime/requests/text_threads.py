@@ -1,4 +1,4 @@
-"""TextThreads: encodes text beside an event loop, so that no text, however long, keeps the other ones waiting."""
+"""TextThreads: threads that encode texts for an event loop. A long text does not delay the encoding of short texts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TypeVar
 from ..engines.shared.memory import LONG_TEXT
 from .stream import ShutdownError, to_exception
 
-# A text longer than LONG_TEXT waits for other long ones: four million characters take ten seconds, and a gigabyte.
+# Texts longer than LONG_TEXT are encoded one at a time: four million characters take ten seconds and a gigabyte.
 SHORT_THREADS, LONG_THREADS = 4, 1
-CONVERSATION_THREADS = 32  # they wait for a template's process, and compute nothing themselves
+CONVERSATION_THREADS = 32  # these threads only wait for a chat template's process
 
 T = TypeVar("T")
 
 
 class TextThreads:
-    """Threads for texts, for long texts, and for conversations that a template has to write."""
+    """Thread pools for short texts, for long texts, and for conversations that a chat template formats."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(SHORT_THREADS, "draftwood-text")
@@ -30,15 +30,17 @@ class TextThreads:
         self._stops: set[Callable[[], None]] = set()
 
     async def compute(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work` on a text of so many characters. Raises what it raises; ShutdownError when closed."""
+        """Run `work` on a text of `size` characters; returns its result. Raises the errors of `work`, and ShutdownError
+        when closed."""
         return await self._run(self._long if size > LONG_TEXT else self._short, lambda _: work())
 
     async def write(self, work: Callable[[Event], T]) -> T:
-        """The same for work that waits for a process. Its argument is set when nobody wants the result any more."""
+        """The same for work that waits for a process. The Event that `work` receives is set when the caller no longer
+        needs the result."""
         return await self._run(self._conversations, work)
 
     def close(self) -> None:
-        """Everybody who waits gets a ShutdownError at once; what runs is finished by nobody's request."""
+        """Raise ShutdownError in all waiting calls at once. Work that runs continues, and its result is discarded."""
         with self._lock:
             self._closed = True
             stops = list(self._stops)
@@ -58,12 +60,12 @@ class TextThreads:
             if error is not None:
                 result.set_exception(error)
             else:
-                result.set_result(value)  # type: ignore[arg-type]  # work's own, which may be None
+                result.set_result(value)  # type: ignore[arg-type]  # the result of `work`, which may be None
 
         def report(value: T | None, error: Exception | None) -> None:
             try:
                 loop.call_soon_threadsafe(settle, value, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the event loop is closed, so the caller no longer exists
                 return
 
         def run() -> None:
@@ -71,7 +73,7 @@ class TextThreads:
                 return
             try:
                 value = work(given_up)
-            except BaseException as error:  # whatever it is: who waits must not wait for ever
+            except BaseException as error:  # any error must reach the caller, which would else wait for ever
                 report(None, to_exception(error))
             else:
                 report(value, None)

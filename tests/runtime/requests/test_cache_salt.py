@@ -80,9 +80,9 @@ def test_salts_survive_compactions_and_are_forgotten_with_their_rows() -> None:
         reader.close()
     for seed in range(12):
         churn(pool, seed)
-    assert pool.prefixes is not None and set(pool.prefixes._roots) <= {"a", "b", "c"}
+    assert pool.prefixes is not None and set(pool.prefixes._empty_texts) <= {"a", "b", "c"}
     pool.release()
-    assert not pool.prefixes._roots and not pool.prefixes._after
+    assert not pool.prefixes._empty_texts and not pool.prefixes._after
     reader = pool.new_cache()
     assert read(pool, reader, [0] * (VOCAB + 5))[0] == 0 and text_of(pool, reader) == (0,) * (VOCAB + 5)
 

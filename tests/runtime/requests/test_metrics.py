@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.requests.metrics import COUNTERS, GAUGES, HISTOGRAMS, Drafted, ServingMetrics
+from draftwood.runtime.requests.metrics import COUNTERS, GAUGES, HISTOGRAMS, DraftCounts, ServingMetrics
 
 NOW = dict(zip(GAUGES, (2.0, 1.0, 1.0), strict=True))
 # Of the same records, as it was written before prometheus_client wrote it.
@@ -126,9 +126,9 @@ def counted() -> ServingMetrics:
     metrics = ServingMetrics()
     metrics.record_start(7, 0.2)
     metrics.record_prompt(7, 3)
-    metrics.record_round(2, 0.04, True, Drafted(), Drafted(1, 4, 1))
-    metrics.record_round(3, 0.03, False, Drafted(1, 4, 1), Drafted(2, 8, 3))
-    metrics.record_round(0, 9.0, False, Drafted(2, 8, 3), Drafted(2, 8, 3))
+    metrics.record_round(2, 0.04, True, DraftCounts(), DraftCounts(1, 4, 1))
+    metrics.record_round(3, 0.03, False, DraftCounts(1, 4, 1), DraftCounts(2, 8, 3))
+    metrics.record_round(0, 9.0, False, DraftCounts(2, 8, 3), DraftCounts(2, 8, 3))
     metrics.record_end("stop", 130.0)
     metrics.record_end("abort", 0.1)
     return metrics
