@@ -1,4 +1,4 @@
-"""LLM: text in, text out, whole or as a stream, over one engine bundle."""
+"""LLM: generates text for prompts and conversations with the engines of one bundle, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from .text.result import GenerationResult, result_of
 from .text.tokenizer import Tokenizer
 from .text.writer import StreamChunk, TextWriter
 
-PREFIX_CACHE_SLOTS = 1024  # unless told otherwise
-Prompt = str | Sequence[int]  # text, or token ids that are taken as they are
-Speculation = SpeculativeConfig | None | Literal["own"]  # of one request: None decodes plainly, "own" is the LLM's
+PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
+Prompt = str | Sequence[int]  # text, or token ids without further encoding
+Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None decodes plainly, "own" is the LLM's
 
 
 class Engines(NamedTuple):
-    """What a request runs on; without a draft it decodes plainly. sharing: says how many requests' passes run together
-    just now."""
+    """The engines of a request; without a draft it decodes plainly. sharing: returns how many requests share passes at
+    present."""
 
     target: Engine
     draft: Engine | None
@@ -53,20 +53,21 @@ class Engines(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What many requests run on: engines, those whose caches are shared, and what requests may fill of these."""
+    """Engines for several requests at a time. pools: the engines with a shared cache. budget: the slots of these caches
+    that requests may use."""
 
     engines: Engines
     pools: tuple[PooledEngine, ...]
     budget: CacheBudget
 
     def close(self) -> None:
-        """Free the shared caches; the engines stay open."""
+        """Free the shared caches. The engines stay open."""
         for pool in self.pools:
             pool.close()
 
 
 class LLM:
-    """A bundle, opened. Usable from several threads; each request decodes over caches of its own."""
+    """An open bundle. Several threads may use it; each request has its own caches."""
 
     def __init__(
         self,
@@ -77,14 +78,14 @@ class LLM:
         provider: str = "cpu",
         private_weights: bool = False,
     ) -> None:
-        """Check and open a bundle. private_weights: copy them, where otherwise files are mapped (bundle_watch.py).
+        """Check and open a bundle. private_weights: copy the weights into memory, where otherwise files are mapped.
 
-        speculative: how to speculate; None decodes plainly and leaves the draft closed. threads: of the target's
-        engine, 0 lets the backend choose. draft_threads: 0 takes what is fastest for a small draft, see
+        speculative: the default configuration; None decodes plainly and does not open the draft. threads: of the
+        target's engine; 0 lets the backend choose. draft_threads: 0 takes the fastest number for a small draft, see
         EngineBundle.open_draft. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
 
-        `stale_costs` then says how this machine and bundle differ from those whose costs lie beside it; draftwood
-        profile measures anew.
+        Sets `stale_costs` to the differences between this machine and bundle and those of the stored cost table.
+        `draftwood profile` measures a new table.
         """
         self.bundle = EngineBundle.open(Path(bundle), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
@@ -115,10 +116,10 @@ class LLM:
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         observe: Observer | None = None,
     ) -> GenerationResult | list[GenerationResult]:
-        """Complete a prompt, or each prompt of a list; several share passes. All are checked before any of them runs.
+        """Complete a prompt, or each prompt of a list. The prompts of a list share passes. All are checked first.
 
-        observe: is shown every round of every prompt, then one after the other, see `round.Round`; it changes no
-        token. Raises RequestError when a prompt is empty, too long, or holds a token the model does not have.
+        observe: called with every round (`round.Round`); it changes no token. The prompts then run one after another.
+        Raises RequestError when a prompt is empty, too long, or contains a token that the model does not have.
         """
         if is_batch(prompts):
             return self._complete_all([self.encode(prompt) for prompt in prompts], params, observe)
@@ -131,8 +132,8 @@ class LLM:
         observe: Observer | None = None,
         speculative: Speculation = "own",
     ) -> Iterator[StreamChunk]:
-        """Complete a prompt; one chunk per round. Everything is checked before the first chunk is asked for, and no
-        cache is held until then. speculative: how this one request speculates. Raises RequestError or ConfigError."""
+        """Complete a prompt; yields one chunk per round. The call checks its arguments, and the first chunk opens the
+        caches. speculative: the configuration of this request. Raises RequestError or ConfigError."""
         return drive(self.job(prompt, params, observe, speculative))
 
     def job(
@@ -143,7 +144,7 @@ class LLM:
         speculative: Speculation = "own",
         engines: Engines | None = None,
     ) -> Job[StreamChunk]:
-        """`stream` as a job for a loop. engines: what to run on instead of this LLM's own, such as those of `share`."""
+        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines."""
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
         sampler = Sampler(params, tokens, self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size)
@@ -151,13 +152,13 @@ class LLM:
         steps = self._rounds(tokens, sampler, stats, config, observe, engines)
 
         @cache
-        def writer() -> TextWriter:  # made by the thread that decodes: it reads the prompt's end
+        def writer() -> TextWriter:  # constructed in the decoding thread, because it decodes the end of the prompt
             return TextWriter(self.tokenizer, tokens, params)
 
         return Job(steps=steps, write=lambda chunk: writer().write(chunk, stats), stats=stats)
 
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
-        """How a request really speculates: "own" by name, limits fitted to the engines. Raises ConfigError."""
+        """The configuration of a request, with limits that fit the engines. "own" is the LLM's. Raises ConfigError."""
         if speculative == "own":
             return self.speculative
         if speculative is None or speculative == self.speculative:
@@ -175,41 +176,41 @@ class LLM:
         messages: Conversation | list[Conversation],
         params: SamplingParams = SamplingParams(),  # noqa: B008
     ) -> GenerationResult | list[GenerationResult]:
-        """Answer a conversation of {"role", "content"} messages, or each conversation of a list, like `generate`.
+        """Answer a conversation of {"role", "content"} messages, or each conversation of a list, see `generate`.
 
-        Raises RequestError without a chat template, and for what is no conversation, see `conversation.to_template`.
+        Raises RequestError without a chat template, and for an invalid conversation, see `conversation.to_template`.
         """
         if is_conversations(messages):
             return self._complete_all([self.encode_chat(each) for each in messages], params, None)
         return self._complete(self.encode_chat(cast(Conversation, messages)), params)
 
     def encode_chat(self, messages: Conversation) -> list[int]:
-        """A conversation as a prompt, written with the model's own chat template."""
+        """Encode a conversation as a prompt with the model's chat template."""
         return self.encode_written(self.write_chat(messages))
 
     def write_chat(self, messages: Conversation, given_up: Event | None = None) -> str:
-        """A conversation as the template writes it. given_up: see ChatTemplate.render."""
+        """Format a conversation with the chat template. given_up: see ChatTemplate.render."""
         return self.tokenizer.apply_chat_template(to_template(messages), given_up=given_up)
 
     def encode_written(self, conversation: str) -> list[int]:
-        """Its tokens; the template has put the special ones in."""
+        """Encode the output of `write_chat`. It already contains the special tokens."""
         return self._encode(conversation, add_special_tokens=False)
 
     def plain_decoder(self) -> SpeculativeDecoder:
-        """Plain decoding over the target that is already open: what every other way must agree with."""
+        """A plain decoder over the LLM's target, as the reference for speculative decoding."""
         manifest = self.bundle.manifest
         return SpeculativeDecoder(self._target, None, None, manifest.max_length, manifest.eos_token_ids)
 
     @property
     def is_pooled(self) -> bool:
-        """Whether its engines' caches grow, so that several requests can share one."""
+        """Whether the engines' caches grow, so that several requests can share one cache."""
         return describe_backend(self._target.spec.backend).grows
 
     def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> Shared:
-        """What up to so many requests at a time run on: engines whose passes serve several, where they can.
+        """Engines for up to `requests` requests at a time, which share passes where the backend allows it.
 
-        kv_cache_bytes: see `cache_budget`. prefix_cache_slots: see PooledEngine.share_prefixes; 0: no request takes
-        over the rows of another. Raises ConfigError when there is no memory for a single request.
+        kv_cache_bytes: see `cache_budget`. prefix_cache_slots: see PooledEngine.share_prefixes; 0: requests share no
+        rows. Raises ConfigError when the memory suffices for no request.
         """
         own = [engine for engine in (self._target, self._draft) if engine is not None]
         if not self.is_pooled:
@@ -226,24 +227,24 @@ class LLM:
 
     @property
     def max_batch(self) -> int | None:
-        """Requests that its engines have caches for at a time; None where they make caches as they are needed."""
+        """The number of caches that a batched TensorRT engine has; None for engines that open caches as needed."""
         spec = self._target.spec
         return None if self.is_pooled or spec.max_batch == 1 else spec.max_batch
 
     @property
     def engines(self) -> Engines:
-        """Its own, for one request at a time."""
+        """The LLM's own engines, for one request at a time."""
         return Engines(self._target, self._draft)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """What the caches of one request may grow to, at four bytes per number: an upper bound."""
+        """An upper bound on the size of one request's caches, in bytes, at four bytes per number."""
         engines = [self._target] if self._draft is None else [self._target, self._draft]
         models = [(engine.spec.capacity, engine.spec.model) for engine in engines]
         return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
 
     def close(self) -> None:
-        """Release both engines, and end the processes that write conversations."""
+        """Close both engines, and end the processes of the chat template."""
         self.tokenizer.close()
         while (decoder := self._idle_decoder()) is not None:
             decoder.close()
@@ -260,11 +261,11 @@ class LLM:
         self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt as the tokens that are decoded behind. Raises RequestError like `generate`."""
+        """The tokens of a prompt. Raises RequestError like `generate`."""
         return self._encode(prompt) if isinstance(prompt, str) else check_prompt(list(prompt), self.bundle)
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text, which is not read at all where its length alone says that it cannot fit."""
+        """The tokens of a text. A text whose length alone shows that it cannot fit is refused without encoding."""
         limit = self.bundle.manifest.max_length
         if len(text) >= limit and (least := self.tokenizer.fewest_tokens(text)) >= limit:
             raise too_long_error(f"at least {least}", limit)
@@ -277,14 +278,14 @@ class LLM:
     def _complete_all(
         self, prompts: Sequence[list[int]], params: SamplingParams, observe: Observer | None
     ) -> list[GenerationResult]:
-        """The same for each of several prompts."""
+        """Complete several prompts, together where the engines allow it."""
         shares = self.is_pooled or self.max_batch is not None
         if len(prompts) > 1 and observe is None and shares:
             return self._complete_together(prompts, params)
         return [self._complete(prompt, params, observe) for prompt in prompts]
 
     def _complete_together(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationResult]:
-        """The same for several prompts, which share passes."""
+        """Complete several prompts that share passes."""
         at_most = min(self.max_batch or MAX_RUNNING, len(prompts))
         shared = self.share(at_most, prefix_cache_slots=PREFIX_CACHE_SLOTS)
         with closing(shared):
@@ -309,7 +310,7 @@ class LLM:
         observe: Observer | None,
         engines: Engines | None,
     ) -> Steps[TokenChunk]:
-        # An idle decoder keeps its caches for the next text; not where there are only so many caches.
+        # An idle decoder keeps its caches for the next request, except where the number of caches is limited.
         reusable = engines is None and config == self.speculative and self.max_batch is None
         idle = self._idle_decoder() if reusable else None
         decoder = idle or self._new_decoder(config, engines or self.engines)
@@ -324,7 +325,7 @@ class LLM:
     def _idle_decoder(self) -> SpeculativeDecoder | None:
         try:
             return self._idle.pop()
-        except IndexError:  # asking first would leave time for another thread to take the last one
+        except IndexError:  # not checked before: another thread could take the last decoder in between
             return None
 
     def _new_decoder(self, config: SpeculativeConfig | None, engines: Engines) -> SpeculativeDecoder:
@@ -343,5 +344,5 @@ class LLM:
 
 
 def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:
-    """A list of prompts, which have a length, unlike a list of token ids. An empty list has no prompts."""
+    """Whether the argument is a list of prompts: its items have a length, unlike token ids. An empty list is one."""
     return isinstance(prompts, list) and all(isinstance(item, Sized) for item in prompts)

@@ -1,4 +1,4 @@
-"""Which token ids are a prompt that a bundle can decode behind."""
+"""Validation of prompts: the token ids that a bundle accepts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .sampling.sampler import token_id
 
 
 def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
-    """The tokens, when a bundle can decode behind them. Raises RequestError otherwise."""
+    """Return the tokens as a list of ints. Raises RequestError when they are no prompt for this bundle: empty, too
+    long, or not token ids of its vocabulary."""
     vocab_size, limit = bundle.manifest.engines[TARGET].model.vocab_size, bundle.manifest.max_length
     if not tokens:
         raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
@@ -25,6 +26,7 @@ def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
 
 
 def too_long_error(tokens: str, limit: int) -> RequestError:
+    """The error for a prompt that leaves no room for output. tokens: its number of tokens, in words."""
     return RequestError(
         f"the prompt has {tokens} tokens and this bundle holds {limit} for prompt and output together: "
         "shorten it, or rebuild with a larger --max-length"

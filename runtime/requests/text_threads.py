@@ -40,7 +40,7 @@ class TextThreads:
         return await self._run(self._conversations, work)
 
     def close(self) -> None:
-        """Raise ShutdownError in all waiting calls at once. Work that runs continues, and its result is discarded."""
+        """Raise ShutdownError in all waiting calls at once. The results of running work are discarded."""
         with self._lock:
             self._closed = True
             stops = list(self._stops)
