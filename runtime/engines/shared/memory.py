@@ -1,4 +1,4 @@
-"""How much memory there is, and which requests' caches fit into it."""
+"""The available memory, and the number of cache slots that fit into it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from pathlib import Path
 from ....models.errors import ConfigError, DraftwoodError, RequestError
 from ..base import EngineSpec
 
-CACHE_SHARE = 0.4  # of the available memory: growing a cache copies it, and needs as much again meanwhile
-RESERVE = 128 << 20  # bytes for everything else: texts, threads, answers
-LONG_TEXT = 1 << 16  # characters; what shorter ones take lies within the reserve
-BYTES_PER_BYTE = 256  # that the tokenizers library takes to encode a byte of text; it ends the process without them
-M_ARENA_MAX = -8  # of malloc.h
+CACHE_SHARE = 0.4  # share of the available memory for caches: a growing cache is copied, so it needs its size twice
+RESERVE = 128 << 20  # bytes for texts, threads and answers
+LONG_TEXT = 1 << 16  # characters; the reserve covers the encoding of shorter texts
+# Bytes of memory that the tokenizers library takes per byte of text. It ends the process when an allocation fails.
+BYTES_PER_BYTE = 256
+M_ARENA_MAX = -8  # a parameter of mallopt, from malloc.h
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 class OutOfMemoryError(DraftwoodError):
-    """There is too little memory for a request just now: come back later."""
+    """There is too little memory for a request at present. The client may retry later."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """The cache slots that requests may fill at a time. slots: all of them; None: without a limit. longest: slots of a
-    request that fills the context. spare: slots for the speculative rows of one request. padding: slots beyond those of
-    all requests, for the rows that the widest pass may be filled up with."""
+    """The cache slots that requests may use at a time. slots: for all requests together; None: without a limit.
+    longest: slots of a request that fills the context. spare: slots for the speculative rows of one request. padding:
+    additional slots for the padding rows of the widest pass."""
 
     slots: int | None
     longest: int
@@ -36,11 +37,11 @@ class CacheBudget:
 
     @property
     def allocated(self) -> int | None:
-        """Slots that a shared cache may grow to."""
+        """The number of slots to which a shared cache may grow; None: without a limit."""
         return None if self.slots is None else self.slots + self.padding
 
     def needed(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Slots that a request may come to fill. Raises RequestError for more than there ever are."""
+        """The most slots that a request can need. Raises RequestError when they exceed the budget."""
         needed = min(prompt_tokens + max_tokens + self.spare, self.longest)
         if self.slots is not None and needed > self.slots:
             raise RequestError(
@@ -51,16 +52,16 @@ class CacheBudget:
         return needed
 
     def tokens_behind(self, prompt_tokens: int) -> int:
-        """The largest max_tokens that is not refused behind such a prompt; at least 1."""
+        """The largest max_tokens that `needed` accepts for a prompt of this length; at least 1."""
         room = self.longest if self.slots is None else min(self.slots, self.longest)
         return max(1, room - self.spare - prompt_tokens)
 
 
 def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None) -> CacheBudget:
-    """What requests may fill of the caches of these engines, target first.
+    """The budget for the caches of these engines, target first.
 
-    kv_cache_bytes: for all caches; None takes CACHE_SHARE of what is available now. Raises ConfigError when that holds
-    no request at all.
+    kv_cache_bytes: memory for all caches; None takes CACHE_SHARE of the memory that is available now. Raises
+    ConfigError when this share suffices for no request.
     """
     target = specs[0]
     longest, spare = target.capacity, target.max_width
@@ -82,25 +83,25 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None) -> Cac
 
 
 def slot_bytes(spec: EngineSpec) -> int:
-    """Keys and values of one token, at four bytes per number: an upper bound."""
+    """An upper bound on the bytes of one token's keys and values, at four bytes per number."""
     model = spec.model
     return 4 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def scratch_bytes(spec: EngineSpec) -> int:
-    """What passes hold for each slot: masks of every width, and the widest one's attention scores."""
+    """The bytes that passes need per slot: masks of every width, and the attention scores of the widest pass."""
     return 4 * (sum(spec.pass_widths) + 2 * spec.model.num_heads * spec.pass_widths[-1])
 
 
 def buffer_bytes(spec: EngineSpec) -> int:
-    """What passes hold whatever the caches have: logits for every number of rows, twice for those that sampling makes
-    of them."""
+    """The bytes that passes need regardless of the number of slots: logits for every width, twice because sampling
+    makes a copy of them."""
     return 2 * 4 * spec.model.vocab_size * sum(spec.widths)
 
 
 def limit_arenas() -> None:
-    """Keep glibc from giving every thread 64 MiB of address space for what it allocates, where that is limited: a few
-    threads take all of it without using it. Elsewhere nothing happens."""
+    """Make glibc use one memory arena for all threads where the process's address space is limited. Each arena reserves
+    64 MiB of address space, so a few threads would exhaust the limit. Does nothing on other systems."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -112,7 +113,7 @@ def limit_arenas() -> None:
 
 
 def check_text_memory(text: str) -> None:
-    """Raises OutOfMemoryError for a text that takes more memory to encode than there is."""
+    """Raises OutOfMemoryError when the encoding of a text needs more memory than is available."""
     if len(text) <= LONG_TEXT:
         return
     needed, available = BYTES_PER_BYTE * len(text.encode("utf-8", "surrogatepass")), available_bytes()
@@ -124,13 +125,13 @@ def check_text_memory(text: str) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory this process may still take: what the machine, its control groups and its own limits leave. None where
-    the system does not say. root: of the file system that says it."""
+    """The memory that this process may still allocate, by the limits of the machine, of its control groups and of the
+    process. None where the system reports no limit. root: of the file system with /proc and /sys."""
     return min(read_limits(root), default=None)
 
 
 def read_limits(root: Path) -> Iterator[int]:
-    """Every limit that is known, in bytes that are left."""
+    """The bytes that are left under each known limit."""
     for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
@@ -152,10 +153,11 @@ def read_limits(root: Path) -> Iterator[int]:
 
 
 def read_group_limits(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """What a control group and those around it leave. Inside of a container only the mount itself can be seen."""
+    """The bytes that are left in a control group and in each of its parents. Within a container only the mount point
+    itself is visible."""
     inner = mount / path.lstrip("/")
     for folder in (inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))):
-        with suppress(ValueError, IndexError):  # "max", or a file that is not there
+        with suppress(ValueError, IndexError):  # the limit is "max", or the file is missing
             most, used = int(read_lines(folder / limit)[0]), int(read_lines(folder / usage)[0])
             cached = [
                 line.split()[1] for line in read_lines(folder / "memory.stat") if line.startswith(f"{reclaimable} ")
@@ -165,7 +167,7 @@ def read_group_limits(mount: Path, path: str, limit: str, usage: str, reclaimabl
 
 
 def read_lines(file: Path) -> list[str]:
-    """Of a file of the system; none where there is no such file."""
+    """The lines of a system file; an empty list when the file cannot be read."""
     try:
         return file.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

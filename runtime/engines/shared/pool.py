@@ -1,16 +1,15 @@
-"""PooledEngine: many sequences in one cache, so that rows of several requests are scored in one pass.
+"""PooledEngine: many sequences in one cache, so that one pass scores rows of several requests.
 
-A pass's mask says which slots each row sees, and nothing says that the slots of one sequence lie together. So all
-sequences share one cache of the engine's own, in which every row counts as speculative, and a sequence is a list of
-slots. A pass appends the rows of all its requests, however many each has; nothing is padded but the whole. Committing
-costs nothing: it writes down slots. Rows nobody refers to any more are garbage; when the cache is full of it, the live
-rows move together.
+The mask of a pass says which slots each row attends to, so the slots of a sequence need not be contiguous. All
+sequences share one cache of the engine, in which every row counts as speculative. A sequence is a list of its slots. A
+pass appends the rows of all its requests, and only their sum is padded to a compiled width. A commit stores slots and
+copies nothing. Rows to which no sequence refers are garbage. When garbage fills the cache, the live rows are compacted.
 
-On a CPU a pass of eight rows costs about half as much again as a pass of one, so requests that share passes share most
-of their cost. The price is attention, whose matrices span the slots of all requests.
+On a CPU a pass of eight rows costs about 1.5 times a pass of one row, so requests that share passes share most of their
+cost. On the other hand, the attention of each row spans the slots of all requests.
 
-Sequences may also share slots: `share_prefixes` lets one take over the rows that another computed of the same text,
-live or not yet collected (`recall`).
+Sequences may also share slots. After `share_prefixes` a sequence takes over the rows that another sequence computed of
+the same text (`recall`), also of an ended sequence whose rows are not yet overwritten.
 """
 
 from __future__ import annotations
@@ -28,22 +27,20 @@ from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fit
 from ..cache import FIRST_CAPACITY, Storage
 from .prefix import EMPTY_TEXT, PrefixTree
 
-LIVE_SHARE = 0.6  # compact rather than grow while no more than this share of the used slots is live
-SPARE_FACTOR = (
-    4  # give slots back when there are more than so many times as could be needed: attention spans all of them
-)
-SPARE_PASSES = 64  # passes before that: the next burst may be near, and growing again copies everything
-COMMON_TOKENS = 24  # tokens that two texts begin with alike beyond what any template makes them
-SCATTERED_ROWS = 256  # rows between the others' that cost less than to gather them
+LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this share of its used slots is live
+SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
+SPARE_PASSES = 64  # number of passes before a cache shrinks, because growing again would copy all of it
+COMMON_TOKENS = 24  # a common prefix of this length is more than a chat template alone causes
+SCATTERED_ROWS = 256  # the cost of gathering rows exceeds the gain for fewer rows added since the last time
 NO_SLOTS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class PooledKVCache:
-    """One sequence: `slots` of its committed rows, in order, and `drafted`, those of its speculative ones."""
+    """One sequence. slots: of its committed rows, in order. speculative_slots: of its speculative rows, in order."""
 
     def __init__(self, pool: PooledEngine) -> None:
         self.slots, self.speculative_slots = NO_SLOTS, NO_SLOTS
-        self.salt: str | None = None  # rows are shared with sequences of an equal one only; set before the first pass
+        self.salt: str | None = None  # only sequences of the same salt share rows; set before the first pass
         self._pool = pool
 
     @property
@@ -55,7 +52,7 @@ class PooledKVCache:
         return len(self.speculative_slots)
 
     def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Raises EngineError for a slot never computed."""
+        """See KVCache.commit. Raises EngineError for a slot that was not computed."""
         if any(not 0 <= slot < self.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
         accepted, prefixes = self.speculative_slots[np.asarray(slots, np.int64)], self._pool.prefixes
@@ -70,17 +67,18 @@ class PooledKVCache:
         self.slots, self.speculative_slots = self.slots[:length], NO_SLOTS
 
     def close(self) -> None:
-        """See KVCache.close: its rows may be given to others from now on."""
+        """See KVCache.close. The rows become garbage."""
         self._pool.caches.pop(self, None)
         self.truncate(0)
 
 
 class PooledEngine(Engine):
-    """An engine whose caches share one buffer of at most `slots` rows, garbage included."""
+    """An engine whose caches share one buffer of at most `slots` rows, garbage included. The wrapped engine computes
+    its passes."""
 
     def __init__(self, engine: Engine, slots: int) -> None:
-        """slots: may be fewer than the engine's longest sequence has. Raises EngineError when they hold no pass, and
-        for an engine whose caches are of a fixed size."""
+        """slots: may be fewer than the engine's capacity for one sequence. Raises EngineError when they are fewer than
+        the rows of the widest pass, and for an engine with caches of a fixed size."""
         if slots < engine.spec.max_width:
             raise EngineError(f"{slots} cache slots hold no pass of {engine.spec.max_width} rows: allow more memory")
         storage = engine.new_cache()
@@ -91,21 +89,21 @@ class PooledEngine(Engine):
         self._slots = self._limit = max(slots, storage.capacity)
         self.spec = replace(engine.spec, capacity=self._slots)
         storage.limit(self._slots)
-        self.caches: dict[PooledKVCache, None] = {}  # open ones, the first to be opened first
+        self.caches: dict[PooledKVCache, None] = {}  # open caches, in the order in which they were opened
         self.prefixes: PrefixTree | None = None
         self._retained = 0
-        self._recalled = False  # whether texts ever began alike
-        self._spare_passes = 0
-        self._gathered = 0  # slots up to which the rows of each sequence lie together
+        self._recalled = False  # whether two texts ever had a common prefix of COMMON_TOKENS
+        self._spare_passes = 0  # consecutive passes with too many slots
+        self._gathered = 0  # number of first slots in which the rows of each sequence are contiguous
 
     @property
     def allocated(self) -> int:
-        """Slots that there are now."""
+        """The number of allocated slots."""
         return self._storage.capacity
 
     def chunk_size(self, left: int) -> int:
-        """See Engine.chunk. Every sequence waits for each pass: where there are several, a chunk of a prompt is no
-        wider than a round's pass."""
+        """See Engine.chunk_size. With several sequences a chunk is at most `max_width` tokens, because every sequence
+        waits for each pass."""
         return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.spec.max_width)
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
@@ -113,20 +111,20 @@ class PooledEngine(Engine):
         return num_fitting(self.spec, passes)
 
     def set_limit(self, slots: int | None) -> None:
-        """Let the buffer grow to so many slots, or to as many as in the beginning."""
+        """Set the number of slots to which the buffer may grow. None: the number given to the constructor."""
         self._limit = self._slots if slots is None else max(min(slots, self._slots), self.allocated)
         self._storage.limit(self._limit)
 
     @property
     def softmax(self) -> Softmax:
-        """The engine's own, where it brings one."""
+        """The softmax of the wrapped engine, where it has one."""
         return softmax_of(self._engine)
 
     def share_prefixes(self, retained: int) -> None:
-        """From now on a text that is here is not read again, be it of a live sequence or of an ended one.
+        """Let sequences take over the rows of equal prefixes, of open and of ended sequences.
 
-        retained: slots that the buffer may grow to for the sake of ended ones, once texts do begin alike, and the most
-        it keeps of their rows; they give way to live rows, those unused for longest first.
+        retained: the most rows of ended sequences that are kept, and the slots to which the buffer may grow for them
+        once two texts had a common prefix. Live rows replace these rows, the least recently used first.
         """
         self.prefixes, self._retained = PrefixTree(self._slots), retained
 
@@ -136,8 +134,9 @@ class PooledEngine(Engine):
         return cache
 
     def recall(self, wanted: Pass) -> Pass | None:
-        """What is left of a pass when its cache takes over the rows that are here already, as speculative ones; None
-        when nothing is, and nobody reads the output. Only of a chunk of text: in trees every row's output is read."""
+        """Let the pass's cache take over the rows that the pool already holds, as speculative rows. Returns the pass
+        over the other rows, or None when no row is left. A row whose output is read is always computed, so this changes
+        only passes over a chunk of text; every output row of a tree is read."""
         batch, cache = wanted.batch, check_cache(wanted.cache, PooledKVCache)
         unread = batch.num_tokens - wanted.output_read if len(batch.output_rows) == 1 else 0
         if self.prefixes is None or not unread:
@@ -159,11 +158,11 @@ class PooledEngine(Engine):
         return wanted._replace(batch=rest)
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """Score the batches of several caches in one pass; each output is as its own pass would have given it, or empty
-        where nobody reads it.
+        """Score the batches of several caches in one pass. Each output is the same as from a pass by itself; it is
+        empty for a pass without `output_read`.
 
-        Raises EngineError when all rows together exceed the widest pass, or the live ones the cache; and for a cache
-        that was closed.
+        Raises EngineError when all rows together exceed the widest pass, when the live rows exceed the cache, and for a
+        closed cache.
         """
         caches = [check_cache(each.cache, PooledKVCache) for each in passes]
         if any(cache not in self.caches for cache in caches):
@@ -176,8 +175,8 @@ class PooledEngine(Engine):
         mask = np.zeros((width, used + width), np.bool_)
         token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
         first = 0
-        wanted: list[int] = []  # rows whose output somebody reads
-        parts: list[slice] = []  # of it, by pass
+        wanted: list[int] = []  # rows whose output is read
+        parts: list[slice] = []  # the part of `wanted` of each pass
         for (_, batch, _, output_read), cache, count in zip(passes, caches, counts, strict=True):
             new = used + np.arange(first, first + count)
             own = mask[first : first + count]
@@ -189,7 +188,7 @@ class PooledEngine(Engine):
             first += count
             parts.append(slice(len(wanted), len(wanted) + (first - begin if output_read else 0)))
             wanted += range(begin, first) if output_read else ()
-        # Known before the pass: it happens with all that follows from it, or, where memory is short, not at all.
+        # All arrays are allocated before the pass. Where memory is short, neither the pass nor the caches change then.
         ends = used + np.cumsum(counts)
         drafted = [
             np.concatenate((cache.speculative_slots, np.arange(end - count, end)))
@@ -206,19 +205,20 @@ class PooledEngine(Engine):
         return outputs
 
     def _scored(self, wanted: list[int], width: int) -> NDArray[np.int64]:
-        """The rows of a pass to score, for those somebody reads: filled up to a compiled width by the last one, since
-        engines keep buffers for each number of rows, and some add in another order for one row than for more."""
+        """The output rows of a pass: the `wanted` rows, and copies of the last one up to a compiled width. Engines keep
+        buffers for each number of output rows, and some sum in another order for one row than for several."""
         missing = min(self.spec.width_for(len(wanted)), width) - len(wanted)
         return np.array([*wanted, *wanted[-1:] * missing], np.int64)
 
     def close(self) -> None:
-        """The engine stays its owner's to close; what the sequences held is free."""
+        """Close the shared cache. The caller closes the wrapped engine."""
         self._storage.close()
         self.caches.clear()
 
     def _make_room(self, width: int) -> None:
-        """Space for one more pass: it grows, unless it is mostly garbage or may not; after a burst it shrinks. Where
-        neighbouring slots are read together, the rows of each sequence are gathered now and then."""
+        """Free slots for a pass of `width` rows. A full cache grows; it is compacted instead where most rows are
+        garbage or the limit is reached. A cache with many spare slots shrinks after SPARE_PASSES passes. Where the
+        backend reads neighbouring slots together, the rows of each sequence are gathered from time to time."""
         used, capacity, limit = self._storage.speculative, self._storage.capacity, self._limit
         needed = width + sum(each.length + each.speculative for each in self.caches)
         self._spare_passes += 1
@@ -230,7 +230,7 @@ class PooledEngine(Engine):
             return
         live = self._live()
         rows = int(live.sum())
-        if not full and not spare:  # what is here may stay
+        if not full and not spare:  # the rows of ended sequences may stay
             self._remember(live, used - rows)
             self._compact(live)
             return
@@ -239,7 +239,7 @@ class PooledEngine(Engine):
         mostly_garbage = rows <= LIVE_SHARE * used and not (self._recalled and used + width <= self._retained)
         if spare or used + width > limit or mostly_garbage:
             room = int(min(LIVE_SHARE * capacity, limit - width)) - rows
-            # Before texts ever began alike, only as many ended rows as it takes to notice that they do.
+            # Before the first common prefix, keep only as many ended rows as its detection needs.
             self._remember(live, min(room, self._retained if self._recalled else 2 * COMMON_TOKENS))
             self._compact(live)
         if spare:
@@ -251,18 +251,18 @@ class PooledEngine(Engine):
             )
 
     def _is_scattered(self, used: int, needed: int) -> bool:
-        """Whether so many rows came since the sequences' were gathered that it pays again: each round's lie between
-        those of all others, and a panel of slots is read for the one that counts."""
+        """Whether enough rows were added since the last gathering that another one pays. New rows of different
+        sequences alternate, and the kernel reads a panel of neighbouring slots even if a row needs only one of them."""
         gathers = describe_backend(self._engine.spec.backend).gathers and len(self.caches) > 1
         return gathers and used - self._gathered > max(SCATTERED_ROWS, needed // 2)
 
     def _remember(self, live: NDArray[np.bool_], count: int) -> None:
-        """Declare so many rows of ended sequences alive."""
+        """Mark at most `count` rows of ended sequences as live."""
         if self.prefixes is not None and count > 0:
             live[self.prefixes.find_recent(live, count)] = True
 
     def release(self) -> None:
-        """Give back the rows of ended sequences, and slots that nobody needs. For when memory is short."""
+        """Free the rows of ended sequences and unused slots, because memory is short."""
         live = self._live()
         if self.prefixes is not None:
             self.prefixes.forget()
@@ -272,15 +272,15 @@ class PooledEngine(Engine):
             self._storage.shrink(needed)
 
     def _live(self) -> NDArray[np.bool_]:
-        """Which used slots some sequence refers to."""
+        """bool [used slots]: whether an open sequence refers to the slot."""
         live = np.zeros(self._storage.speculative, np.bool_)
         for each in self.caches:
             live[each.slots] = live[each.speculative_slots] = True
         return live
 
     def _compact(self, live: NDArray[np.bool_]) -> None:
-        """Move these rows together and tell every sequence where they are now. All of it happens or, where memory is
-        too short, nothing: a sequence whose slots are not those of its rows would go on with another's text."""
+        """Move the live rows to the first slots, and update the slots of every sequence. If an allocation fails,
+        nothing changes: with wrong slots a sequence would continue another sequence's text."""
         kept = self._by_sequence(live)
         moved = np.full(self._storage.speculative, EMPTY_TEXT)
         moved[kept] = np.arange(len(kept))
@@ -293,8 +293,8 @@ class PooledEngine(Engine):
         self._gathered = len(kept)
 
     def _by_sequence(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Live slots in a new order: sequence by sequence, what several share with the first, and ended ones last. As
-        they are, should a sequence's slots not ascend then (see `prefix.py`)."""
+        """The live slots, ordered by sequence. Shared slots come with the first sequence that refers to them, and slots
+        of ended sequences come last. If the slots of a sequence would not ascend (see `prefix.py`), the order stays."""
         own = [slots for each in self.caches for slots in (each.slots, each.speculative_slots)]
         ended = np.flatnonzero(live)
         slots, firsts = np.unique(np.concatenate((*own, ended)), return_index=True)
@@ -308,7 +308,7 @@ class PooledEngine(Engine):
 
 
 def part(output: ForwardOutput, rows: slice) -> ForwardOutput:
-    """The results of neighbouring rows, not copied."""
+    """The results of a range of rows, as views."""
     return ForwardOutput(
         output.logits[rows],
         None if output.top_ids is None else output.top_ids[rows],

@@ -1,15 +1,15 @@
-"""PrefixTree: which cache slot holds which text's row, so that what one request has read no other reads again.
+"""PrefixTree: finds the cache slots of a text's prefix, so that requests with the same prefix share its rows.
 
-A row of a cache depends on the text up to its token and on nothing else, and a committed row never changes. So a slot
-stands for a whole text, the one its token ends, and a dictionary is all a radix tree takes: (slot of a text, the token
-behind it) -> slot of the longer text. Equal texts get equal slots: whoever commits a row that is here already takes
-that one, and its own becomes garbage.
+A cache row depends only on the text up to its token, and a committed row never changes. A slot therefore identifies the
+text that ends with its token. The tree is a dictionary: (slot of a text, next token) -> slot of the longer text. When a
+sequence commits a row whose text is in the tree, it takes the slot of the tree, and its own row becomes garbage.
 
-The slots of a text ascend, in every sequence and along the tree: an engine adds a row's values up in the order of the
-slots, so that any other order would change its last bits. A sequence that computed its rows before another committed
-the same ones from later slots cannot always go over to those; then it keeps its own, and they stay out of the tree.
+The slots of a text always ascend, in every sequence and along every path of the tree. An engine sums over a row's
+values in the order of the slots, and another order would change the last bits of the result. It can therefore happen
+that a sequence cannot take slots of the tree, because another sequence has committed the same text to later slots. The
+sequence then keeps its own rows, and these rows are not in the tree.
 
-Texts may have different roots, one for each salt: then equal texts are different ones, and share nothing.
+Texts with different salts have different empty texts as their beginnings, so they share no rows.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-EMPTY_TEXT = -1  # in place of a slot: the empty text without a salt; those with one have smaller numbers
+EMPTY_TEXT = -1  # stands for the slot of the empty text without a salt; empty texts with a salt have smaller numbers
 
 
 class PrefixTree:
-    """The committed rows of a cache of at most `slots`, whether a sequence still has them or not."""
+    """The committed rows of a cache with at most `slots` slots, of open and of ended sequences."""
 
     def __init__(self, slots: int) -> None:
         self._tokens, self._positions = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-        self._used = np.zeros(slots, np.int64)  # when last; 0 for rows that cannot be found
+        self._used = np.zeros(slots, np.int64)  # time of the last use by slot; 0 for rows that are not in the tree
         self._after: dict[tuple[int, int], int] = {}
         self._clock = 0
         self._empty_texts: dict[str, int] = {}
-        self._last_empty_text = EMPTY_TEXT  # a number is never given twice
+        self._last_empty_text = EMPTY_TEXT  # numbers are never reused
 
     def empty_text(self, salt: str | None) -> int:
-        """In place of a slot: the empty text of this salt."""
+        """The number that stands for the slot of the empty text with this salt."""
         if salt is None:
             return EMPTY_TEXT
         if salt not in self._empty_texts:
@@ -43,12 +43,12 @@ class PrefixTree:
         return self._empty_texts[salt]
 
     def record(self, first: int, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
-        """What the rows from slot `first` on were computed from, committed or not."""
+        """Store the tokens and positions of newly computed rows, from slot `first` on."""
         rows = slice(first, first + len(token_ids))
         self._tokens[rows], self._positions[rows], self._used[rows] = token_ids, position_ids, 0
 
     def find(self, before: int, token_ids: Sequence[int]) -> list[int]:
-        """Slots of as many of these tokens, behind the text of slot `before`, as there are rows of."""
+        """The slots of the longest prefix of these tokens that is in the tree after the text of slot `before`."""
         slots: list[int] = []
         for token in token_ids:
             slot = self._after.get((before, token))
@@ -59,8 +59,9 @@ class PrefixTree:
         return slots
 
     def commit(self, path: NDArray[np.int64], slots: NDArray[np.int64], root: int = EMPTY_TEXT) -> NDArray[np.int64]:
-        """The text of `path` [n], from its root, goes on with rows that are computed; returns the slots of the whole,
-        with those of rows that were here already in place of new ones as far as the order allows."""
+        """Append computed rows to the text of `path` [n] and add them to the tree. root: the text's empty text.
+
+        Returns the slots of the longer text. Slots of the tree replace the new slots as far as the order allows."""
         before = int(path[-1]) if len(path) else root
         if before >= 0 and not self._used[before]:
             return np.concatenate((path, slots))
@@ -74,21 +75,22 @@ class PrefixTree:
         found = len(whole) if taken == len(here) else len(path) + taken
         for index in range(taken, found - len(path)):
             self._after[chain[index], tokens[index]] = chain[index + 1]
-        # The whole path, so that no row looks older than one that cannot be found without it.
+        # Update the whole path: a row must not look older than rows that are found only through it.
         self._clock += 1
         self._used[whole[:found]] = self._clock
         return whole
 
     def find_recent(self, live: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-        """At most `count` of the rows that are not `live` [slots], those used last; none without the rows before it."""
+        """The slots of at most `count` rows that are not `live` [slots], the most recently used first. A row is never
+        returned without the rows before it in its text."""
         slots = np.fromiter(self._after.values(), np.int64, len(self._after))
         slots = slots[~live[slots]]
         newest: NDArray[np.int64] = slots[np.lexsort((self._positions[slots], -self._used[slots]))]
         return newest[:count]
 
     def renumber(self, kept: NDArray[np.int64], moved: NDArray[np.int64]) -> PrefixTree:
-        """The same rows where slots have new names. kept: those that still exist, in their new order. moved: old ->
-        new, negative for those that do not exist any more."""
+        """The tree after rows have moved to other slots. kept: the old slots that still exist, in their new order.
+        moved: the new slot by old slot, negative for slots that no longer exist."""
         tree = PrefixTree(len(self._tokens))
         for ours, theirs in zip(self._rows, tree._rows, strict=True):
             theirs[: len(kept)] = ours[kept]
@@ -104,7 +106,7 @@ class PrefixTree:
         return tree
 
     def forget(self) -> None:
-        """Nothing is found any more; what the rows were computed from stays known."""
+        """Remove all rows from the tree; the tokens and positions of the slots stay."""
         self._after, self._empty_texts = {}, {}
         self._used[:] = 0
 
