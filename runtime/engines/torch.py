@@ -1,8 +1,8 @@
-"""torch: the parity reference on any machine, and a way to a GPU that TensorRT does not serve.
+"""The torch engine: the parity reference on any machine, and an engine for GPUs that TensorRT does not support.
 
-On a CPU a pass is fp32 arithmetic over a growing cache. On CUDA it is a CUDA graph over a cache of fixed size, with the
-plugin's attention kernel: what the runtime and the kernel are worth can be measured on any GPU. The only file of the
-runtime that imports torch.
+On a CPU a pass computes in fp32 over a growing cache. On CUDA a pass is a CUDA graph over a cache of fixed size, with
+the plugin's attention kernel, so the speed of the runtime and the kernel can be measured on any GPU. No other file of
+the runtime imports torch.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .layout import Layout, PassShape, check_growth
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-Weights = Callable[[str], NDArray[Any]]  # Hugging Face's name of a tensor -> the tensor, of any floating dtype
+Weights = Callable[[str], NDArray[Any]]  # Hugging Face name of a tensor -> tensor of any floating dtype
 
 
 class ScoringKVCache(StackedKVCache):
-    """A cache that knows how a pass over it runs."""
+    """A cache with a method that runs a pass over it."""
 
     buffer: torch.Tensor
 
     @abstractmethod
     def score(self, batch: TokenBatch, start: int) -> ForwardOutput:
-        """Run a batch whose first row goes to slot `start`."""
+        """Run a batch whose first row is written to slot `start`."""
 
 
 class TorchKVCache(ScoringKVCache):
-    """A growing buffer on the CPU."""
+    """A growing cache on the CPU."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine
@@ -62,7 +62,7 @@ class TorchKVCache(ScoringKVCache):
 
 
 class StaticTorchKVCache(ScoringKVCache):
-    """A buffer of fixed size on the engine's device, and the passes captured over it."""
+    """A cache of fixed size on the engine's device, with the passes captured over it."""
 
     def __init__(self, engine: TorchEngine, attend: TreeAttention) -> None:
         self._engine = engine
@@ -92,8 +92,8 @@ class StaticTorchKVCache(ScoringKVCache):
 
 
 class StaticTorchPass:
-    """One shape of pass over one cache. What it reads and writes never moves, so that on CUDA the work is captured as a
-    graph after its first run, and replayed from then on: one copy in, one launch, results out, one wait."""
+    """One shape of pass over one cache. All addresses are fixed. On CUDA the work is captured as a graph after its
+    first run, and later runs replay the graph: one copy to the device, one launch, one copy back, one wait."""
 
     def __init__(self, engine: TorchEngine, cache: torch.Tensor, shape: PassShape, attend: TreeAttention) -> None:
         self._engine, self._cache, self._attend = engine, cache, attend
@@ -111,7 +111,7 @@ class StaticTorchPass:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, batch: TokenBatch, length: int, start: int) -> ForwardOutput:
-        """Score a batch behind `length` committed rows, its first row at slot `start`."""
+        """Score a batch after `length` committed rows. Its first row is written to slot `start`."""
         feed(self._feeds, batch, length, start)
         with self._engine.on_stream():
             if self._graph is None:
@@ -142,9 +142,10 @@ class StaticTorchPass:
             self._results[name].copy_(value)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """The work as a graph. It was run before: kernels are compiled, and libraries have their workspace."""
+        """Capture the work as a graph. It must have run before, so that kernels are compiled and libraries have
+        allocated their workspace."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on with engines of their own meanwhile.
+        # thread_local: other threads may use their engines during the capture.
         engine = self._engine
         with torch.cuda.graph(graph, engine.graph_pool, engine.stream, capture_error_mode="thread_local"):
             self._compute()
@@ -152,7 +153,7 @@ class StaticTorchPass:
 
 
 def device_views(layout: Layout, block: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors in a block of bytes; they share its memory."""
+    """The tensors of a layout as views of a block of bytes."""
     views = {}
     for name, field in layout.fields.items():
         content = block[field.offset : field.offset + field.nbytes]
@@ -161,7 +162,7 @@ def device_views(layout: Layout, block: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 class TorchEngine(SoloEngine):
-    """`models/llama.py` behind the Engine protocol. What goes in and comes out are arrays in host memory."""
+    """An engine over `models/llama.py`. Inputs and outputs are arrays in host memory."""
 
     def __init__(
         self,
@@ -174,9 +175,10 @@ class TorchEngine(SoloEngine):
     ) -> None:
         """Copy the weights to `device`, "cpu" or "cuda".
 
-        head: for a spec whose outputs name `acceptance`. precision: of weights, activations and caches. attend: the
-        tree attention to run, over caches of fixed size; None takes the plugin's kernel on CUDA, and on a CPU plain
-        attention over growing caches. Raises EngineError when there is no such device, precision or head.
+        head: the acceptance head, for a spec with the output `acceptance`. precision: of weights, activations and
+        caches. attend: the tree attention for caches of fixed size; None takes the plugin's kernel on CUDA, and on a
+        CPU the model's own attention over growing caches. Raises EngineError for an unknown or unavailable device, an
+        unknown precision, or a missing head.
         """
         if device not in DEVICES:
             raise EngineError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
@@ -191,13 +193,15 @@ class TorchEngine(SoloEngine):
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = DTYPES[precision]
-        # Draft and target have one each.
+        # Each engine has its own stream.
         self.stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # of torch
-        self.graph_pool = torch.cuda.graph_pool_handle() if device == "cuda" else None  # results are copied out of it
+        self.graph_pool = (
+            torch.cuda.graph_pool_handle() if device == "cuda" else None
+        )  # graphs may share memory: results are copied after each run
         self._closed = False
-        self.lock = Lock()  # one pass at a time: there is one stream, and what runs on it may be captured
+        self.lock = Lock()  # one pass at a time: all passes use one stream, which may be in capture mode
         self._attend = kernel_attention() if attend is None and device == "cuda" else attend
-        with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
+        with torch.device("meta"):  # the weights are replaced below, so they are not allocated here
             model = Llama(spec.model, spec.capacity)
         wanted = head if bindings.ACCEPTANCE.name in spec.outputs else None
         with self.on_stream():
@@ -221,13 +225,13 @@ class TorchEngine(SoloEngine):
         return output
 
     def close(self) -> None:
-        with self.lock:  # a pass of another thread ends first
+        with self.lock:  # waits for the pass of another thread
             if not self._closed:
                 del self.model
             self._closed = True
 
     def outputs(self, scored: LlamaOutput) -> dict[str, torch.Tensor]:
-        """What the spec's outputs name, [1, R, ...], on the device."""
+        """The tensors of the spec's outputs by name, [1, R, ...], on the device."""
         logits = scored.logits.float()
         outputs = {bindings.LOGITS.name: logits}
         if bindings.TOP_IDS.name in self.spec.outputs:
@@ -245,22 +249,22 @@ class TorchEngine(SoloEngine):
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Work inside goes to this engine's stream."""
+        """A context in which CUDA work is queued on this engine's stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def synchronize(self) -> None:
-        """Wait for this engine's stream."""
+        """Wait until all work on this engine's stream is done."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def _weight(self, array: NDArray[Any]) -> torch.Tensor:
-        # numpy knows bf16 only by the package ml_dtypes, and torch does not know that.
+        # numpy has bf16 only through the package ml_dtypes, which torch does not accept; such weights become fp32.
         known = array.dtype if array.dtype in (np.float16, np.float32) else np.float32
         return torch.from_numpy(np.array(array, known)).to(self.device, self.dtype)
 
 
 def kernel_attention() -> TreeAttention:
-    """The plugin's kernel. Raises EngineError where Triton's language is not installed."""
+    """The plugin's attention kernel. Raises EngineError where the package triton is not installed."""
     try:
         from ...plugins.tree_attention.launch import tree_attention
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""What the ONNX graph of a bundle may hold: checked in its bytes, before any library opens it.
+"""Validation of a bundle's ONNX graph by its bytes, before a library opens it.
 
-A graph is a program, and ONNX can say more than a pass needs: operators that loop, graphs within graphs, weights in any
-file of the machine. A bundle's graph has the operators that the builder writes, the inputs and outputs that follow from
-its spec, and weights in its own file or the one beside it. The few fields of onnx.proto that say so are read here, so
-that running a bundle does not need the onnx package.
+ONNX graphs can contain more than an engine needs: loops, graphs within graphs, and weights in any file of the machine.
+A valid graph has only the operators that the builder writes, exactly the inputs and outputs that follow from its spec,
+and weights in its own file or the data file beside it. This module reads the necessary fields of onnx.proto itself, so
+the runtime does not need the onnx package.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ OPERATORS = frozenset(
     )
 )
 OWN_DOMAIN = (b"", b"ai.onnx")
-EXTERNAL = ".data"  # beside `<name>.onnx`
+EXTERNAL = ".data"  # the data file of `<name>.onnx` is `<name>.onnx.data`
 ELEMENTS = {"float32": 1, "int64": 7}  # onnx.TensorProto.DataType
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protobuf
-# Fields of onnx.proto, by message.
+# Field numbers of onnx.proto, by message.
 GRAPH, MODEL_UNKNOWN = 7, {20: "training", 25: "functions"}
 NODE, INITIALIZER, INPUT, OUTPUT, SPARSE = 1, 5, 11, 12, 15
 OPERATOR, ATTRIBUTE, DOMAIN = 4, 5, 7
@@ -38,7 +38,7 @@ NAME, TYPE, TENSOR_TYPE, ELEMENT, SHAPE, DIM, DIM_VALUE = 1, 2, 1, 1, 2, 1, 1
 
 
 class MessageField(NamedTuple):
-    """One field of a message: its number, and its value or where its bytes lie."""
+    """One field of a protobuf message. value: of a varint. start, end: the range of the field's bytes."""
 
     number: int
     value: int
@@ -47,19 +47,21 @@ class MessageField(NamedTuple):
 
 
 class TensorType(NamedTuple):
-    """An input or output. shape: None for an axis whose size is known only when a pass runs."""
+    """The element type and shape of an input or output. An axis is None where its size depends on the pass."""
 
     element: int
     shape: tuple[int | None, ...]
 
 
 class Graph(NamedTuple):
+    """The inputs and outputs of an ONNX graph, by name."""
+
     inputs: Mapping[str, TensorType]
     outputs: Mapping[str, TensorType]
 
 
 def check_graph(path: Path, spec: EngineSpec) -> None:
-    """Raises EngineError unless a file is a graph that a build could have written for this spec."""
+    """Raises EngineError unless the file is a graph that the builder can write for this spec."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             graph = read_graph(content, path)
@@ -78,7 +80,7 @@ def check_graph(path: Path, spec: EngineSpec) -> None:
 
 
 def expected_tensors(spec: EngineSpec) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
-    """Inputs and outputs of a graph of the additive form."""
+    """The inputs and outputs of a graph in the additive form."""
     model = spec.model
     sizes = {"1": 1, "V": model.vocab_size, "K": bindings.top_columns(model.vocab_size)}
     sizes |= {"H_kv": model.num_kv_heads, "D": model.head_dim}
@@ -96,7 +98,7 @@ def expected_tensors(spec: EngineSpec) -> tuple[dict[str, TensorType], dict[str,
 
 
 def read_graph(content: mmap.mmap, path: Path) -> Graph:
-    """The graph's inputs and outputs. Raises ValueError or IndexError for what no build writes."""
+    """The graph's inputs and outputs. Raises ValueError or IndexError for contents that the builder never writes."""
     inputs: dict[str, TensorType] = {}
     outputs: dict[str, TensorType] = {}
     for field in read_fields(content, 0, len(content)):
@@ -118,7 +120,7 @@ def read_graph(content: mmap.mmap, path: Path) -> Graph:
 
 
 def check_node(content: mmap.mmap, node: MessageField, path: Path) -> None:
-    """One operator and its attributes. Raises ValueError."""
+    """Check one operator and its attributes. Raises ValueError."""
     operator = domain = b""
     for part in read_fields(content, node.start, node.end):
         if part.number == OPERATOR:
@@ -136,7 +138,7 @@ def check_node(content: mmap.mmap, node: MessageField, path: Path) -> None:
 
 
 def check_tensor(content: mmap.mmap, tensor: MessageField, path: Path) -> None:
-    """Weights may lie in the file beside the graph and nowhere else, within that file. Raises ValueError."""
+    """Check where the weights of a tensor are: in the graph itself, or within the data file. Raises ValueError."""
     entries: dict[bytes, bytes] = {}
     for part in read_fields(content, tensor.start, tensor.end):
         if part.number == EXTERNAL_DATA:
@@ -153,7 +155,7 @@ def check_tensor(content: mmap.mmap, tensor: MessageField, path: Path) -> None:
 
 
 def read_value(content: mmap.mmap, value: MessageField) -> tuple[str, TensorType]:
-    """Name and type of an input or output."""
+    """The name and type of an input or output."""
     name, element = "", 0
     shape: list[int | None] = []
     for part in read_fields(content, value.start, value.end):
@@ -174,13 +176,13 @@ def read_value(content: mmap.mmap, value: MessageField) -> tuple[str, TensorType
 
 
 def read_axis(content: mmap.mmap, axis: MessageField) -> int | None:
-    """Of one axis, None where it only has a name."""
+    """The size of an axis; None where the axis has only a name."""
     sizes = [part.value for part in read_fields(content, axis.start, axis.end) if part.number == DIM_VALUE]
     return sizes[-1] if sizes else None
 
 
 def read_fields(content: mmap.mmap, start: int, end: int) -> Iterator[MessageField]:
-    """The fields of a message. Raises ValueError or IndexError when it is cut off."""
+    """Yield the fields of a message. Raises ValueError or IndexError when the message is cut off."""
     while start < end:
         key, start = read_varint(content, start)
         number, wire = key >> 3, key & 7
@@ -201,7 +203,7 @@ def read_fields(content: mmap.mmap, start: int, end: int) -> Iterator[MessageFie
 
 
 def read_varint(content: mmap.mmap, start: int) -> tuple[int, int]:
-    """A number and where it ends."""
+    """The varint at `start`, and the index of the byte after it."""
     value = 0
     for index in range(10):
         byte = content[start + index]

@@ -1,4 +1,4 @@
-"""ONNX Runtime: the embedded default, on any CPU, or on CUDA where its provider is really active."""
+"""The ONNX Runtime engine, for any CPU, and for GPUs with the CUDA execution provider."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 class BoundPass(NamedTuple):
-    """Buffers of one shape of pass, bound once; a pass refills `feeds` in place."""
+    """The buffers of one shape of pass. They are bound once, and each pass overwrites `feeds`."""
 
     binding: Any
     feeds: dict[str, NDArray[Any]]  # by input name
     output: ForwardOutput
-    keep_alive: list[Any]
+    keep_alive: list[Any]  # OrtValues over the buffers
 
 
 class OnnxRuntimeKVCache(StackedKVCache):
-    """Every layer's input and output alias a slice of the buffer, so that a pass appends in place."""
+    """A growing cache. The input and output of each layer are the same slice of the buffer, so a pass appends in
+    place."""
 
     buffer: NDArray[Any]
 
@@ -40,16 +41,16 @@ class OnnxRuntimeKVCache(StackedKVCache):
         super().__init__(engine.spec)
 
     def bind_pass(self, session: Any, width: int, outputs: int, columns: int) -> BoundPass:
-        """The buffers for a pass of `width` rows, `outputs` of them scored, that see `columns` speculative slots; bound
-        on first use."""
-        # An additive mask spans the whole cache, however many of its slots are speculative.
+        """The buffers for a pass of `width` rows with `outputs` output rows and `columns` columns of the mask; bound on
+        first use."""
+        # An additive mask has one column for each slot of the cache, whatever `columns` is.
         key = (width, outputs, columns if self._engine.form == bindings.COMPACT else 0)
         if key not in self._passes:
             self._passes[key] = self._engine.bind(session, self._values, self.capacity, *key)
         return self._passes[key]
 
     def _allocate(self, capacity: int) -> None:
-        # ONNX Runtime's attention pays for capacity, not length: a buffer that starts small is faster, too.
+        # The cost of ONNX Runtime's attention depends on the capacity, not the length, so a small buffer is faster.
         spec = self._engine.spec
         if self._engine.form == bindings.COMPACT:
             check_growth(spec, capacity)
@@ -64,14 +65,14 @@ class OnnxRuntimeKVCache(StackedKVCache):
 
 
 class OnnxRuntimeEngine(SoloEngine):
-    """One exported graph in one ONNX Runtime session. Arrays live in host memory; with the CUDA provider ONNX Runtime
-    copies them itself."""
+    """One exported graph in one ONNX Runtime session. All arrays are in host memory; with the CUDA provider ONNX
+    Runtime copies them to and from the GPU."""
 
     def __init__(
         self, path: Path, spec: EngineSpec, threads: int = 0, provider: str = "cpu", private: bool = False
     ) -> None:
-        """Open `path`. threads: 0 lets ONNX Runtime choose. private: weights beside the graph are read into memory,
-        where ONNX Runtime maps them. Raises EngineError when file or provider are unusable."""
+        """Open `path`. threads: 0 lets ONNX Runtime choose. private: read the data file into memory, where ONNX Runtime
+        would map it. Raises EngineError when the file or the provider cannot be used."""
         try:
             import onnxruntime
         except ModuleNotFoundError as error:
@@ -81,10 +82,11 @@ class OnnxRuntimeEngine(SoloEngine):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
-        # 4: low-bit matrices round a row's activations to int8, block by block, which is several times faster. 1: fp32.
+        # 4: products with low-bit weights round the activations of a row to int8 by blocks, which is several times
+        # faster. 1: fp32.
         accuracy = "4" if spec.precision in bindings.LOW_BIT else "1"
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", accuracy)
-        # Two sessions share the cores: a pool that goes on spinning after its pass steals them from the other one.
+        # Draft and target share the cores. Threads that spin after a pass would take cores from the other session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         name = PROVIDERS[provider]
         if name not in onnxruntime.get_available_providers():
@@ -114,7 +116,7 @@ class OnnxRuntimeEngine(SoloEngine):
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward."""
-        session = self._session  # another thread may close the engine meanwhile
+        session = self._session  # another thread may close the engine during the pass
         if session is None:
             raise closed_error(self.spec)
         cache = check_cache(cache, OnnxRuntimeKVCache)
@@ -124,7 +126,7 @@ class OnnxRuntimeEngine(SoloEngine):
         feed(bound.feeds, batch, cache.length, start)
         try:
             session.run_with_iobinding(bound.binding)
-        except Exception as error:  # a full GPU, for example
+        except Exception as error:  # for example no free memory on the GPU
             if "alloc" in str(error).lower():
                 raise MemoryError(f"ONNX Runtime has no memory for a pass of the {self.spec.role}: {error}") from error
             raise EngineError(f"ONNX Runtime could not run a pass of the {self.spec.role}: {error}") from error
@@ -135,14 +137,14 @@ class OnnxRuntimeEngine(SoloEngine):
         self._session = None
 
     def as_value(self, array: NDArray[Any]) -> Any:
-        """An OrtValue over the same memory: what ONNX Runtime writes is seen in `array`, and the other way round."""
+        """An OrtValue that shares the memory of `array`. Raises EngineError when ONNX Runtime copies the array."""
         value = self._ort.OrtValue.ortvalue_from_numpy(array)
         if value.data_ptr() != array.ctypes.data:
             raise EngineError("ONNX Runtime copied a buffer instead of sharing it; this release cannot append in place")
         return value
 
     def bind(self, session: Any, cache: list[Any], capacity: int, width: int, outputs: int, columns: int) -> BoundPass:
-        """Allocate and bind the buffers of one shape of pass (see OnnxRuntimeKVCache.bind_pass) over one cache."""
+        """Allocate and bind the buffers of one shape of pass over one cache, see OnnxRuntimeKVCache.bind_pass."""
         model = self.spec.model
         binding = session.io_binding()
         keep_alive: list[Any] = []

@@ -31,7 +31,7 @@ LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this s
 SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
 SPARE_PASSES = 64  # number of passes before a cache shrinks, because growing again would copy all of it
 COMMON_TOKENS = 24  # a common prefix of this length is more than a chat template alone causes
-SCATTERED_ROWS = 256  # the cost of gathering rows exceeds the gain for fewer rows added since the last time
+SCATTERED_ROWS = 256  # new rows that are not gathered yet, because gathering them would cost more than it saves
 NO_SLOTS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -188,7 +188,7 @@ class PooledEngine(Engine):
             first += count
             parts.append(slice(len(wanted), len(wanted) + (first - begin if output_read else 0)))
             wanted += range(begin, first) if output_read else ()
-        # All arrays are allocated before the pass. Where memory is short, neither the pass nor the caches change then.
+        # The new slots are computed before the pass, so that a failed allocation changes neither cache nor sequences.
         ends = used + np.cumsum(counts)
         drafted = [
             np.concatenate((cache.speculative_slots, np.arange(end - count, end)))

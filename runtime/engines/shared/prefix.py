@@ -81,8 +81,8 @@ class PrefixTree:
         return whole
 
     def find_recent(self, live: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-        """The slots of at most `count` rows that are not `live` [slots], the most recently used first. A row is never
-        returned without the rows before it in its text."""
+        """The slots of at most `count` rows that are not `live` [slots], the most recently used first. The rows before
+        a returned row in its text are live or returned, too."""
         slots = np.fromiter(self._after.values(), np.int64, len(self._after))
         slots = slots[~live[slots]]
         newest: NDArray[np.int64] = slots[np.lexsort((self._positions[slots], -self._used[slots]))]
