@@ -193,11 +193,9 @@ class TorchEngine(SoloEngine):
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = DTYPES[precision]
-        # Each engine has its own stream.
+        # Each engine has its own stream. Its graphs share one memory pool, because results are copied after each run.
         self.stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # of torch
-        self.graph_pool = (
-            torch.cuda.graph_pool_handle() if device == "cuda" else None
-        )  # graphs may share memory: results are copied after each run
+        self.graph_pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
         self._closed = False
         self.lock = Lock()  # one pass at a time: all passes use one stream, which may be in capture mode
         self._attend = kernel_attention() if attend is None and device == "cuda" else attend

@@ -1,4 +1,4 @@
-"""A GPU through NVIDIA's driver API (the package cuda-bindings): memory, streams, graphs, and one small kernel."""
+"""Device over NVIDIA's driver API (the package cuda-bindings): memory, streams, graphs, and a kernel that moves rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from ....models.errors import EngineError
 from .device import RowMove, Stream
 
-MOVE_LIMIT = 256  # rows of one launch: their numbers travel as its arguments, of which CUDA takes 4 KB
-THREADS = 256
-VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes that a thread moves at a time
+MOVE_LIMIT = 256  # rows of one launch: row numbers are kernel arguments, which CUDA limits to 4 KB
+THREADS = 256  # of a block
+VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # by bytes that a thread moves at a time
 
-# Each thread owns a few bytes of every row of one plane (a layer's keys or values of one head) and moves them row after
-# row, in order: what a row overwrites is the same thread's to read, so that no thread waits for another.
+# Each thread moves a few bytes of every row of one plane (a layer's keys or values of one head), row after row. The
+# bytes that a move overwrites are read by the same thread only, so threads need no synchronisation.
 MOVE_ROWS = r"""
 struct Rows { int source[MOVE_LIMIT]; int target[MOVE_LIMIT]; };
 
@@ -37,16 +37,16 @@ extern "C" __global__ void move_rows(char* cache, long long tensor_bytes, int te
 
 
 class CudaMemory:
-    """Device memory, freed when nothing refers to it."""
+    """Device memory, freed when the object is garbage-collected."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self.address = device.take(nbytes)
-        # Not at the interpreter's end: the driver may be gone by then, and takes everything back itself.
+        # Not at the interpreter's exit: the driver may be unloaded by then, and it frees all memory itself.
         weakref.finalize(self, device.free, self.address).atexit = False
 
 
 class CudaGraph:
-    """A captured graph, ready to be launched; destroyed when nothing refers to it."""
+    """A captured graph that can be launched; destroyed when the object is garbage-collected."""
 
     def __init__(self, device: CudaDevice, handle: Any) -> None:
         self.handle = handle
@@ -54,10 +54,10 @@ class CudaGraph:
 
 
 class CudaDevice:
-    """The GPU that CUDA counts as `index`, through its primary context, which TensorRT and torch share."""
+    """The GPU with CUDA's number `index`. It uses the primary context, like TensorRT and torch."""
 
     def __init__(self, index: int = 0) -> None:
-        """Raises EngineError without cuda-bindings, driver or such a GPU."""
+        """Raises EngineError when cuda-bindings, the driver or the GPU is missing."""
         self._driver = load_driver()
         self._local = threading.local()
         handle = self._call("cuDeviceGet", index)
@@ -82,7 +82,7 @@ class CudaDevice:
         return CudaMemory(self, nbytes)
 
     def take(self, nbytes: int) -> int:
-        """Address of new, zeroed device memory, which its owner frees."""
+        """Allocate zeroed device memory; returns its address. The caller frees it."""
         self._enter()
         try:
             address = int(self._call("cuMemAlloc", max(nbytes, 1)))
@@ -92,7 +92,7 @@ class CudaDevice:
                 f"{self.name} has {free / 1e9:.2f} of {total / 1e9:.2f} GB free and {nbytes / 1e9:.2f} GB are needed: "
                 "rebuild with a smaller --max-length or precision, or free the GPU"
             ) from error
-        # On a stream of its own: to wait for the whole context is not allowed while another thread captures a graph.
+        # A separate stream: CUDA forbids waiting for the whole context while another thread captures a graph.
         self._call("cuMemsetD8Async", address, 0, max(nbytes, 1), self._setup)
         self._call("cuStreamSynchronize", self._setup)
         return address
@@ -106,7 +106,7 @@ class CudaDevice:
         self._enter()
         address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
         block = (ctypes.c_uint8 * nbytes).from_address(address)
-        # Every view keeps `block` alive, and with it the memory.
+        # Every view of the array refers to `block`, so the memory is freed after the last view.
         weakref.finalize(block, self._free_pinned, address).atexit = False
         array: NDArray[np.uint8] = np.ctypeslib.as_array(block)
         array[:] = 0
@@ -145,7 +145,7 @@ class CudaDevice:
         try:
             work()
         except EngineError:
-            self._driver.cuStreamEndCapture(stream)  # leaves capture mode; there is no graph to be had
+            self._driver.cuStreamEndCapture(stream)  # leaves capture mode; the result is no graph
             return None
         try:
             captured = self._call("cuStreamEndCapture", stream)
@@ -175,18 +175,18 @@ class CudaDevice:
         self._call("cuMemFreeHost", address)
 
     def _load_mover(self, width: int) -> Any:
-        """The kernel `move_rows` for vectors of `width` bytes, compiled for this GPU."""
+        """Compile the kernel `move_rows` for vectors of `width` bytes and load it on this GPU."""
         module = self._call("cuModuleLoadData", compile_mover(width, self.compute_capability))
         return self._call("cuModuleGetFunction", module, b"move_rows")
 
     def _enter(self) -> None:
-        """Make the context current in this thread, once."""
+        """Make the context current in the calling thread, on the thread's first call."""
         if not getattr(self._local, "entered", False):
             self._call("cuCtxSetCurrent", self._context)
             self._local.entered = True
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """One driver call's result. Raises EngineError with the driver's own words."""
+        """Call a driver function; returns its result. Raises EngineError with the driver's message."""
         status, *results = getattr(self._driver, name)(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             message = self._driver.cuGetErrorString(status)[1]
@@ -197,12 +197,12 @@ class CudaDevice:
 
 
 def vector_bytes(row_bytes: int) -> int:
-    """The widest vector that divides a row."""
+    """The size in bytes of the widest vector that divides a row."""
     return next(width for width in VECTORS if row_bytes % width == 0)
 
 
 def mover_arguments(move: RowMove, width: int) -> Iterator[list[NDArray[Any]]]:
-    """The kernel's arguments for vectors of `width` bytes, of each of the launches that a move takes."""
+    """The kernel's arguments for vectors of `width` bytes, for each launch of a move."""
     cache = move.cache
     for begin in range(0, len(move.sources), MOVE_LIMIT):
         chunk = slice(begin, begin + MOVE_LIMIT)
@@ -215,12 +215,12 @@ def mover_arguments(move: RowMove, width: int) -> Iterator[list[NDArray[Any]]]:
 
 
 def mover_options(width: int) -> list[str]:
-    """Macros of MOVE_ROWS."""
+    """The compiler options that define the macros of MOVE_ROWS."""
     return [f"-DVECTOR={VECTORS[width]}", f"-DMOVE_LIMIT={MOVE_LIMIT}"]
 
 
 def compile_mover(width: int, compute_capability: str) -> bytes:
-    """MOVE_ROWS as a cubin. Raises EngineError when NVRTC is missing or refuses."""
+    """Compile MOVE_ROWS to a cubin. Raises EngineError when NVRTC is missing or reports an error."""
     from cuda.bindings import nvrtc
 
     def call(function: Any, *arguments: Any) -> Any:
@@ -242,7 +242,7 @@ def compile_mover(width: int, compute_capability: str) -> bytes:
 
 
 def load_driver() -> Any:
-    """cuda.bindings.driver, initialised. Raises EngineError that says what is missing."""
+    """Import and initialise cuda.bindings.driver. Raises EngineError that names the missing part."""
     try:
         from cuda.bindings import driver
     except ImportError as error:

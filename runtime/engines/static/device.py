@@ -1,7 +1,7 @@
-"""What a static engine asks of a GPU and of a compiled program, and nothing else: the seam that tests replace.
+"""The interfaces of a GPU and of a compiled program that a static engine needs. Tests implement them on the host.
 
-Addresses are numbers. Work is queued on streams and runs in order; a host array given to `upload` or `download` must
-stay as it is until the stream was waited for.
+Addresses are numbers. Work is queued on streams and runs in order. A host array given to `upload` or `download` must
+not change until `synchronize` has returned.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Stream = int
 
 
 class DeviceMemory(Protocol):
-    """An allocation. Once nothing refers to it any more, it is given back as soon as what was queued before has run."""
+    """An allocation. After the object is garbage-collected, the memory is freed when all earlier queued work is done."""
 
     @property
     def address(self) -> int: ...
 
 
 class CacheGeometry(NamedTuple):
-    """`tensors` keys or values of a layer, each of `heads` planes of `capacity` rows of `row_bytes` bytes; a tensor
-    begins `tensor_bytes` behind the one before."""
+    """The memory layout of a cache: `tensors` tensors, the keys or the values of one layer each, at a distance of
+    `tensor_bytes` bytes. A tensor has `heads` planes of `capacity` rows of `row_bytes` bytes."""
 
     tensors: int
     heads: int
@@ -38,8 +38,8 @@ class CacheGeometry(NamedTuple):
 
 
 class RowMove(NamedTuple):
-    """In every plane of the cache at `address`, row sources[i] is copied to row targets[i], one after the other: a row
-    that was overwritten is read as it is then."""
+    """A copy of row sources[i] to row targets[i], in every plane of the cache at `address`. The copies run in order, so
+    a later copy reads the rows that an earlier one wrote."""
 
     address: int
     cache: CacheGeometry
@@ -48,13 +48,13 @@ class RowMove(NamedTuple):
 
 
 class Device(Protocol):
-    """A GPU, or what stands in for one."""
+    """A GPU, or a replacement for tests."""
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        """Zeroed memory. Raises EngineError that names the size when there is not enough."""
+        """Allocate zeroed memory. Raises EngineError that names the sizes when there is too little."""
 
     def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Page-locked host memory, zeroed: the only kind that is copied without the processor."""
+        """Allocate zeroed page-locked host memory. The GPU copies only such memory without the CPU."""
 
     def new_stream(self) -> Stream: ...
 
@@ -63,10 +63,11 @@ class Device(Protocol):
     def download(self, array: NDArray[np.uint8], address: int, stream: Stream) -> None: ...
 
     def move_rows(self, move: RowMove, stream: Stream) -> None:
-        """One launch for all planes, and nothing where no row is to be moved."""
+        """Queue a move: one launch for all planes, none when there are no rows to move."""
 
     def capture(self, work: Callable[[], None], stream: Stream) -> Any | None:
-        """What `work` queues on `stream`, as a graph, without running it; None when it cannot be captured."""
+        """Capture the work that `work` queues on `stream` as a graph, without running it. None when it cannot be
+        captured."""
 
     def replay(self, graph: Any, stream: Stream) -> None: ...
 
@@ -74,10 +75,10 @@ class Device(Protocol):
 
 
 class Execution(Protocol):
-    """A program set up for one shape of pass."""
+    """A program that is set up for one shape of pass."""
 
     def bind(self, name: str, shape: tuple[int, ...], address: int) -> None:
-        """Raises EngineError when the program takes no such tensor at this address."""
+        """Set the shape and address of a tensor. Raises EngineError when the program refuses them."""
 
     def enqueue(self, stream: Stream) -> None: ...
 
@@ -99,7 +100,7 @@ class Program(Protocol):
 
     @property
     def max_columns(self) -> int:
-        """The widest mask a pass may have."""
+        """The largest number of columns that the mask of a pass may have."""
 
     def execution(self, width: int, stream: Stream) -> Execution: ...
 

@@ -1,7 +1,7 @@
-"""An engine over a compiled program of static shapes: caches of fixed size, bound in place, and one graph per shape.
+"""An engine over a compiled program of static shapes, with caches of fixed size and one CUDA graph per shape of pass.
 
-Everything a pass needs crosses to the device in one copy, its results come back in one, and the host waits once. What a
-program and a device are is left to `device.py`; `tensorrt.py` and `cuda.py` are the real ones.
+One copy moves the inputs of a pass to the device, one copy moves its results back, and the host waits once. `device.py`
+defines the interfaces of program and device. `tensorrt.py` and `cuda.py` implement them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .pool import StaticPool
 
 
 class MemoryUse(NamedTuple):
-    """Bytes an engine takes: on the device for weights, workspace and the cache of one sequence, or of as many as it
-    was built for, and page-locked on the host for the buffers of its widest pass."""
+    """The bytes that an engine takes. weights, workspace: on the device. kv_cache: on the device, for all sequences that
+    the engine was built for. pinned: page-locked on the host, for the buffers of the widest pass."""
 
     weights: int
     workspace: int
@@ -35,21 +35,21 @@ class MemoryUse(NamedTuple):
 
     @property
     def device(self) -> int:
-        """Device memory with one cache open."""
+        """The bytes on the device with one open cache."""
         return self.weights + self.workspace + self.kv_cache
 
 
 def memory_use(spec: EngineSpec, weight_bytes: int, workspace_bytes: int, cache_itemsize: int) -> MemoryUse:
-    """What an engine takes; a plan's own size is its weights, but for a little."""
+    """The memory of an engine. weight_bytes: the size of a plan is a close estimate."""
     widest = PassShape(spec.max_width, spec.max_width, spec.max_width)
     pinned = Layout.inputs(spec, widest).nbytes + Layout.outputs(spec, widest).nbytes
     return MemoryUse(weight_bytes, workspace_bytes, cache_geometry(spec, cache_itemsize).nbytes, pinned)
 
 
 class StaticEngine(Engine):
-    """An Engine over a Program. Usable from several threads; passes run one at a time, on a stream of their own,
-    so that draft and target do not wait for each other's copies. Each sequence has a cache of its own, or all of them
-    share one where the engine was built for several (`pool`)."""
+    """An Engine over a Program. Several threads may use it. Passes run one at a time, on a stream of the engine, so
+    draft and target do not wait for each other's copies. An engine for one sequence opens separate caches. An engine
+    that was built for several sequences has one shared cache (`pool`)."""
 
     def __init__(self, spec: EngineSpec, program: Program, device: Device) -> None:
         self.spec = spec
@@ -63,7 +63,8 @@ class StaticEngine(Engine):
 
     @property
     def pool(self) -> StaticPool:
-        """Where several sequences share passes; its memory is allocated on first use. EngineError once it is closed."""
+        """The shared cache of an engine for several sequences, allocated on first use. Raises EngineError when the
+        engine is closed."""
         with self.lock:
             if self.closed:
                 raise closed_error(self.spec)
@@ -80,11 +81,11 @@ class StaticEngine(Engine):
         return StaticKVCache(self) if self.spec.max_batch == 1 else self.pool.new_cache()
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
-        """See Engine.num_joint: as many as fit its widest pass, where it was built for several sequences."""
+        """See Engine.num_joint: 1, or the passes that fit the widest pass of an engine for several sequences."""
         return 1 if self.spec.max_batch == 1 else num_fitting(self.spec, passes)
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """See Engine.forward. Raises EngineError for more speculative rows than the program was compiled for."""
+        """See Engine.forward. Also raises EngineError for more speculative rows than the program was compiled for."""
         if self.spec.max_batch > 1:
             return self.pool.forward(passes)
         return [self._score(each.batch, check_cache(each.cache, StaticKVCache)) for each in passes]
@@ -102,7 +103,7 @@ class StaticEngine(Engine):
         return output
 
     def close(self) -> None:
-        with self.lock:  # a pass of another thread ends first
+        with self.lock:  # waits for the pass of another thread
             if not self.closed:
                 self._executions.clear()
                 self._pool = None
@@ -110,15 +111,16 @@ class StaticEngine(Engine):
             self.closed = True
 
     def execution(self, shape: PassShape) -> Execution:
-        """The program set up for a shape; shared by all caches, whose addresses a captured graph remembers itself."""
+        """The program, set up for a shape. All caches share it, because a captured graph contains the addresses of its
+        own cache."""
         if shape not in self._executions:
             self._executions[shape] = self.program.execution(shape.width, self.stream)
         return self._executions[shape]
 
 
 class StaticKVCache(GrowingKVCache):
-    """The one sequence of an engine that was built for one: its speculative rows follow its committed ones, so that
-    committing a chain moves nothing."""
+    """A cache of an engine for one sequence. The speculative rows follow the committed rows, so the commit of a chain
+    moves nothing."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self._engine = engine
@@ -126,7 +128,7 @@ class StaticKVCache(GrowingKVCache):
 
     @property
     def capacity(self) -> int:
-        """All slots exist from the start: a graph remembers addresses, so that nothing may ever move."""
+        """The number of slots. All are allocated at once, because a CUDA graph contains their addresses."""
         return self._spec.capacity
 
     @property
@@ -136,7 +138,7 @@ class StaticKVCache(GrowingKVCache):
             return self._memory.contents()
 
     def run(self, batch: TokenBatch, start: int, limit: int) -> ForwardOutput:
-        """Score a batch whose first row goes to slot `start`, with a mask of at most `limit` columns."""
+        """Score a batch. start: the slot of its first row. limit: the most columns that its mask may have."""
         place = SequenceRow(0, 0, self.length, self.length)
         return self._memory.bind_pass(PassShape.of(batch, limit)).run(batch, [place], start, batch.num_tokens)
 
@@ -158,7 +160,7 @@ class StaticKVCache(GrowingKVCache):
 
 
 def missing_tensors(spec: EngineSpec, names: Sequence[str]) -> list[str]:
-    """Tensors this release binds that a program with these names lacks."""
+    """The tensors that this release binds and that are not among a program's tensor names."""
     layers = range(spec.model.num_layers)
     caches = [
         name(kind, layer) for name in (bindings.past, bindings.present) for layer in layers for kind in bindings.KINDS

@@ -1,4 +1,5 @@
-"""A static cache on a device, and the passes over it: buffers of fixed addresses, bound once and captured as graphs."""
+"""A static cache on a device, and the passes over it. Their buffers have fixed addresses, so that passes can be captured
+as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from ..feeds import feed_sequences, output_of
 from ..layout import Layout, PassShape, align
 from .device import CacheGeometry, RowMove
 
-if TYPE_CHECKING:  # it imports this file
+if TYPE_CHECKING:  # engine.py imports this module
     from .engine import StaticEngine
 
 log = logging.getLogger("draftwood.engines")
 
 
 def cache_geometry(spec: EngineSpec, itemsize: int) -> CacheGeometry:
-    """Keys and values of every sequence that a pass may serve, at full length, in one allocation."""
+    """The layout of one allocation for the keys and values of all sequences of an engine, at full length."""
     model = spec.model
     row_bytes, capacity = model.head_dim * itemsize, spec.max_batch * spec.capacity
     return CacheGeometry(
@@ -36,8 +37,8 @@ def cache_geometry(spec: EngineSpec, itemsize: int) -> CacheGeometry:
 
 
 class CacheMemory:
-    """One allocation [2 * layers, 1, H_kv, C, D] that every pass reads and writes in place, and the passes over it.
-    Whoever uses it holds the engine's lock."""
+    """One allocation [2 * layers, 1, H_kv, C, D] that every pass reads and writes in place, and the passes over it. The
+    caller of any method holds the engine's lock."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self._engine = engine
@@ -46,7 +47,7 @@ class CacheMemory:
         self._passes: dict[PassShape, StaticPass] = {}
 
     def bind_pass(self, shape: PassShape) -> StaticPass:
-        """The pass of a shape over this cache, made on first use. Raises EngineError once the engine is closed."""
+        """The pass of a shape over this cache, created on first use. Raises EngineError when the engine is closed."""
         if self._engine.closed:
             raise closed_error(self._engine.spec)
         if shape not in self._passes:
@@ -54,12 +55,13 @@ class CacheMemory:
         return self._passes[shape]
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Copy rows of every layer and head, in order; queued, not waited for."""
+        """Queue the copies of rows, in order, in every layer and head."""
         move = RowMove(self._memory.address, self._geometry, sources, targets)
         self._engine.device.move_rows(move, self._engine.stream)
 
     def contents(self) -> NDArray[Any]:
-        """A copy in host memory, [2 * layers, 1, H_kv, C, D], of fp32, or of fp16's or bf16's bits as uint16."""
+        """A copy of the cache in host memory, [2 * layers, 1, H_kv, C, D], float32, or uint16 with the bits of fp16 or
+        bf16."""
         device, geometry, head_dim = self._engine.device, self._geometry, self._engine.spec.model.head_dim
         block = device.allocate_pinned(geometry.nbytes)
         device.download(block, self._memory.address, self._engine.stream)
@@ -70,7 +72,7 @@ class CacheMemory:
         return block.reshape(geometry.tensors, -1)[:, :used].copy().view(dtype).reshape(shape)
 
     def _addresses(self) -> dict[str, int]:
-        """Address of every layer's keys and values, by the names of input and output alike."""
+        """The addresses of every layer's keys and values, by the names of the inputs and of the outputs."""
         names = [(layer, kind) for layer in range(self._engine.spec.model.num_layers) for kind in bindings.KINDS]
         return {
             name(kind, layer): self._memory.address + index * self._geometry.tensor_bytes
@@ -80,7 +82,7 @@ class CacheMemory:
 
 
 class StaticPass:
-    """One shape of pass over one cache: buffers, bindings and, after its first run, the graph that repeats it."""
+    """One shape of pass over one cache: its buffers and, after its first run, its CUDA graph."""
 
     def __init__(self, engine: StaticEngine, caches: dict[str, int], shape: PassShape) -> None:
         self._engine, self._shape, self._caches = engine, shape, caches
@@ -98,7 +100,8 @@ class StaticPass:
         self._may_capture = True
 
     def run(self, batch: TokenBatch, sequences: Sequence[SequenceRow], start: int, scored: int) -> ForwardOutput:
-        """Score the rows of these sequences, the first at slot `start`; the first `scored` output rows are wanted."""
+        """Score a batch with rows of these sequences. start: the slot of the first row. scored: the number of output
+        rows, from the first on, that are copied to the host."""
         device, stream = self._engine.device, self._engine.stream
         feed_sequences(self._feeds, batch, sequences, start)
         if self._graph is None:
@@ -113,7 +116,8 @@ class StaticPass:
         return self._output
 
     def _enqueue(self) -> None:
-        """Queue copy and program. Bindings are made each time: another cache may have used the execution since."""
+        """Queue the copy of the inputs and the program. The tensors are bound anew, since another cache may have used
+        the execution in between."""
         execution, stream = self._engine.execution(self._shape), self._engine.stream
         blocks = ((self._inputs, self._device_inputs), (self._outputs, self._device_outputs))
         for layout, memory in blocks:
@@ -127,7 +131,8 @@ class StaticPass:
         execution.enqueue(stream)
 
     def _capture(self) -> None:
-        """Only after a first run: TensorRT does what it put off then, which no graph may hold."""
+        """Capture the pass as a graph, after its first run. TensorRT completes its setup in the first run, which a graph
+        must not contain."""
         if self._engine.execution(self._shape).is_capturable(self._engine.stream):
             self._graph = self._engine.device.capture(self._enqueue, self._engine.stream)
         self._may_capture = self._graph is not None

@@ -1,10 +1,10 @@
-"""StaticPool: the rows of several sequences in one pass over a cache of fixed size, without any padding between them.
+"""StaticPool: the rows of several sequences in one pass over a cache of fixed size, without padding between them.
 
-The cache is a region of slots for each sequence, which holds its committed rows in order, and one area behind the
-regions for the speculative rows of all. A pass writes its rows to the next slots of that area, whoever they are of;
-`sequences` tells the attention which rows are whose and where their committed rows lie, so that a row costs the bytes
-of its own text. Committing copies accepted rows to their region: those of all requests in one launch, before the next
-pass. What the area holds of ended or committed proposals is garbage; rows move together where that makes a pass
+The cache has a region of slots for each sequence, which holds its committed rows in order. One area behind the regions
+holds the speculative rows of all sequences. A pass writes its rows to the next slots of this area. The input
+`sequences` gives the rows and the region of each sequence, so attention reads only the committed rows of a row's own
+sequence. A commit copies accepted rows to the region; one launch before the next pass does this for all sequences. Rows
+of ended or committed proposals in the area are garbage. The live rows are compacted when this makes the mask of a pass
 narrower.
 """
 
@@ -23,7 +23,7 @@ from ..cache import check_mask
 from ..layout import PassShape, mask_columns
 from .memory import CacheMemory
 
-if TYPE_CHECKING:  # it imports this file
+if TYPE_CHECKING:  # engine.py imports this module
     from .engine import StaticEngine
 
 NO_COLUMNS: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -45,11 +45,12 @@ class SharedKVCache:
 
     @property
     def buffer(self) -> NDArray[Any]:
-        """A copy of its region in host memory, see CacheMemory.contents."""
+        """A copy of the sequence's region in host memory, see CacheMemory.contents."""
         return self._pool.contents(self)
 
     def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Raises EngineError for a slot never computed, or more rows than the region has slots."""
+        """See KVCache.commit. Raises EngineError for a slot that was not computed, and for more rows than the region
+        has slots."""
         self._pool.commit(self, slots)
 
     def truncate(self, length: int) -> None:
@@ -57,12 +58,12 @@ class SharedKVCache:
         self._pool.truncate(self, length)
 
     def close(self) -> None:
-        """See KVCache.close: its region serves another sequence."""
+        """See KVCache.close. Another sequence may use the region afterwards."""
         self._pool.release(self)
 
 
 class StaticPool:
-    """The sequences of one engine that was built for several. Usable from several threads, like the engine."""
+    """The shared cache of an engine that was built for several sequences. Several threads may use it."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self.spec = engine.spec
@@ -71,17 +72,18 @@ class StaticPool:
         self._tree_slot = self.spec.max_batch * self.spec.capacity - self._columns
         self._region = self._tree_slot // self.spec.max_batch
         self._memory = CacheMemory(engine)
-        self._caches: dict[int, SharedKVCache] = {}  # open ones, by the first slot of their regions
-        self._used = 0  # columns
-        self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # slots; queued with the next pass
+        self._caches: dict[int, SharedKVCache] = {}  # open caches, by the first slot of their regions
+        self._used = 0  # columns in use, garbage included
+        self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # source and target slots of pending copies
 
     @property
     def share(self) -> int:
-        """Speculative rows that each sequence may have, whatever the others do, and however wide its pass is."""
+        """The number of speculative rows that each sequence may have, regardless of the other sequences and of the
+        width of a pass."""
         return (self._columns - self.spec.pass_widths[-1]) // self.spec.max_batch
 
     def new_cache(self) -> SharedKVCache:
-        """Raises EngineError while as many sequences are open as the engine was built for."""
+        """Open a cache. Raises EngineError when all regions are in use."""
         with self._engine.lock:
             regions = (number * self._region for number in range(self.spec.max_batch))
             first_slot = next((first for first in regions if first not in self._caches), None)
@@ -102,10 +104,10 @@ class StaticPool:
             cache.length, cache.speculative_columns = 0, NO_COLUMNS
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """Score the batches of several caches in one pass; each output is as its own pass would have given it.
+        """Score the batches of several caches in one pass. Each output is the same as from a pass by itself.
 
-        Raises EngineError when all rows together exceed the widest pass, or one sequence's its region or its share; and
-        for a cache that was closed.
+        Raises EngineError when all rows together exceed the widest pass, when the rows of a sequence exceed its region
+        or its share, and for a closed cache.
         """
         caches = [check_cache(each.cache, SharedKVCache) for each in passes]
         for each, cache in zip(passes, caches, strict=True):
@@ -140,7 +142,7 @@ class StaticPool:
 
     def truncate(self, cache: SharedKVCache, length: int) -> None:
         """See SharedKVCache.truncate."""
-        with self._engine.lock:  # another thread's pass may be moving rows together
+        with self._engine.lock:  # a pass of another thread may be compacting rows
             cache.length, cache.speculative_columns = min(cache.length, length), NO_COLUMNS
 
     def contents(self, cache: SharedKVCache) -> NDArray[Any]:
@@ -150,11 +152,11 @@ class StaticPool:
             return self._memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self._region]
 
     def _check(self, batch: TokenBatch, cache: SharedKVCache) -> None:
-        """Refuse what would harm other sequences, or what the engine was not compiled for."""
+        """Raises EngineError for a batch that would overwrite rows of other sequences, or that fits no pass."""
         if self._caches.get(cache.first_slot) is not cache:
             raise EngineError("this cache was closed: open another one for the next text")
         check_mask(self.spec, batch.mask, cache.speculative)
-        # A row is committed to the slot of its position, so that a text which fits does so row by row.
+        # A row is committed to the slot of its position, so every position must be within the region.
         last = int(batch.position_ids[: batch.num_tokens].max())
         if last >= self._region:
             raise too_long_error(last + 1, self._region)
@@ -165,8 +167,9 @@ class StaticPool:
             )
 
     def _make_room(self, width: int) -> int:
-        """The column of the next pass's first row. Rows move together where the mask of this pass is then narrower: a
-        launch costs less than a wide mask does, and passes have fewer shapes. There is room by each one's `share`."""
+        """The column of the first row of the next pass. The live rows are compacted if this makes the mask of the pass
+        narrower: a launch costs less than a wide mask, and passes have fewer shapes. `share` ensures that the columns
+        suffice."""
         live = sum(cache.speculative for cache in self._caches.values())
         needed = mask_columns(width, live + width, self._columns)
         if self._used + width > needed:
@@ -184,7 +187,7 @@ class StaticPool:
         self._used = len(live)
 
     def _queue_moves(self) -> None:
-        """What was committed and compacted since the last pass, in one launch."""
+        """Queue the copies of all commits and compactions since the last pass, in one launch."""
         if self._moves:
             sources, targets = map(np.concatenate, zip(*self._moves, strict=True))
             if len(sources):
@@ -194,8 +197,9 @@ class StaticPool:
     def _join(
         self, batches: Sequence[TokenBatch], caches: Sequence[SharedKVCache], width: int, first: int
     ) -> tuple[TokenBatch, list[SequenceRow], list[int]]:
-        """All rows as one batch whose first row gets column `first`, whose they are, and how many of each are scored.
-        Scored rows come first in the output, so that no others need be copied to the host."""
+        """Join the batches into one whose first row gets column `first`. Returns the batch, the rows and region of each
+        sequence, and the number of each sequence's output rows. The needed output rows come first, so that only they
+        are copied to the host."""
         token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
         mask = np.zeros((width, first + width), np.bool_)
         sequences: list[SequenceRow] = []
@@ -218,7 +222,8 @@ class StaticPool:
 
 
 def copy_rows(output: ForwardOutput, rows: slice, ranking_only: bool) -> ForwardOutput:
-    """The results of neighbouring rows. Another thread's pass may overwrite the buffers, which all sequences share."""
+    """A copy of the results of a range of rows. All sequences share the buffers, and a pass of another thread may
+    overwrite them. With `ranking_only` the logits are not copied if there is a ranking."""
 
     def part(array: NDArray[Any] | None) -> NDArray[Any] | None:
         return None if array is None else array[rows].copy()
@@ -228,6 +233,7 @@ def copy_rows(output: ForwardOutput, rows: slice, ranking_only: bool) -> Forward
 
 
 def too_long_error(rows: int, slots: int) -> EngineError:
+    """The error for a sequence with more rows than its region has slots."""
     return EngineError(
         f"{rows} rows exceed the {slots} cache slots that this engine has for a sequence: "
         "shorten the request or rebuild with a larger --max-length"

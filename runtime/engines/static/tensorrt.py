@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX: a plan behind the Engine protocol. `static/engine.py` has the logic of passes."""
+"""The engine of TensorRT and TensorRT-RTX plans. `static/engine.py` implements the passes."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .device import Stream
 from .engine import StaticEngine, missing_tensors
 
 log = logging.getLogger("draftwood.engines")
-RUNTIME_CACHE = ".{}.runtime-cache"  # beside the bundle, never inside: a bundle's files are listed and checked
+RUNTIME_CACHE = ".{}.runtime-cache"  # beside the bundle, because a bundle may contain only the files of its manifest
 
 
 class TensorRTEngine(StaticEngine):
-    """A plan on the first GPU."""
+    """An engine that runs a plan on the first GPU."""
 
     def __init__(self, path: Path, spec: EngineSpec) -> None:
-        """Check and load `path`. Raises EngineError that names the fix when this machine cannot run the plan."""
-        plan = required_plan(spec)
+        """Check and load the plan at `path`. Raises EngineError that names the fix when this machine cannot run it."""
+        plan = require_plan(spec)
         device = open_device(plan)
         program = TensorRTProgram(path, spec, plan, device)
         super().__init__(spec, program, device)
 
 
 class TensorRTProgram:
-    """A deserialised plan and its workspace, which all its executions share: they run one after the other."""
+    """A deserialised plan with its workspace. All executions share the workspace, because only one runs at a time."""
 
     def __init__(self, path: Path, spec: EngineSpec, plan: TensorRTPlan, device: CudaDevice) -> None:
-        """Raises EngineError when TensorRT refuses the plan or the plan is not what this release binds."""
+        """Raises EngineError when TensorRT refuses the plan, or when the plan lacks tensors that this release binds."""
         try:
             self._trt = load_tensorrt(spec.backend)
             self._runtime = self._trt.Runtime(tensorrt_logger(spec.backend))
@@ -84,8 +84,9 @@ class TensorRTProgram:
         del self._engine, self._runtime
 
     def _configure_rtx(self, config: Any) -> None:
-        """RTX compiles its kernels here, on first use: all of them before a pass is captured, and kept in a cache. The
-        graphs are captured here, with the copies in them, and not by RTX itself."""
+        """Configure an execution of TensorRT-RTX, which compiles its kernels on this machine. It compiles all kernels
+        before the first pass and stores them in a cache. RTX captures no CUDA graphs itself, because StaticPass captures
+        graphs that include the copies."""
         trt = self._trt
         config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
         config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
@@ -97,7 +98,7 @@ class TensorRTProgram:
         config.set_runtime_cache(self._cache)
 
     def _verdict(self, content: bytes) -> str:
-        """Why a plan could not be loaded, as far as TensorRT says."""
+        """The reason why TensorRT could not load a plan, as far as it reports one."""
         if self._is_rtx:
             header = content[: self._runtime.engine_header_size]
             validity, diagnostics = self._runtime.get_engine_validity(header)
@@ -106,7 +107,7 @@ class TensorRTProgram:
 
 
 class TensorRTExecution:
-    """An execution context."""
+    """An execution context of TensorRT."""
 
     def __init__(self, context: Any, inputs: Set[str], is_rtx: bool) -> None:
         self._context, self._inputs, self._is_rtx = context, inputs, is_rtx
@@ -130,8 +131,8 @@ class TensorRTExecution:
 
 
 class RuntimeCacheFile:
-    """Kernels that TensorRT-RTX compiled on this machine, in a file beside the bundle: opening it again is then fast.
-    Nothing depends on the file, so that failing to read or write it is no error."""
+    """A file beside the bundle with the kernels that TensorRT-RTX compiled on this machine. It makes later openings of
+    the bundle fast. The file is optional, so a failure to read or write it is no error."""
 
     def __init__(self, plan: Path, role: str) -> None:
         bundle = plan.resolve().parent
@@ -144,7 +145,7 @@ class RuntimeCacheFile:
             return None
 
     def write(self, content: bytes) -> None:
-        """Replace the file's content, or leave it as it is."""
+        """Replace the file's content. On an error the old content stays."""
         if content == self.read():
             return
         partial = self.file.with_suffix(".partial")
@@ -156,14 +157,15 @@ class RuntimeCacheFile:
             log.info("compiled kernels are not kept: %s", error)
 
 
-def required_plan(spec: EngineSpec) -> TensorRTPlan:
+def require_plan(spec: EngineSpec) -> TensorRTPlan:
+    """The plan of a spec. Raises EngineError when the manifest describes none."""
     if spec.plan is None:
         raise EngineError(f"the manifest says nothing about the {spec.role}'s {spec.backend} plan: rebuild the bundle")
     return spec.plan
 
 
 def open_device(plan: TensorRTPlan) -> CudaDevice:
-    """The GPU, if the plan can run on it. Raises EngineError that names the fix."""
+    """Open the first GPU. Raises EngineError that names the fix when the plan cannot run on it."""
     try:
         device = CudaDevice()
     except EngineError as error:
@@ -174,7 +176,7 @@ def open_device(plan: TensorRTPlan) -> CudaDevice:
 
 
 def this_machine() -> compatibility.Machine:
-    """What this machine has, for `compatibility.obstacle`."""
+    """The GPU and packages of this machine, for `compatibility.obstacle`."""
     try:
         return machine_with(CudaDevice())
     except EngineError:
@@ -182,13 +184,13 @@ def this_machine() -> compatibility.Machine:
 
 
 def machine_with(device: CudaDevice | None) -> compatibility.Machine:
-    """A machine with this GPU and the packages that are installed here."""
+    """A machine with this GPU (None: no GPU) and the packages that are installed here."""
     name, capability = (None, None) if device is None else (device.name, device.compute_capability)
     return compatibility.Machine(name, capability, installed_packages(), MAGIC.decode())
 
 
 def installed_packages() -> Mapping[str, str]:
-    """Versions of the TensorRT packages that are installed."""
+    """The versions of the installed TensorRT packages, by name."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -199,8 +201,8 @@ def installed_packages() -> Mapping[str, str]:
 
 
 def check_tensors(engine: Any, file: str, spec: EngineSpec) -> None:
-    """Refuse a plan that lacks a tensor, or whose cache outputs are not their inputs' memory: those would be written
-    elsewhere, or copied in every pass. Raises EngineError."""
+    """Raises EngineError for a plan that lacks a tensor, or whose cache outputs do not share the memory of their inputs.
+    TensorRT would write such outputs to another place, or copy them in every pass."""
     if missing := missing_tensors(spec, tensor_names(engine)):
         raise EngineError(f"{file} has no tensor {missing[0]!r}: this release did not build it; rebuild the bundle")
     for layer in range(spec.model.num_layers):
@@ -223,14 +225,15 @@ def input_names(engine: Any, trt: Any) -> Set[str]:
 
 
 def narrowest_mask(engine: Any) -> int:
-    """Columns of a tree mask that every profile allows."""
+    """The most columns of a tree mask that every profile allows."""
     profiles = range(engine.num_optimization_profiles)
     largest = (engine.get_tensor_profile_shape(bindings.TREE_MASK.name, profile)[2] for profile in profiles)
     return min(int(shape[2]) for shape in largest)
 
 
 def profile_for(families: Sequence[WidthFamily], width: int) -> int:
-    """Index of the profile that holds `width`, tuned for as many rows or the fewest more. Raises EngineError."""
+    """The index of the best profile for `width` rows: tuned for at least as many rows if there is one, then with the
+    smallest maximum. Raises EngineError when no profile allows `width` rows."""
     fitting = [
         (family.optimum < width, family.maximum, index)
         for index, family in enumerate(families)
