@@ -1,4 +1,4 @@
-"""Device over NVIDIA's driver API (the package cuda-bindings): memory, streams, graphs, and a kernel that moves rows."""
+"""A GPU through NVIDIA's driver API (the package cuda-bindings): memory, streams, graphs, and a kernel for row moves."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Stream = int
 
 
 class DeviceMemory(Protocol):
-    """An allocation. After the object is garbage-collected, the memory is freed when all earlier queued work is done."""
+    """An allocation. It is freed after the object is garbage-collected and all earlier queued work is done."""
 
     @property
     def address(self) -> int: ...

@@ -25,8 +25,8 @@ from .pool import StaticPool
 
 
 class MemoryUse(NamedTuple):
-    """The bytes that an engine takes. weights, workspace: on the device. kv_cache: on the device, for all sequences that
-    the engine was built for. pinned: page-locked on the host, for the buffers of the widest pass."""
+    """The bytes that an engine takes. weights, workspace: on the device. kv_cache: on the device, for all sequences of
+    the engine. pinned: page-locked on the host, for the buffers of the widest pass."""
 
     weights: int
     workspace: int

@@ -1,4 +1,4 @@
-"""A static cache on a device, and the passes over it. Their buffers have fixed addresses, so that passes can be captured
+"""A static cache on a device, and the passes over it. All buffers have fixed addresses, so that passes can be captured
 as CUDA graphs."""
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class StaticPass:
         execution.enqueue(stream)
 
     def _capture(self) -> None:
-        """Capture the pass as a graph, after its first run. TensorRT completes its setup in the first run, which a graph
-        must not contain."""
+        """Capture the pass as a graph, after its first run. TensorRT completes its setup in the first run, and a graph
+        must not contain this setup."""
         if self._engine.execution(self._shape).is_capturable(self._engine.stream):
             self._graph = self._engine.device.capture(self._enqueue, self._engine.stream)
         self._may_capture = self._graph is not None

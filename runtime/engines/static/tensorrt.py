@@ -84,9 +84,9 @@ class TensorRTProgram:
         del self._engine, self._runtime
 
     def _configure_rtx(self, config: Any) -> None:
-        """Configure an execution of TensorRT-RTX, which compiles its kernels on this machine. It compiles all kernels
-        before the first pass and stores them in a cache. RTX captures no CUDA graphs itself, because StaticPass captures
-        graphs that include the copies."""
+        """Configure an execution of TensorRT-RTX, which compiles its kernels on this machine. It compiles all of them
+        before a pass is captured, and they are stored in a cache. RTX itself captures no CUDA graphs, because
+        StaticPass captures graphs that include the copies."""
         trt = self._trt
         config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
         config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
@@ -201,7 +201,7 @@ def installed_packages() -> Mapping[str, str]:
 
 
 def check_tensors(engine: Any, file: str, spec: EngineSpec) -> None:
-    """Raises EngineError for a plan that lacks a tensor, or whose cache outputs do not share the memory of their inputs.
+    """Raises EngineError for a plan that lacks a tensor, or whose cache outputs do not share their inputs' memory.
     TensorRT would write such outputs to another place, or copy them in every pass."""
     if missing := missing_tensors(spec, tensor_names(engine)):
         raise EngineError(f"{file} has no tensor {missing[0]!r}: this release did not build it; rebuild the bundle")
