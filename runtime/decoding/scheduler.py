@@ -83,13 +83,13 @@ class Scheduler(Generic[R]):
         held = 0 if client is None else self._count_waiting(client)
         if self.num_waiting >= self.max_waiting:
             raise QueueFullError(
-                f"{self.num_running} requests are running and {self.num_waiting} waiting, which is all this server "
-                "takes: retry later, or start it with a larger --max-waiting"
+                f"{self.num_running} requests are running and {self.num_waiting} waiting, the most that this server "
+                "accepts: retry later, or start it with a larger --max-waiting"
             )
         if not is_within_share(held, self.num_waiting, self.max_waiting):
             raise QueueFullError(
-                f"{held} requests of this client are waiting, and the {self.max_waiting - self.num_waiting} places "
-                "that are left are for others: retry later, or start the server with a larger --max-waiting"
+                f"{held} requests of this client are waiting, and the {self.max_waiting - self.num_waiting} free "
+                "places are kept for other clients: retry later, or start the server with a larger --max-waiting"
             )
 
     def _count_waiting(self, client: Hashable) -> int:

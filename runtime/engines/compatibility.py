@@ -100,7 +100,7 @@ def reason_and_fix(plan: TensorRTPlan, device: Machine) -> str | None:
         return f"{device.name} is SM {device.compute_capability}: {fix}"
     if installed != plan.version:
         return (
-            f"{plan.package} {installed} is installed and a plan runs with no other version than its builder's: "
+            f"{plan.package} {installed} is installed, and a plan runs only with the version that built it: "
             f"pip install '{plan.package}=={plan.version}', or rebuild"
         )
     if plan.kernel is not None and plan.kernel.format != device.kernel:

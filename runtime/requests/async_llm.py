@@ -151,7 +151,7 @@ class AsyncLLM(EngineThread):
         if deadline_s is not None and not deadline_s > 0:
             raise RequestError(f"deadline_s must be positive, not {deadline_s!r}")
         if cache_salt == "":
-            raise RequestError("cache_salt must not be empty: leave it out to share with everybody who does")
+            raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
         job = self.llm.job(tokens, params, speculative=speculative, engines=self._engines)

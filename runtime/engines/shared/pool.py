@@ -80,7 +80,9 @@ class PooledEngine(Engine):
         """slots: may be fewer than the engine's capacity for one sequence. Raises EngineError when they are fewer than
         the rows of the widest pass, and for an engine with caches of a fixed size."""
         if slots < engine.spec.max_width:
-            raise EngineError(f"{slots} cache slots hold no pass of {engine.spec.max_width} rows: allow more memory")
+            raise EngineError(
+                f"{slots} cache slots are too few for a pass of {engine.spec.max_width} rows: allow more memory"
+            )
         storage = engine.new_cache()
         if not isinstance(storage, Storage):
             raise EngineError(f"the {engine.spec.role} engine's caches are of a fixed size: no pool can share one")
@@ -265,7 +267,7 @@ class PooledEngine(Engine):
         """Free the rows of ended sequences and unused slots, because memory is short."""
         live = self._live()
         if self.prefixes is not None:
-            self.prefixes.forget()
+            self.prefixes.clear()
         self._compact(live)
         needed = 2 * (int(live.sum()) + self._engine.spec.max_width)
         if self.allocated > needed:

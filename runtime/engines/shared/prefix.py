@@ -105,7 +105,7 @@ class PrefixTree:
         tree._empty_texts = {salt: root for salt, root in self._empty_texts.items() if root in rooted}
         return tree
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Remove all rows from the tree; the tokens and positions of the slots stay."""
         self._after, self._empty_texts = {}, {}
         self._used[:] = 0

@@ -1,4 +1,4 @@
-"""A GPU through NVIDIA's driver API (the package cuda-bindings): memory, streams, graphs, and a kernel for row moves."""
+"""A GPU through NVIDIA's driver API (the package cuda-bindings): memory, streams, graphs, a kernel that moves rows."""
 
 from __future__ import annotations
 

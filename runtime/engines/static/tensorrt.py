@@ -160,7 +160,7 @@ class RuntimeCacheFile:
 def require_plan(spec: EngineSpec) -> TensorRTPlan:
     """The plan of a spec. Raises EngineError when the manifest describes none."""
     if spec.plan is None:
-        raise EngineError(f"the manifest says nothing about the {spec.role}'s {spec.backend} plan: rebuild the bundle")
+        raise EngineError(f"the manifest does not describe the {spec.role}'s {spec.backend} plan: rebuild the bundle")
     return spec.plan
 
 

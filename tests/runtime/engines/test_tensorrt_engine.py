@@ -211,7 +211,7 @@ def test_what_tensorrt_refuses_is_explained(machine: HostMachine, gqa: Path) -> 
     file.write_bytes(b"something else")
     with pytest.raises(EngineError, match=r"target.plan is refused by tensorrt-rtx 1.7.1: INVALID, .* 0x10; rebuild"):
         TensorRTEngine(file, spec)
-    with pytest.raises(EngineError, match="manifest says nothing about the target's tensorrt-rtx plan: rebuild"):
+    with pytest.raises(EngineError, match="manifest does not describe the target's tensorrt-rtx plan: rebuild"):
         TensorRTEngine(file, replace(spec, plan=None))
     machine.package.aliased = False
     with pytest.raises(
