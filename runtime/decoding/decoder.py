@@ -166,7 +166,7 @@ class SpeculativeDecoder:
             prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed
         )
         if self._proposer is not None:
-            # The draft reads the prompt later, or never, where the plan expects no gain from speculation.
+            # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
             read = controller is None or controller.worth_reading(len(prompt), request.room - 1, request.sharing())
             yield from self._proposer.start(prompt, read)
         return request

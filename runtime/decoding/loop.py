@@ -123,7 +123,7 @@ class Loop(Generic[J, C]):
     def step(self) -> Iterator[JobEvent[J, C]]:
         """Run the next pass, joined for as many jobs as fit into it; yields the resulting events, job by job."""
         running = self.scheduler.running
-        for job in self._startable(running):
+        for job in self._select_started(running):
             if not job.started:
                 job.started = True
                 yield JobEvent(job)
@@ -149,7 +149,7 @@ class Loop(Generic[J, C]):
             self._rotate(job)
             yield from self._advance(job, output)
 
-    def _startable(self, running: Sequence[J]) -> list[J]:
+    def _select_started(self, running: Sequence[J]) -> list[J]:
         """The started jobs, followed by the waiting jobs for which there are free slots, in the order of admission."""
         started = [job for job in running if job.started]
         if not started and self._room != self._budget.slots:  # memory may be free again

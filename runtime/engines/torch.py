@@ -193,7 +193,7 @@ class TorchEngine(SoloEngine):
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = DTYPES[precision]
-        # Each engine has its own stream. Its graphs share one memory pool, because results are copied after each run.
+        # Each engine has its own stream. Its graphs share one memory pool: results are copied out after each run.
         self.stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # of torch
         self.graph_pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
         self._closed = False
