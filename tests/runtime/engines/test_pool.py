@@ -242,7 +242,7 @@ def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
 
 
 def test_rows_of_a_sequence_are_gathered_where_panels_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwood.runtime.engines.shared.pool.SCATTERED", 20)
+    monkeypatch.setattr("draftwood.runtime.engines.shared.pool.SCATTERED_ROWS", 20)
     model = random_model(0, 8)
     engine = FakeEngine(model, 8)
     engine.spec = replace(engine.spec, backend="native")

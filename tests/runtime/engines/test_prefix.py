@@ -161,7 +161,7 @@ def test_the_slots_of_a_text_ascend_whoever_commits_first(
     """Several sequences draft the same text, side by side and before any of it is committed, and then each commits
     part of its draft: an engine adds values up in the order of the slots. Gathering rows by sequence keeps it."""
     table = patch.dict(BACKENDS, fake=replace(UNLISTED, gathers=gathering))
-    with table, patch("draftwood.runtime.engines.shared.pool.SCATTERED", 6):
+    with table, patch("draftwood.runtime.engines.shared.pool.SCATTERED_ROWS", 6):
         pool, _ = shared_pool(retained, slots=130)
         text = np.random.default_rng(0).integers(0, VOCAB, 400)
         caches = [pool.new_cache() for _ in range(3)]
