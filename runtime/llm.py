@@ -44,15 +44,14 @@ Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None 
 
 
 class Engines(NamedTuple):
-    """The engines of a request; without a draft it decodes plainly. sharing: returns how many requests share passes at
-    present."""
+    """The engines of a request; draft None decodes plainly. sharing: returns how many requests share passes."""
 
     target: Engine
     draft: Engine | None
     sharing: Callable[[], int] = count_one
 
 
-class Shared(NamedTuple):
+class SharedEngines(NamedTuple):
     """Engines for several requests at a time. pools: the engines with a shared cache. budget: the slots of these caches
     that requests may use."""
 
@@ -206,7 +205,7 @@ class LLM:
         """Whether the engines' caches grow, so that several requests can share one cache."""
         return describe_backend(self._target.spec.backend).grows
 
-    def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> Shared:
+    def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> SharedEngines:
         """Engines for up to `requests` requests at a time, which share passes where the backend allows it.
 
         kv_cache_bytes: see `cache_budget`. prefix_cache_slots: see PooledEngine.share_prefixes; 0: requests share no
@@ -214,7 +213,8 @@ class LLM:
         """
         own = [engine for engine in (self._target, self._draft) if engine is not None]
         if not self.is_pooled:
-            return Shared(self.engines, (), CacheBudget(None, self._target.spec.capacity, self._target.spec.max_width))
+            spec = self._target.spec
+            return SharedEngines(self.engines, (), CacheBudget(None, spec.capacity, spec.max_width))
         budget = cache_budget([engine.spec for engine in own], kv_cache_bytes)
         pools = []
         for engine in own:
@@ -223,7 +223,7 @@ class LLM:
             if prefix_cache_slots:
                 pool.share_prefixes(prefix_cache_slots)
             pools.append(pool)
-        return Shared(Engines(pools[0], pools[1] if len(pools) > 1 else None), tuple(pools), budget)
+        return SharedEngines(Engines(pools[0], pools[1] if len(pools) > 1 else None), tuple(pools), budget)
 
     @property
     def max_batch(self) -> int | None:

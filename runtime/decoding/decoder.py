@@ -167,20 +167,22 @@ class SpeculativeDecoder:
         )
         if self._proposer is not None:
             # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
-            read = controller is None or controller.worth_reading(len(prompt), request.room - 1, request.sharing())
+            read = controller is None or controller.worth_reading(
+                len(prompt), request.tokens_left - 1, request.sharing()
+            )
             yield from self._proposer.start(prompt, read)
         return request
 
     def _plan(self, request: RequestState) -> RoundPlan | None:
         """The plan of the next round; None where rounds are not planned or no proposed token fits."""
-        max_depth = request.room - 1
+        max_depth = request.tokens_left - 1
         if request.controller is None or self._proposer is None or max_depth < 1:
             return None
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
-        graph, max_depth = TokenGraph(request.root), request.room - 1
+        graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
         if self._proposer is None or self._config is None or max_depth < 1:
             return Proposal(graph, unroll(graph, 0, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
         config, greedy, depth, sampler = self._config, request.greedy, max_depth, request.sampler

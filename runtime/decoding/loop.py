@@ -46,7 +46,7 @@ class Job(Generic[C]):
     write: Callable[[TokenChunk], C]
     num_slots: int = 0
     cache_salt: str | None = None
-    wanted: Pass | None = None  # the next pass of the text; None before the text has started
+    next_pass: Pass | None = None  # the next pass of the text; None before the text has started
     started: bool = False
     ended: bool = False
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)  # updated by `steps`
@@ -78,7 +78,7 @@ class Loop(Generic[J, C]):
         self.changed = Condition()
         self._pools = pools
         self._budget = budget
-        self._room = budget.slots  # slots for all jobs; smaller than the budget after memory ran out
+        self._slot_limit = budget.slots  # slots for all jobs; smaller than the budget after memory ran out
         self._freed = False  # whether unused memory was freed since the last successful pass
         self._num_started = 0
         self._num_added = 0
@@ -98,7 +98,7 @@ class Loop(Generic[J, C]):
 
     def remove(self, job: J) -> None:
         """End a running or waiting job: close its caches and free its place."""
-        job.ended, job.wanted = True, None
+        job.ended, job.next_pass = True, None
         with suppress(BaseException):  # the generator may raise when it is closed
             job.steps.close()
         with self.changed:
@@ -129,8 +129,8 @@ class Loop(Generic[J, C]):
                 yield JobEvent(job)
                 yield from self._advance(job, None)
             yield from self._recall(job)
-        served = select_joint([job for job in running if job.wanted is not None])
-        passes = [job.wanted for job in served if job.wanted is not None]
+        served = select_joint([job for job in running if job.next_pass is not None])
+        passes = [job.next_pass for job in served if job.next_pass is not None]
         if not passes:
             return
         try:
@@ -152,9 +152,9 @@ class Loop(Generic[J, C]):
     def _select_started(self, running: Sequence[J]) -> list[J]:
         """The started jobs, followed by the waiting jobs for which there are free slots, in the order of admission."""
         started = [job for job in running if job.started]
-        if not started and self._room != self._budget.slots:  # memory may be free again
-            self._set_room(self._budget.slots)
-        free = None if self._room is None else self._room - sum(job.num_slots for job in started)
+        if not started and self._slot_limit != self._budget.slots:  # memory may be free again
+            self._set_slot_limit(self._budget.slots)
+        free = None if self._slot_limit is None else self._slot_limit - sum(job.num_slots for job in started)
         for job in running:
             if not job.started:
                 if free is not None:
@@ -177,7 +177,7 @@ class Loop(Generic[J, C]):
             if isinstance(step, Pass):
                 if isinstance(step.cache, PooledKVCache):
                     step.cache.salt = job.cache_salt
-                job.wanted = step
+                job.next_pass = step
                 return
             answer = None
             if chunk is not None and chunk.finish_reason is not None:
@@ -186,7 +186,7 @@ class Loop(Generic[J, C]):
 
     def _recall(self, job: J) -> Iterator[JobEvent[J, C]]:
         """Advance a job over the rows of its next passes that its pool already holds."""
-        while (wanted := job.wanted) is not None and isinstance(wanted.engine, PooledEngine):
+        while (wanted := job.next_pass) is not None and isinstance(wanted.engine, PooledEngine):
             try:
                 rest = wanted.engine.recall(wanted)
             except MemoryError as error:  # the state of the job's cache is unknown
@@ -196,7 +196,7 @@ class Loop(Generic[J, C]):
                 return
             if wanted.engine.spec.role != DRAFT:
                 job.stats.num_cached_tokens += wanted.batch.num_tokens - (rest.batch.num_tokens if rest else 0)
-            job.wanted = rest
+            job.next_pass = rest
             if rest is None:
                 yield from self._advance(job, None)
 
@@ -212,7 +212,7 @@ class Loop(Generic[J, C]):
 
     def _rotate(self, job: J) -> None:
         """Clear a job's pass and move the job to the end of the running jobs."""
-        job.wanted = None
+        job.next_pass = None
         with self.changed:
             self.scheduler.rotate(job)
 
@@ -236,19 +236,19 @@ class Loop(Generic[J, C]):
                     pool.release()
             return
         self._freed = False
-        started = [job for job in self.scheduler.running if job.wanted]
-        self._set_room(min(pool.allocated for pool in self._pools) - self._budget.padding)
+        started = [job for job in self.scheduler.running if job.next_pass]
+        self._set_slot_limit(min(pool.allocated for pool in self._pools) - self._budget.padding)
         taken = 0
         for number, job in enumerate(sorted(started, key=lambda job: job.number)):
             taken += job.num_slots
-            if taken > (self._room or 0) or (number == 0 and len(started) == 1):
+            if taken > (self._slot_limit or 0) or (number == 0 and len(started) == 1):
                 yield self._fail(
                     job, OutOfMemoryError("memory ran out in the middle of this text: send it again later")
                 )
 
-    def _set_room(self, slots: int | None) -> None:
+    def _set_slot_limit(self, slots: int | None) -> None:
         """Set the most slots that all jobs together may use."""
-        self._room = slots
+        self._slot_limit = slots
         for pool in self._pools:
             pool.set_limit(None if slots is None else slots + self._budget.padding)
 
@@ -256,7 +256,7 @@ class Loop(Generic[J, C]):
 def select_joint(waiting: Sequence[J]) -> list[J]:
     """The jobs of the next pass: those at the front of `waiting` that request the same engine, as many as the engine
     joins into one pass. The draft engine has priority over the target, so drafting jobs reach the target together."""
-    passes = [(job, job.wanted) for job in waiting if job.wanted is not None]
+    passes = [(job, job.next_pass) for job in waiting if job.next_pass is not None]
     if len(passes) < 2:
         return [job for job, _ in passes]
     engine = next((wanted.engine for _, wanted in passes if wanted.engine.spec.role == DRAFT), passes[0][1].engine)

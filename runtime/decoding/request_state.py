@@ -17,9 +17,9 @@ from ..speculation.verifier import Acceptance
 class RequestState:
     """The state of one request: its text so far, and the statistics that its rounds collect.
 
-    root: the last committed token. length: tokens of prompt and output together. room: tokens that the text may still
-    get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how many
-    requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
+    root: the last committed token. length: tokens of prompt and output together. tokens_left: tokens that the text may
+    still get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how
+    many requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
     target's passes. observed: whether an observer receives the rounds.
     """
 
@@ -39,7 +39,7 @@ class RequestState:
         self.sampler, self.streams, self.observed = sampler, streams, observed
         self.controller, self.sharing = controller, sharing
         self.root, self.length = prompt[-1], len(prompt)
-        self.room = min(params.max_tokens - len(sampler.output), max_length - self.length)
+        self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.greedy = params.greedy
         self.lookup = None if config is None else config.lookup()
         self.calibration = None if config is None else config.calibration(self.greedy)
@@ -60,12 +60,14 @@ class RequestState:
     def cut(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """How many of a round's tokens the text keeps, and the finish reason if it ends there. A text may end inside an
         accepted path."""
-        for index, token in enumerate(token_ids[: self.room]):
+        for index, token in enumerate(token_ids[: self.tokens_left]):
             if token in self._endings:
                 return index + 1, "stop"
-        return (self.room, "length") if len(token_ids) >= self.room else (len(token_ids), None)
+        return (self.tokens_left, "length") if len(token_ids) >= self.tokens_left else (len(token_ids), None)
 
     def commit(self, token_ids: Sequence[int], kept: int) -> None:
         """Add a round's tokens to the state. kept: how many of them the text keeps."""
         self.sampler.commit(token_ids[:kept])
-        self.root, self.length, self.room = token_ids[-1], self.length + len(token_ids), self.room - len(token_ids)
+        self.root = token_ids[-1]
+        self.length += len(token_ids)
+        self.tokens_left -= len(token_ids)

@@ -85,19 +85,19 @@ def growth_end(
     tree: TokenTree,
     config: SpeculativeConfig,
     greedy: bool,
-    room: int,
+    max_depth: int,
     plan: RoundPlan | None,
     by_rule: bool,
 ) -> str:
-    """The reason why `graph` stopped growing, see Proposal. config: of the request. room: the largest depth that the
-    text still allows. plan: the plan of this round, if any. by_rule: whether the stop rule ended the growth."""
+    """The reason why `graph` stopped growing, see Proposal. config: of the request. max_depth: the largest depth that
+    the text still allows. plan: the plan of this round, if any. by_rule: whether the stop rule ended the growth."""
     if by_rule:
         return f"stop rule {config.stop_rule}"
     given = {edge.child for edges in graph.edges for edge in edges if edge.certain}
     deepest = max(depth for node, depth in enumerate(graph.depths) if node not in given)
-    own, planned = config.deepest(greedy), room if plan is None else plan.depth
-    if deepest >= min(own, room, planned):
-        return PLANNED if planned < min(own, room) else END_OF_ROOM if room < own else DEPTH_LIMIT
+    own, planned = config.deepest(greedy), max_depth if plan is None else plan.depth
+    if deepest >= min(own, max_depth, planned):
+        return PLANNED if planned < min(own, max_depth) else END_OF_ROOM if max_depth < own else DEPTH_LIMIT
     # Each copy of a merged node counts: unrolling a drawn graph repeats the node once per path.
     drafted = max(len(graph), len(tree)) - 1 - len(given)
     size = config.max_total_draft_tokens if plan is None or config.shaped else plan.size

@@ -21,7 +21,7 @@ from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.shared.pool import PooledEngine
-from draftwood.runtime.llm import Prompt, Shared
+from draftwood.runtime.llm import Prompt, SharedEngines
 from draftwood.runtime.requests.async_llm import AsyncLLM
 from draftwood.runtime.text.tokenizer import Tokenizer
 from draftwood.runtime.text.writer import TextWriter
@@ -84,7 +84,7 @@ def test_a_list_that_fails_or_is_interrupted_leaves_no_caches(
     pools: list[PooledEngine] = []
     left, share, score = iter(range(9)), llm.share, llm.engines.target.score
 
-    def noted(requests: int, prefix_cache_slots: int) -> Shared:
+    def noted(requests: int, prefix_cache_slots: int) -> SharedEngines:
         shared = share(requests, prefix_cache_slots=prefix_cache_slots)
         pools.extend(shared.pools)
         return shared

@@ -107,7 +107,7 @@ def test_nobody_waits_for_a_wide_pass_but_whoever_came_in_the_middle_of_it(opene
     wanted = next(passes)
     guest = pool.new_cache()
     waiting: list[Job[TokenChunk]] = [
-        Job(steps=no_steps(), write=lambda chunk: chunk, wanted=each)
+        Job(steps=no_steps(), write=lambda chunk: chunk, next_pass=each)
         for each in (wanted, next(prefill_passes(pool, guest, [1, 2, 3])))
     ]
     assert select_joint(waiting) == waiting[:1]

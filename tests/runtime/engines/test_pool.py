@@ -207,7 +207,7 @@ def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
 
     def waiting(engine: Engine, rows: int) -> Job[TokenChunk]:
         wanted = Pass(engine, causal_batch(engine.spec, [0] * rows, 0), engine.new_cache())
-        return Job(steps=no_steps(), write=lambda chunk: chunk, wanted=wanted)
+        return Job(steps=no_steps(), write=lambda chunk: chunk, next_pass=wanted)
 
     for_target = [waiting(target, rows) for rows in (40, 20, 10)]
     assert select_joint(for_target) == for_target[:2]

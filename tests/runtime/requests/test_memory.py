@@ -129,7 +129,7 @@ def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
 
         def watched(*arguments: Any) -> Any:
             nonlocal most
-            most = max(most, sum(request.wanted is not None for request in served._loop.scheduler.running))
+            most = max(most, sum(request.next_pass is not None for request in served._loop.scheduler.running))
             return forward(*arguments)
 
         forward = llm._target.score
