@@ -91,7 +91,8 @@ class TokenBatch:
         last_only: bool = False,
         ranking_only: bool = False,
     ) -> TokenBatch:
-        """Pad n rows with mask [n, s + n] to `width` rows. No other function pads rows.
+        """Pad n rows with mask [n, s + n] to `width` rows. No other function pads rows. last_only: the last real row is
+        the only output row; else all rows are.
 
         A padding row attends to no speculative slot, and no row attends to it. The next pass overwrites its cache slot.
         """

@@ -31,10 +31,10 @@ class AsyncLLM(EngineThread):
     allow it.
 
     Every request has its own caches and random streams, so its text does not depend on other requests. The cost model
-    proposes fewer tokens the more requests share a pass. It does so only where the proposals cannot change the text:
-    for greedy requests, and for sampled requests without a seed. An error in a round ends that request only. Clients
-    get free places in turn. Requests of the same `cache_salt` share the cache rows of common prefixes of their prompts
-    and outputs.
+    plans smaller proposals the more requests share a pass. It does so only for greedy requests, whose text does not
+    depend on the proposals, and for sampled requests without a seed. An error in a round ends that request only.
+    Clients get free places in turn. Requests of the same `cache_salt` share the cache rows of common prefixes of their
+    prompts and outputs.
     """
 
     def __init__(

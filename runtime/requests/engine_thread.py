@@ -68,6 +68,7 @@ class EngineThread:
             self._end_all(to_exception(failure))
 
     def _end_all(self, failure: Exception) -> None:
+        """End every running and waiting request with `failure`."""
         with self._loop.changed:
             self._closed = True
             for request in self._loop.scheduler:
@@ -110,6 +111,7 @@ class EngineThread:
                 self._fail(request, shortage)
 
     def _record(self, request: Request, chunk: StreamChunk) -> None:
+        """Record a successful round in the metrics and in the engine's health."""
         self._health.record_round()
         now, draft_counts = monotonic(), DraftCounts.of(chunk.stats)
         since = request.arrived if request.last_round is None else request.last_round

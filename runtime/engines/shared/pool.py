@@ -192,21 +192,23 @@ class PooledEngine(Engine):
             wanted += range(begin, first) if output_read else ()
         # The new slots are computed before the pass, so that a failed allocation changes neither cache nor sequences.
         ends = used + np.cumsum(counts)
-        drafted = [
+        new_slots = [
             np.concatenate((cache.speculative_slots, np.arange(end - count, end)))
             for cache, count, end in zip(caches, counts, ends.tolist(), strict=True)
         ]
-        output_rows = passes[0].batch.output_rows if len(passes) == 1 else self._scored(wanted or [rows - 1], width)
+        output_rows = (
+            passes[0].batch.output_rows if len(passes) == 1 else self._output_rows(wanted or [rows - 1], width)
+        )
         together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
         output = self._engine.score(together, self._storage)
         if self.prefixes is not None:
             self.prefixes.record(used, token_ids[:rows], position_ids[:rows])
-        outputs = [output] if len(passes) == 1 else [part(output, rows) for rows in parts]
-        for cache, slots in zip(caches, drafted, strict=True):
+        outputs = [output] if len(passes) == 1 else [slice_output(output, rows) for rows in parts]
+        for cache, slots in zip(caches, new_slots, strict=True):
             cache.speculative_slots = slots
         return outputs
 
-    def _scored(self, wanted: list[int], width: int) -> NDArray[np.int64]:
+    def _output_rows(self, wanted: list[int], width: int) -> NDArray[np.int64]:
         """The output rows of a pass: the `wanted` rows, and copies of the last one up to a compiled width. Engines keep
         buffers for each number of output rows, and some sum in another order for one row than for several."""
         missing = min(self.spec.width_for(len(wanted)), width) - len(wanted)
@@ -218,7 +220,7 @@ class PooledEngine(Engine):
         self.caches.clear()
 
     def _make_room(self, width: int) -> None:
-        """Free slots for a pass of `width` rows. A full cache grows; it is compacted instead where most rows are
+        """Make sure that a pass of `width` rows fits. A full cache grows; it is compacted instead where most rows are
         garbage or the limit is reached. A cache with many spare slots shrinks after SPARE_PASSES passes. Where the
         backend reads neighbouring slots together, the rows of each sequence are gathered from time to time."""
         used, capacity, limit = self._storage.speculative, self._storage.capacity, self._limit
@@ -230,10 +232,10 @@ class PooledEngine(Engine):
         full = used + width > capacity
         if not full and not spare and not self._is_scattered(used, needed):
             return
-        live = self._live()
+        live = self._find_live()
         rows = int(live.sum())
         if not full and not spare:  # the rows of ended sequences may stay
-            self._remember(live, used - rows)
+            self._keep_recent(live, used - rows)
             self._compact(live)
             return
         if spare:
@@ -242,7 +244,7 @@ class PooledEngine(Engine):
         if spare or used + width > limit or mostly_garbage:
             room = int(min(LIVE_SHARE * capacity, limit - width)) - rows
             # Before the first common prefix, keep only as many ended rows as its detection needs.
-            self._remember(live, min(room, self._retained if self._recalled else 2 * COMMON_TOKENS))
+            self._keep_recent(live, min(room, self._retained if self._recalled else 2 * COMMON_TOKENS))
             self._compact(live)
         if spare:
             self._storage.shrink(capacity)
@@ -258,14 +260,14 @@ class PooledEngine(Engine):
         gathers = describe_backend(self._engine.spec.backend).gathers and len(self.caches) > 1
         return gathers and used - self._gathered > max(SCATTERED_ROWS, needed // 2)
 
-    def _remember(self, live: NDArray[np.bool_], count: int) -> None:
+    def _keep_recent(self, live: NDArray[np.bool_], count: int) -> None:
         """Mark at most `count` rows of ended sequences as live."""
         if self.prefixes is not None and count > 0:
             live[self.prefixes.find_recent(live, count)] = True
 
     def release(self) -> None:
         """Free the rows of ended sequences and unused slots, because memory is short."""
-        live = self._live()
+        live = self._find_live()
         if self.prefixes is not None:
             self.prefixes.clear()
         self._compact(live)
@@ -273,7 +275,7 @@ class PooledEngine(Engine):
         if self.allocated > needed:
             self._storage.shrink(needed)
 
-    def _live(self) -> NDArray[np.bool_]:
+    def _find_live(self) -> NDArray[np.bool_]:
         """bool [used slots]: whether an open sequence refers to the slot."""
         live = np.zeros(self._storage.speculative, np.bool_)
         for each in self.caches:
@@ -283,18 +285,18 @@ class PooledEngine(Engine):
     def _compact(self, live: NDArray[np.bool_]) -> None:
         """Move the live rows to the first slots, and update the slots of every sequence. If an allocation fails,
         nothing changes: with wrong slots a sequence would continue another sequence's text."""
-        kept = self._by_sequence(live)
+        kept = self._order_slots(live)
         moved = np.full(self._storage.speculative, EMPTY_TEXT)
         moved[kept] = np.arange(len(kept))
         places = [(cache, moved[cache.slots], moved[cache.speculative_slots]) for cache in self.caches]
         prefixes = None if self.prefixes is None else self.prefixes.renumber(kept, moved)
         self._storage.compact(kept)
-        for cache, slots, drafted in places:
-            cache.slots, cache.speculative_slots = slots, drafted
+        for cache, slots, speculative in places:
+            cache.slots, cache.speculative_slots = slots, speculative
         self.prefixes = prefixes
         self._gathered = len(kept)
 
-    def _by_sequence(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def _order_slots(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:
         """The live slots, ordered by sequence. Shared slots come with the first sequence that refers to them, and slots
         of ended sequences come last. If the slots of a sequence would not ascend (see `prefix.py`), the order stays."""
         own = [slots for each in self.caches for slots in (each.slots, each.speculative_slots)]
@@ -309,7 +311,7 @@ class PooledEngine(Engine):
         return order if ascend else ended
 
 
-def part(output: ForwardOutput, rows: slice) -> ForwardOutput:
+def slice_output(output: ForwardOutput, rows: slice) -> ForwardOutput:
     """The results of a range of rows, as views."""
     return ForwardOutput(
         output.logits[rows],
