@@ -197,7 +197,7 @@ class PooledEngine(Engine):
             for cache, count, end in zip(caches, counts, ends.tolist(), strict=True)
         ]
         output_rows = (
-            passes[0].batch.output_rows if len(passes) == 1 else self._output_rows(wanted or [rows - 1], width)
+            passes[0].batch.output_rows if len(passes) == 1 else self._pad_output_rows(wanted or [rows - 1], width)
         )
         together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
         output = self._engine.score(together, self._storage)
@@ -208,7 +208,7 @@ class PooledEngine(Engine):
             cache.speculative_slots = slots
         return outputs
 
-    def _output_rows(self, wanted: list[int], width: int) -> NDArray[np.int64]:
+    def _pad_output_rows(self, wanted: list[int], width: int) -> NDArray[np.int64]:
         """The output rows of a pass: the `wanted` rows, and copies of the last one up to a compiled width. Engines keep
         buffers for each number of output rows, and some sum in another order for one row than for several."""
         missing = min(self.spec.width_for(len(wanted)), width) - len(wanted)

@@ -226,7 +226,7 @@ def test_the_texts_used_last_are_kept_and_of_the_oldest_its_beginning() -> None:
     read(pool, reader, [4] * 20)
     live = np.zeros(pool._storage.speculative, np.bool_)
     live[reader.slots] = True
-    pool._remember(live, 70)
+    pool._keep_recent(live, 70)
     pool._compact(live)
     assert [found(pool, text) for text in (old, middle, new, [4] * 20)] == [10, 30, 30, 20]
     assert pool._storage.speculative == 90 and text_of(pool, reader) == (4,) * 20
