@@ -5,6 +5,7 @@ source by the tests in TESTS. A mutant that makes tests hang counts as detected.
 that no test can detect, each with the reason.
 
     python tests/support/mutation.py --mutants 300 --output build/mutation.json
+    python tests/support/mutation.py --names build/mutation.json  # the survivors of that pass again
 """
 
 from __future__ import annotations
@@ -225,6 +226,18 @@ def mutants(pattern: str) -> list[Mutant]:
     return found
 
 
+def named(file: Path, every: list[Mutant]) -> list[Mutant]:
+    """The mutants whose names `file` lists: one on each line, or as the survivors of a result. A name whose line of code
+    was changed meanwhile is printed as gone."""
+    text = file.read_text(encoding="utf-8")
+    names: list[str] = json.loads(text)["survivors"] if text.startswith("{") else text.splitlines()
+    known = {mutant.name for mutant in every}
+    for name in names:
+        if name not in known:
+            print(f"gone: {name}", flush=True)
+    return [mutant for mutant in every if mutant.name in names]
+
+
 class Tree:
     """A copy of the tracked files, in which mutants are tried."""
 
@@ -305,11 +318,15 @@ def main() -> int:
     parser.add_argument("--files", default="*", help="pattern of the files to change")
     parser.add_argument("--mutants", type=int, default=300, help="how many are tried, drawn at random; 0: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--names", type=Path, help="file of the names to try, or an earlier result: its survivors")
     parser.add_argument("--list", action="store_true", help="names the sample and tries nothing")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     every = mutants(options.files)
-    sample = random.Random(options.seed).sample(every, min(options.mutants or len(every), len(every)))
+    if options.names:
+        sample = named(options.names, every)
+    else:
+        sample = random.Random(options.seed).sample(every, min(options.mutants or len(every), len(every)))
     if options.list:
         print(*(mutant.name for mutant in sample), sep="\n")
         return 0
