@@ -31,7 +31,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
-KERNELS = ("test_native_kernels", "test_native", "test_softmax")
+KERNELS = ("test_native_kernels", "test_native", "test_softmax", "test_native_edges")
 SPECULATION = ("test_verifier", "test_controller", "test_cost", "test_decoder", "test_room")
 TESTS = {
     "runtime/text/writer.py": ("test_multibyte_text", "test_llm", "test_detokenizer"),

@@ -74,6 +74,13 @@ def test_truncation_is_what_it_is_defined_as(seed: int, spread: float, top_k: in
     assert found == pytest.approx(plainly_truncated(scores, top_k, top_p, min_p), abs=1e-12)
 
 
+@pytest.mark.parametrize("changes", [{}, {"min_p": 1e-30}, {"top_k": 2}])
+def test_top_p_of_1_keeps_tokens_too_unlikely_to_change_a_sum(changes: dict[str, float]) -> None:
+    found = sampler(3, **changes).distribution(np.array([0, -40, -45], np.float32), [])
+    assert found[:2] == pytest.approx([1, np.exp(-50)], rel=1e-6)
+    assert (found[2] == 0) == ("top_k" in changes)
+
+
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_the_largest_scores_stand_in_order_however_far_apart_they_are(count: int) -> None:
     near, far = np.zeros(50, np.float32), -2 * LIKELY * np.arange(50, dtype=np.float32)[::-1]
