@@ -159,11 +159,14 @@ def python_mutants(file: str, source: str) -> Iterator[Mutant]:
 
 
 def calculating(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Nodes that do something when the program runs: no annotation, no docstring, no text of a message."""
+    """Nodes that do something when the program runs: no annotation, no docstring, no text of a message, and neither the
+    condition of an `assert` nor `strict=True` of a zip, which only asserts."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
             if isinstance(node, (ast.Raise, ast.Assert)):
                 yield node
+            continue
+        if isinstance(node, ast.keyword) and (node.arg, ast.unparse(node.value)) == ("strict", "True"):
             continue
         if isinstance(node, (ast.expr, ast.stmt)):
             yield node

@@ -133,18 +133,18 @@ def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
     assert rounds_to_probe(5000) > 5 * rounds_to_probe(1)
 
 
-@pytest.mark.parametrize("host", [FREE, HostCosts(0.02, 0.3, 0.1)])
-@pytest.mark.parametrize(("sharing", "given", "row"), [(1, 0, 0.0), (3, 0, 0.4), (3, 2, 0.4), (3, 0, 0.02)])
+@pytest.mark.parametrize("host", [FREE, HostCosts(0.021, 0.31, 0.1)])
+@pytest.mark.parametrize(("sharing", "given", "row"), [(1, 0, 0.0), (3, 0, 0.43), (3, 2, 0.43), (3, 0, 0.02)])
 def test_a_probe_waits_until_it_has_been_saved_for(sharing: int, given: int, row: float, host: HostCosts) -> None:
     """1 % of plain rounds' time pays for its draft passes, and for what it delays the others beyond what it saves."""
-    costs = table(1.0, DEAR_DRAFT, row, host)
-    costs = replace(costs, target=replace(costs.target, padded=False))
+    seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
+    costs = replace(table(1.0, DEAR_DRAFT, host=host), target=PassCosts((1, 64), (0, 1000), seconds, padded=False))
     controller = Controller(costs, CHAIN._replace(given=given), greedy=True)
-    plans = [controller.plan(0, 100, sharing)]
+    plans = [controller.plan(100, 100, sharing)]
     while not plans[-1].probe:
-        plans.append(controller.plan(0, 100, sharing))
+        plans.append(controller.plan(100, 100, sharing))
     probe, plain = plans[-1], plans[0].seconds
-    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + host.plain)
+    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.1 + host.plain)
     delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
     assert len(plans) == math.floor(100 * (probe.depth * DEAR_DRAFT + max(0.0, delay)) / plain) + 1
 
