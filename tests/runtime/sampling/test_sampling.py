@@ -95,6 +95,14 @@ def test_a_nucleus_may_need_tokens_that_are_hardly_likely() -> None:
     assert len(nucleus(probs, 0.95)) == pytest.approx(1 + 10_000, abs=2)
 
 
+def test_top_p_may_need_tokens_that_are_hardly_likely() -> None:
+    """Half of the mass is in 20,000 tokens, each of them less than NEGLIGIBLE times as probable as the first one."""
+    scores = np.full(20_001, 0.8 * np.log(1 / 20_000), np.float32)
+    scores[7] = 0.0
+    found = sampler(20_001, top_p=0.75).distribution(scores, [])
+    assert found[7] == pytest.approx(2 / 3, abs=1e-3) and (found > 0).sum() == pytest.approx(10_001, abs=2)
+
+
 @pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.4}, {"top_k": 2, "min_p": 0.5}])
 def test_of_equal_tokens_the_first_are_kept(changes: dict[str, float]) -> None:
     scores = np.array([1, 3, 3, 3, 3, 0], np.float32)
@@ -272,6 +280,12 @@ def test_what_a_processor_may_not_return(returned: object, named: str, temperatu
         Sampler(params, (), (), 5).distribution(np.zeros(5, np.float32), [])
 
 
+@pytest.mark.parametrize("edge", [np.finfo(np.float32).min, np.finfo(np.float32).max])
+def test_a_processor_may_return_every_number_of_fp32(edge: float) -> None:
+    one = sampler(5, logits_processors=(lambda output, logits: np.full(5, edge, np.float64),))  # type: ignore[arg-type]
+    assert one.distribution(np.zeros(5, np.float32), []).tolist() == [0.2] * 5
+
+
 def test_a_processor_may_mask_with_whatever_is_small() -> None:
     masked = np.array([1.0, -1e300, -np.inf, float(np.finfo(np.float64).min), 1.0])
     one = sampler(5, logits_processors=(lambda output, logits: masked,), repetition_penalty=1e6)  # type: ignore[arg-type]
@@ -294,11 +308,12 @@ def test_nothing_is_copied_without_a_processor() -> None:
 
 
 def test_a_token_that_ends_the_text_is_banned_until_enough_are_there() -> None:
-    one = Sampler(SamplingParams(min_tokens=2, stop_token_ids=(4,)), (), (2,), 5)
+    one = Sampler(SamplingParams(min_tokens=2, stop_token_ids=(4, 0)), (), (2,), 5)
     for output, path, banned in (([], [], True), ([], [1], True), ([], [1, 1], False), ([1], [1], False)):
         fresh = Sampler(one.params, (), (2,), 5)
         fresh.commit(output)
-        assert (fresh.distribution(np.zeros(5, np.float32), path)[[2, 4]] == 0).all() == banned
+        assert (fresh.distribution(np.zeros(5, np.float32), path)[[0, 2, 4]] == 0).all() == banned
+        assert fresh.follows_path == (len(output) < 2)
 
 
 def test_penalties_count_what_they_are_defined_to_count() -> None:
@@ -317,6 +332,7 @@ def test_what_is_left_out_changes_nothing() -> None:
     """The defaults are those that ask for nothing: the distribution is the softmax of the logits."""
     logits = np.random.default_rng(0).normal(size=50).astype(np.float32) * 4
     one = Sampler(SamplingParams(), (1, 2), (3,), 50)
+    assert not one.follows_path
     one.commit([4, 4])
     weights = np.exp(logits.astype(np.float64) - logits.max())
     assert one.distribution(logits, [5]) == pytest.approx(weights / weights.sum())

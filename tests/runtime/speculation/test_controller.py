@@ -18,7 +18,7 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, RoundPlan
+from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
 
@@ -256,6 +256,25 @@ def test_costs_follow_the_context() -> None:
     longer = CostModel(costs.target, dearer, FREE, FREE, {})
     controller = Controller(longer, CHAIN, greedy=True)
     assert controller.plan(0, 100).depth > 0 and controller.plan(1000, 100).depth == 0
+    assert controller.plan(64, 100).speed_up < controller.plan(63, 100).speed_up == controller.plan(0, 100).speed_up
+
+
+def test_greedy_and_sampled_texts_have_host_costs_of_their_own() -> None:
+    costs = replace(table(), greedy=HostCosts(0.5, 0.0, 0.0), sampled=HostCosts(0.25, 0.0, 0.0))
+    assert [Controller(costs, CHAIN, greedy).plan(0, 0).seconds for greedy in (True, False)] == [1.5, 1.25]
+
+
+def test_the_estimates_of_the_latest_shapes_are_kept() -> None:
+    """A client that asks for ever other shapes fills no memory."""
+    experience = Experience()
+    shapes = [CHAIN._replace(depth=depth) for depth in range(1, 66)]
+    for each in (*shapes[:64], shapes[0], shapes[64]):
+        estimate = AcceptanceEstimate(each)
+        estimate.observe(None, 1, [1], [VerifierChoice(0, 1)])
+        experience.store(each, True, estimate)
+    known = [experience.estimate_for(each, True)._offered.any() for each in shapes]
+    assert known == [True, False, *[True] * 63]
+    assert not experience.estimate_for(shapes[0], greedy=False)._offered.any()
 
 
 def test_proposals_shrink_as_more_requests_share_a_pass() -> None:
