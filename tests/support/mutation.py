@@ -230,8 +230,8 @@ def mutants(pattern: str) -> list[Mutant]:
 
 
 def named(file: Path, every: list[Mutant]) -> list[Mutant]:
-    """The mutants whose names `file` lists: one on each line, or as the survivors of a result. A name whose line of code
-    was changed meanwhile is printed as gone."""
+    """The mutants whose names `file` lists: one on each line, or as the survivors of a result. A name whose code was
+    changed meanwhile is printed as gone."""
     text = file.read_text(encoding="utf-8")
     names: list[str] = json.loads(text)["survivors"] if text.startswith("{") else text.splitlines()
     known = {mutant.name for mutant in every}
