@@ -265,7 +265,7 @@ class Tree:
         )
 
     def passes(self, mutant: Mutant | None, tests: Iterable[str], seconds: float) -> bool:
-        """Whether the tests see nothing of a mutant, or of none."""
+        """Whether the tests see nothing of a mutant, or of none. seconds: limit for each file of tests."""
         if mutant is None:
             return self._run(tests, seconds)
         file = self._folder / mutant.file
@@ -278,13 +278,21 @@ class Tree:
             file.write_bytes(original)
 
     def _run(self, tests: Iterable[str], seconds: float) -> bool:
-        found = [self._folder.glob(f"tests/**/{name}.py") for name in tests]
-        files = [str(file) for each in found for file in each]
+        """Each file in a process of its own: the first ones notice most mutants, and later ones take long to import."""
+        files = [str(file) for name in tests for file in self._folder.glob(f"tests/**/{name}.py")]
+        return all(self._pytest(file, seconds) for file in files)
+
+    def _pytest(self, file: str, seconds: float) -> bool:
         options = ["-x", "-q", "-m", "not full and not gpu", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-        command = [sys.executable, "-m", "pytest", *options, *files]
         unseen = subprocess.DEVNULL
         with subprocess.Popen(
-            command, cwd=self._folder, env=self._env, stdin=unseen, stdout=unseen, stderr=unseen, start_new_session=True
+            [sys.executable, "-m", "pytest", *options, file],
+            cwd=self._folder,
+            env=self._env,
+            stdin=unseen,
+            stdout=unseen,
+            stderr=unseen,
+            start_new_session=True,
         ) as process:
             try:
                 return process.wait(seconds) == 0
