@@ -5,23 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bundling import DEMO, built, optional
-from checkpoints import write_checkpoint, write_tokenizer
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says something about the machine and what else runs on it, nothing about the code.
 settings.register_profile("draftwood", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("draftwood")
 
+# The fixtures import their helpers themselves: these import torch and transformers, which takes seconds, and most tests
+# need neither.
+
 
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """A real third-party LLaMA of 260K parameters, with a distilled draft and its author's published text."""
+    from bundling import optional
+
     return optional("stories260K")
 
 
 @pytest.fixture(scope="session")
 def stories_bundle(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from bundling import built
+
     return built(stories / "target", stories / "draft", tmp_path_factory.mktemp("stories") / "bundle")
 
 
@@ -33,12 +38,16 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from bundling import built
+
     return built(tiny_pair / "target", tiny_pair / "draft", tmp_path_factory.mktemp("tiny") / "bundle")
 
 
 @pytest.fixture(scope="session")
 def no_bos_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose tokenizer puts nothing before a text."""
+    from bundling import built
+
     folder = write_pair(tmp_path_factory.mktemp("no_bos"), add_bos=False)
     return built(folder / "target", folder / "draft", folder / "bundle")
 
@@ -46,10 +55,14 @@ def no_bos_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle that `make demo` builds."""
+    from bundling import DEMO, built
+
     return built(DEMO / "target", DEMO / "draft", tmp_path_factory.mktemp("demo") / "bundle", DEMO / "head")
 
 
 def write_pair(folder: Path, add_bos: bool) -> Path:
+    from checkpoints import write_checkpoint, write_tokenizer
+
     for role, seed in (("target", 0), ("draft", 1)):
         write_checkpoint(folder / role, "gqa", seed=seed)
         write_tokenizer(folder / role, add_bos=add_bos)

@@ -5,6 +5,7 @@ source by the tests in TESTS. A mutant that makes tests hang counts as detected.
 that no test can detect, each with the reason.
 
     python tests/support/mutation.py --mutants 300 --output build/mutation.json
+    python tests/support/mutation.py --names build/mutation.json  # the survivors of that pass again
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
-KERNELS = ("test_native_kernels", "test_native", "test_softmax")
+KERNELS = ("test_native_kernels", "test_native", "test_softmax", "test_native_edges")
 SPECULATION = ("test_verifier", "test_controller", "test_cost", "test_decoder", "test_room")
 TESTS = {
     "runtime/text/writer.py": ("test_multibyte_text", "test_llm", "test_detokenizer"),
@@ -158,11 +159,14 @@ def python_mutants(file: str, source: str) -> Iterator[Mutant]:
 
 
 def calculating(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Nodes that do something when the program runs: no annotation, no docstring, no text of a message."""
+    """Nodes that do something when the program runs: no annotation, no docstring, no text of a message, and neither the
+    condition of an `assert` nor `strict=True` of a zip, which only asserts."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
             if isinstance(node, (ast.Raise, ast.Assert)):
                 yield node
+            continue
+        if isinstance(node, ast.keyword) and (node.arg, ast.unparse(node.value)) == ("strict", "True"):
             continue
         if isinstance(node, (ast.expr, ast.stmt)):
             yield node
@@ -225,6 +229,18 @@ def mutants(pattern: str) -> list[Mutant]:
     return found
 
 
+def named(file: Path, every: list[Mutant]) -> list[Mutant]:
+    """The mutants whose names `file` lists: one on each line, or as the survivors of a result. A name whose code was
+    changed meanwhile is printed as gone."""
+    text = file.read_text(encoding="utf-8")
+    names: list[str] = json.loads(text)["survivors"] if text.startswith("{") else text.splitlines()
+    known = {mutant.name for mutant in every}
+    for name in names:
+        if name not in known:
+            print(f"gone: {name}", flush=True)
+    return [mutant for mutant in every if mutant.name in names]
+
+
 class Tree:
     """A copy of the tracked files, in which mutants are tried."""
 
@@ -249,7 +265,7 @@ class Tree:
         )
 
     def passes(self, mutant: Mutant | None, tests: Iterable[str], seconds: float) -> bool:
-        """Whether the tests see nothing of a mutant, or of none."""
+        """Whether the tests see nothing of a mutant, or of none. seconds: limit for each file of tests."""
         if mutant is None:
             return self._run(tests, seconds)
         file = self._folder / mutant.file
@@ -262,13 +278,21 @@ class Tree:
             file.write_bytes(original)
 
     def _run(self, tests: Iterable[str], seconds: float) -> bool:
-        found = [self._folder.glob(f"tests/**/{name}.py") for name in tests]
-        files = [str(file) for each in found for file in each]
+        """Each file in a process of its own: the first ones notice most mutants, and later ones take long to import."""
+        files = [str(file) for name in tests for file in self._folder.glob(f"tests/**/{name}.py")]
+        return all(self._pytest(file, seconds) for file in files)
+
+    def _pytest(self, file: str, seconds: float) -> bool:
         options = ["-x", "-q", "-m", "not full and not gpu", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-        command = [sys.executable, "-m", "pytest", *options, *files]
         unseen = subprocess.DEVNULL
         with subprocess.Popen(
-            command, cwd=self._folder, env=self._env, stdin=unseen, stdout=unseen, stderr=unseen, start_new_session=True
+            [sys.executable, "-m", "pytest", *options, file],
+            cwd=self._folder,
+            env=self._env,
+            stdin=unseen,
+            stdout=unseen,
+            stderr=unseen,
+            start_new_session=True,
         ) as process:
             try:
                 return process.wait(seconds) == 0
@@ -305,11 +329,15 @@ def main() -> int:
     parser.add_argument("--files", default="*", help="pattern of the files to change")
     parser.add_argument("--mutants", type=int, default=300, help="how many are tried, drawn at random; 0: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--names", type=Path, help="file of the names to try, or an earlier result: its survivors")
     parser.add_argument("--list", action="store_true", help="names the sample and tries nothing")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     every = mutants(options.files)
-    sample = random.Random(options.seed).sample(every, min(options.mutants or len(every), len(every)))
+    if options.names:
+        sample = named(options.names, every)
+    else:
+        sample = random.Random(options.seed).sample(every, min(options.mutants or len(every), len(every)))
     if options.list:
         print(*(mutant.name for mutant in sample), sep="\n")
         return 0

@@ -78,7 +78,7 @@ class Controller:
         self._host = costs.greedy if greedy else costs.sampled
         self._experience = Experience() if experience is None else experience
         self._estimate = self._experience.estimate_for(shapes, greedy)
-        self._priced = (-1, 0)  # the context (in steps) and sharing of the prices below
+        self._priced: tuple[int, int] | None = None  # the context (in steps) and sharing of the prices below
         self._seconds = np.zeros(shapes.grid)
         self._plain_seconds = 0.0
         self._draft_alone: list[float] = []  # seconds of a draft pass of 1, 2, ... rows of a single request

@@ -74,6 +74,13 @@ def test_truncation_is_what_it_is_defined_as(seed: int, spread: float, top_k: in
     assert found == pytest.approx(plainly_truncated(scores, top_k, top_p, min_p), abs=1e-12)
 
 
+@pytest.mark.parametrize("changes", [{}, {"min_p": 1e-30}, {"top_k": 2}])
+def test_top_p_of_1_keeps_tokens_too_unlikely_to_change_a_sum(changes: dict[str, float]) -> None:
+    found = sampler(3, **changes).distribution(np.array([0, -40, -45], np.float32), [])
+    assert found[:2] == pytest.approx([1, np.exp(-50)], rel=1e-6)
+    assert (found[2] == 0) == ("top_k" in changes)
+
+
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_the_largest_scores_stand_in_order_however_far_apart_they_are(count: int) -> None:
     near, far = np.zeros(50, np.float32), -2 * LIKELY * np.arange(50, dtype=np.float32)[::-1]
@@ -86,6 +93,14 @@ def test_a_nucleus_may_need_tokens_that_are_hardly_likely() -> None:
     probs[7] = 0.9
     assert nucleus(probs, 0.5).tolist() == [7]
     assert len(nucleus(probs, 0.95)) == pytest.approx(1 + 10_000, abs=2)
+
+
+def test_top_p_may_need_tokens_that_are_hardly_likely() -> None:
+    """Half of the mass is in 20,000 tokens, each of them less than NEGLIGIBLE times as probable as the first one."""
+    scores = np.full(20_001, 0.8 * np.log(1 / 20_000), np.float32)
+    scores[7] = 0.0
+    found = sampler(20_001, top_p=0.75).distribution(scores, [])
+    assert found[7] == pytest.approx(2 / 3, abs=1e-3) and (found > 0).sum() == pytest.approx(10_001, abs=2)
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.4}, {"top_k": 2, "min_p": 0.5}])
@@ -265,6 +280,12 @@ def test_what_a_processor_may_not_return(returned: object, named: str, temperatu
         Sampler(params, (), (), 5).distribution(np.zeros(5, np.float32), [])
 
 
+@pytest.mark.parametrize("edge", [np.finfo(np.float32).min, np.finfo(np.float32).max])
+def test_a_processor_may_return_every_number_of_fp32(edge: float) -> None:
+    one = sampler(5, logits_processors=(lambda output, logits: np.full(5, edge, np.float64),))  # type: ignore[arg-type]
+    assert one.distribution(np.zeros(5, np.float32), []).tolist() == [0.2] * 5
+
+
 def test_a_processor_may_mask_with_whatever_is_small() -> None:
     masked = np.array([1.0, -1e300, -np.inf, float(np.finfo(np.float64).min), 1.0])
     one = sampler(5, logits_processors=(lambda output, logits: masked,), repetition_penalty=1e6)  # type: ignore[arg-type]
@@ -287,11 +308,12 @@ def test_nothing_is_copied_without_a_processor() -> None:
 
 
 def test_a_token_that_ends_the_text_is_banned_until_enough_are_there() -> None:
-    one = Sampler(SamplingParams(min_tokens=2, stop_token_ids=(4,)), (), (2,), 5)
+    one = Sampler(SamplingParams(min_tokens=2, stop_token_ids=(4, 0)), (), (2,), 5)
     for output, path, banned in (([], [], True), ([], [1], True), ([], [1, 1], False), ([1], [1], False)):
         fresh = Sampler(one.params, (), (2,), 5)
         fresh.commit(output)
-        assert (fresh.distribution(np.zeros(5, np.float32), path)[[2, 4]] == 0).all() == banned
+        assert (fresh.distribution(np.zeros(5, np.float32), path)[[0, 2, 4]] == 0).all() == banned
+        assert fresh.follows_path == (len(output) < 2)
 
 
 def test_penalties_count_what_they_are_defined_to_count() -> None:
@@ -310,6 +332,7 @@ def test_what_is_left_out_changes_nothing() -> None:
     """The defaults are those that ask for nothing: the distribution is the softmax of the logits."""
     logits = np.random.default_rng(0).normal(size=50).astype(np.float32) * 4
     one = Sampler(SamplingParams(), (1, 2), (3,), 50)
+    assert not one.follows_path
     one.commit([4, 4])
     weights = np.exp(logits.astype(np.float64) - logits.max())
     assert one.distribution(logits, [5]) == pytest.approx(weights / weights.sum())

@@ -50,7 +50,7 @@ from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
         ({"min_p": -0.01}, "min_p must be in"),
         ({"min_p": 1.01}, "min_p must be in"),
         ({"repetition_penalty": 0}, "repetition_penalty must be between"),
-        ({"repetition_penalty": 1.1e6}, "repetition_penalty must be between"),
+        ({"repetition_penalty": 1_000_000.5}, "repetition_penalty must be between"),
         ({"presence_penalty": 2.1}, "presence_penalty must be in"),
         ({"presence_penalty": -2.1}, "presence_penalty must be in"),
         ({"frequency_penalty": 2.1}, "frequency_penalty must be in"),
@@ -98,6 +98,12 @@ def test_what_vllm_takes_is_taken(settings: dict[str, Any], same: dict[str, Any]
 )
 def test_the_edges_are_taken(edge: dict[str, Any]) -> None:
     assert SamplingParams(**edge)
+
+
+def test_a_stop_token_beyond_the_vocabulary_is_refused() -> None:
+    assert Sampler(SamplingParams(stop_token_ids=4), (), (), 5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="stop_token_ids must be below the vocabulary size 5, not 5"):
+        Sampler(SamplingParams(stop_token_ids=5), (), (), 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("unknown", [5, 5000, -1])

@@ -30,6 +30,13 @@ def test_it_learns_the_acceptance_of_a_rank_and_a_probability() -> None:
     assert calibration(0, 0.02) == pytest.approx(0.3, abs=0.03)
 
 
+def test_the_smallest_probabilities_share_the_last_cell_and_no_other() -> None:
+    calibration = Calibration()
+    for _ in range(9):
+        calibration.update(siblings([2**-11.5]), [1])
+    assert calibration(0, 2**-11.5) == calibration(0, 1e-7) == calibration(0, 0.0) > calibration(0, 2**-10.5)
+
+
 def test_siblings_behind_the_accepted_one_were_never_offered() -> None:
     """Verification stops at the accepted sibling: what stands behind it says nothing."""
     calibration = Calibration()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
-from costs import FREE, table
+from costs import FREE, passes, table
 from enumeration import PROMPT, decoded, pair, total_variation
 from fakes import FakeEngine, mixture, random_model
 
@@ -17,7 +18,7 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, RoundPlan
+from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
 
@@ -132,6 +133,36 @@ def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
     assert rounds_to_probe(5000) > 5 * rounds_to_probe(1)
 
 
+@pytest.mark.parametrize("host", [FREE, HostCosts(0.021, 0.31, 0.1)])
+@pytest.mark.parametrize(
+    ("sharing", "given", "frontier", "row"),
+    [(1, 0, 1, 0.0), (3, 0, 1, 0.43), (3, 2, 1, 0.43), (3, 0, 1, 0.02), (1, 0, 2, 0.0), (1, 0, 100, 0.0)],
+)
+def test_a_probe_waits_until_it_has_been_saved_for(
+    sharing: int, given: int, frontier: int, row: float, host: HostCosts
+) -> None:
+    """1 % of plain rounds' time pays for its draft passes, and for what it delays the others beyond what it saves."""
+    seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
+    target, draft = PassCosts((1, 64), (0, 1000), seconds, padded=False), passes(DEAR_DRAFT, row=0.1)
+    controller = Controller(
+        CostModel(target, draft, host, host, {}), CHAIN._replace(given=given, frontier=frontier), greedy=True
+    )
+    plans = [controller.plan(100, 100, sharing)]
+    while not plans[-1].probe:
+        plans.append(controller.plan(100, 100, sharing))
+    probe, plain = plans[-1], plans[0].seconds
+    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.1 + host.plain)
+    delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
+    drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
+    assert len(plans) == math.floor(100 * (drafted + max(0.0, delay)) / plain) + 1
+
+
+def test_probes_cost_1_percent_of_plain_rounds() -> None:
+    """A probe costs as much as 3 plain rounds: it follows 300 of these, each time."""
+    controller = Controller(table(1.0, DEAR_DRAFT), CHAIN, greedy=True)
+    assert [count for count in range(700) if controller.plan(0, 100).probe] == [300, 601]
+
+
 def test_a_plain_round_is_priced_as_one() -> None:
     """Where many share a pass, time on the host decides: a plain round has less of it."""
     host = HostCosts(plain=0.01, round=0.3, token=0.02)
@@ -239,6 +270,33 @@ def test_costs_follow_the_context() -> None:
     longer = CostModel(costs.target, dearer, FREE, FREE, {})
     controller = Controller(longer, CHAIN, greedy=True)
     assert controller.plan(0, 100).depth > 0 and controller.plan(1000, 100).depth == 0
+    assert controller.plan(64, 100).speed_up < controller.plan(63, 100).speed_up == controller.plan(0, 100).speed_up
+
+
+def test_greedy_and_sampled_texts_have_host_costs_of_their_own() -> None:
+    costs = replace(table(), greedy=HostCosts(0.5, 0.0, 0.0), sampled=HostCosts(0.25, 0.0, 0.0))
+    for greedy, seconds in ((True, 1.5), (False, 1.25)):
+        assert Controller(costs, CHAIN, greedy).plan(0, 0) == RoundPlan(0, 0, 1.0, seconds, 1.0, probe=False)
+
+
+def test_as_many_tokens_as_a_round_may_accept_are_read_for_nothing() -> None:
+    """One round saves less than the time of a draft pass of its own."""
+    controller = Controller(table(1.0, 0.5), CHAIN._replace(depth=1), greedy=True)
+    assert controller.plan(0, 1) == controller.plan(0, 1, unread=1)
+    assert [controller.plan(0, 1, unread=unread).depth for unread in (1, 2)] == [1, 0]
+
+
+def test_the_estimates_of_the_latest_shapes_are_kept() -> None:
+    """A client that asks for ever other shapes fills no memory."""
+    experience = Experience()
+    shapes = [CHAIN._replace(depth=depth) for depth in range(1, 66)]
+    for each in (*shapes[:64], shapes[0], shapes[64]):
+        estimate = AcceptanceEstimate(each)
+        estimate.observe(None, 1, [1], [VerifierChoice(0, 1)])
+        experience.store(each, True, estimate)
+    known = [experience.estimate_for(each, True)._offered.any() for each in shapes]
+    assert known == [True, False, *[True] * 63]
+    assert not experience.estimate_for(shapes[0], greedy=False)._offered.any()
 
 
 def test_proposals_shrink_as_more_requests_share_a_pass() -> None:

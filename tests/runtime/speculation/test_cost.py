@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from hypothesis import strategies as st
 from draftwood.models.bindings import ROLES
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError
+from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import COSTS, FileRecord, Manifest
 from draftwood.runtime.bundle.costs import differences, fingerprint, read_costs, write_costs
-from draftwood.runtime.speculation.planning.cost import PassCosts, assumed
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts, assumed
 
 MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
 
@@ -59,6 +61,21 @@ def test_more_rows_or_a_longer_context_never_cost_less(rows: int, context: int, 
     assert passes.at(rows, context + 10) >= passes.at(rows, context)
 
 
+@pytest.mark.parametrize(
+    ("longest", "rows", "seconds"),
+    [
+        ((2.0, 2.25), 1, 3.0),  # 1 s more for each 200 tokens, as between the measured contexts
+        ((0.5, 2.0), 1, 0.5),  # noise: the longest context was the cheapest
+        ((3.0, 2.5), 1, 3.5),  # 5 s by its own growth: more than the wider pass
+        ((3.0, 2.5), 4, 3.5),
+    ],
+)
+def test_beyond_the_longest_context_passes_grow_as_between_the_last_two(
+    longest: tuple[float, float], rows: int, seconds: float
+) -> None:
+    assert PassCosts((1, 4), (100, 300), ((1.0, 1.5), longest)).at(rows, 500) == pytest.approx(seconds, rel=1e-12)
+
+
 seconds_of_a_row = st.lists(st.floats(1e-4, 1.0), min_size=3, max_size=3).map(lambda row: tuple(sorted(row)))
 
 
@@ -82,6 +99,12 @@ def test_whatever_noise_says_passes_grow_beyond_the_longest_context(
         ((1, 2), (0,), ((1.0,),)),
         ((1,), (0,), ((0.0,),)),
         ((1,), (), ()),
+        ((), (0,), ((),)),
+        ((0, 1), (0,), ((1.0, 1.0),)),
+        ((1,), (-1,), ((1.0,),)),
+        ((2**24 + 1,), (0,), ((1.0,),)),
+        ((1,), (2**24 + 1,), ((1.0,),)),
+        ((1,), (0,), ((3600.5,),)),
     ],
 )
 def test_a_table_of_another_shape_is_refused(
@@ -89,6 +112,23 @@ def test_a_table_of_another_shape_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="must"):
         PassCosts(widths, contexts, seconds)
+
+
+@pytest.mark.parametrize("host", [(-1e-9, 0.0, 0.0), (0.0, 3600.5, 0.0), (0.0, 0.0, math.nan)])
+def test_impossible_times_on_the_host_are_refused(host: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="must be from 0 to 3600"):
+        HostCosts(*host)
+
+
+@pytest.mark.parametrize("spread", [0.0, math.inf, math.nan])
+def test_an_impossible_spread_is_refused(spread: float) -> None:
+    with pytest.raises(ValueError, match="spread must be a number above 0"):
+        replace(table(), spread=spread)
+
+
+def test_the_limits_themselves_are_taken() -> None:
+    passes, host = PassCosts((1, 2**24), (0, 2**24), ((3600.0, 3600.0),) * 2), HostCosts(3600.0, 0.0, 3600.0)
+    assert CostModel(passes, passes, host, host, {}, spread=1e-9).target.at(1, 0) == 3600
 
 
 def test_a_table_comes_back_as_it_was_stored(tmp_path: Path) -> None:
@@ -212,11 +252,15 @@ def test_both_backends_are_named_with_their_releases() -> None:
 
 
 def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
+    """Weights of 4 bytes, read once at 40 GB/s; 6 % more for each further row; less than 1 ms on the host."""
     small = LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 10000.0)
     large = LlamaConfig(32000, 1024, 2816, 12, 16, 4, 64, 2048, 1e-5, 10000.0)
     costs = assumed(large, small)
-    assert costs.target.at(1, 0) > 10 * costs.draft.at(1, 0)
-    assert costs.target.at(1, 0) < costs.target.at(8, 0) < 2 * costs.target.at(1, 0)
+    for passes, model in ((costs.target, large), (costs.draft, small)):
+        once = 1e-4 + 4 * num_parameters(model) / 40e9
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            assert passes.at(rows, 0) == pytest.approx(once * (1 + 0.06 * (rows - 1)), rel=1e-12)
+    assert max(*astuple(costs.greedy), *astuple(costs.sampled)) < 1e-3
 
 
 def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.speculation.graph.token_graph import ROOT, TokenGraph
+from draftwood.runtime.speculation.graph.token_graph import ROOT, Best, TokenGraph
 from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
 from draftwood.runtime.speculation.growers.baseline import BestFirst, Grower, StaticTree, k_ary
 from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
@@ -123,6 +124,23 @@ def test_a_node_may_have_several_merge_edges() -> None:
     graph.link(b, c, -0.3)
     graph.link(b, d, -0.4)
     assert paths(unroll(graph, 100, 99))[1:].count((2, 3)) == 1 and (2, 4) in paths(unroll(graph, 100, 99))
+
+
+def test_the_rank_of_a_token_counts_no_given_one() -> None:
+    graph = TokenGraph(0)
+    given_node, first, second = (graph.add(ROOT, token, 0.0, 0.5, certain=token == 1) for token in (1, 2, 3))
+    assert [graph.rank(node) for node in (given_node, first, second)] == [0, 0, 1]
+
+
+def test_a_token_may_be_kept_while_its_value_is_among_the_largest() -> None:
+    best = Best(2)
+    best.offer(-1.0)
+    assert best.admits(-9.0) and best.holds(-9.0) and not best.holds(-math.inf)
+    best.offer(-2.0)
+    assert best.admits(-1.5) and best.holds(-2.0) and not best.holds(-2.5)
+    assert not best.admits(-2.0), "of equal tokens the earlier one is kept"
+    best.withdraw(-1.0)
+    assert best.admits(-9.0) and best.holds(-9.0)
 
 
 def test_a_cycle_is_refused() -> None:

@@ -10,7 +10,7 @@ from fakes import random_head, random_model
 from growth import grow
 
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.speculation.graph.token_graph import TokenGraph
+from draftwood.runtime.speculation.graph.token_graph import ROOT, TokenGraph
 from draftwood.runtime.speculation.growers.baseline import StaticTree, chain
 from draftwood.runtime.speculation.growers.dyspec import DySpecLayers
 from draftwood.runtime.speculation.growers.specdecpp import (
@@ -104,6 +104,27 @@ def test_entropy_is_the_bound_of_adaedl() -> None:
     assert not Entropy(bound - 1e-4).before_draw(graph, node, logits)
     certain = np.array([50.0, -50.0, -50.0], np.float32)
     assert not Entropy(0.99).before_draw(graph, node, certain)
+    assert not Entropy(1.0, gamma=0.0).before_draw(graph, node, logits), "the bound is 1, which is not below 1"
+    assert not Entropy(1.0).before_draw(graph, ROOT, logits), "one token is proposed in any case"
+
+
+@pytest.mark.parametrize("k_min", [1, 2, 3])
+@pytest.mark.parametrize(("threshold", "likely_enough"), [(0.5, False), (0.49, True)])
+def test_a_rejection_as_likely_as_the_threshold_stops_nothing(
+    threshold: float, likely_enough: bool, k_min: int
+) -> None:
+    """Of two tokens below each other the first one is accepted with probability 0.5, the second one for certain."""
+    graph, logits = TokenGraph(0), np.zeros(2, np.float32)
+    first = graph.add(ROOT, 1, -0.7, 0.5)
+    second = graph.add(first, 2, -0.7, 0.5)
+    graph.acceptance = {first: 0.5, second: 1.0}
+    ours, theirs = SpecDecPP(threshold, k_min), SpecDecPPLagged(threshold, k_min)
+    for node in (first, second):
+        stops = likely_enough and graph.depths[node] >= k_min
+        assert ours.before_draw(graph, node, logits) == stops
+    assert ours.before_score(graph, second) == theirs.before_score(graph, second) == (likely_enough and k_min <= 2)
+    assert not theirs.before_draw(graph, second, logits)
+    assert Confidence(1 - threshold).before_score(graph, first) == likely_enough
 
 
 def test_stopping_never_changes_what_was_drawn_before() -> None:
