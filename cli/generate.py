@@ -18,7 +18,7 @@ from ..runtime.llm import LLM
 from ..runtime.sampling.sampler import SamplingParams
 from ..runtime.text.tokenizer import token_texts
 from .files import check_writable, write
-from .live import LiveView, PlainView, costs_note, summary
+from .live import costs_note, open_view, summary
 from .options import add_engines, add_sampling, add_speculation, read_options, speculative
 
 
@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
             token_ids, stats, fields = result.token_ids, result.stats, result.to_dict()
         else:
             token_ids = []
-            console = Console()
-            with LiveView(console, text) if console.is_terminal else PlainView() as view:
+            with open_view(Console(), text) as view:
                 for chunk in llm.stream(prompt, params, observe):
                     token_ids += chunk.token_ids
                     view.show(chunk)

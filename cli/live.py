@@ -64,6 +64,11 @@ class LiveView:
         self._console.print(self._line, soft_wrap=True)
 
 
+def open_view(console: Console, prompt: str) -> LiveView | PlainView:
+    """The live view in a terminal, the plain one elsewhere. prompt: shown before the text by the live view."""
+    return LiveView(console, prompt) if console.is_terminal else PlainView()
+
+
 def costs_note(stale: Sequence[str]) -> str:
     """The note for a non-empty LLM.stale_costs."""
     return f"costs were measured elsewhere ({printable('; '.join(stale))}): run draftwood profile"

@@ -37,10 +37,16 @@ def positive(text: str) -> int:
 
 
 def add_field(
-    parser: argparse._ActionsContainer, kind: type, name: str, help: str, type: Callable[[str], Any], **rest: Any
+    parser: argparse._ActionsContainer,
+    kind: type,
+    name: str,
+    help: str,
+    type: Callable[[str], Any],
+    default: Any = None,
+    **rest: Any,
 ) -> None:
-    """Add an option for a field. The help text names the dataclass's default."""
-    default = next(field.default for field in fields(kind) if field.name == name)
+    """Add an option for a field. The help text names `default`, or else the dataclass's default."""
+    default = default or next(field.default for field in fields(kind) if field.name == name)
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     suffix = "" if default is None or default == () else f" (default {shown})"
     flag = "--" + name.replace("_", "-")
@@ -53,8 +59,9 @@ def read_options(args: argparse.Namespace, kind: Callable[..., T]) -> T:
     return kind(**{name: value for name, value in vars(args).items() if name in names})
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add every field of SamplingParams that a command line can express."""
+def add_sampling(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """Add every field of SamplingParams that a command line can express. defaults: of this command, in words, where
+    they are not those of SamplingParams."""
     group = parser.add_argument_group("sampling")
     for name, kind, help in (
         ("max_tokens", int, "most tokens to generate"),
@@ -70,7 +77,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         ("logprobs", int, "report this many alternatives per token"),
         ("stop_token_ids", integers, "ids that end the text, separated by commas"),
     ):
-        add_field(group, SamplingParams, name, help, kind)
+        add_field(group, SamplingParams, name, help, kind, defaults.get(name))
     group.add_argument(
         "--stop", action="append", default=argparse.SUPPRESS, help="text that ends the output; may be repeated"
     )

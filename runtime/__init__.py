@@ -2,6 +2,7 @@
 
 from ..models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, RequestError
 from .bundle.bundle import EngineBundle
+from .chat import ChatSession
 from .decoding.scheduler import QueueFullError
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM
@@ -15,6 +16,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "BundleError",
+    "ChatSession",
     "CheckpointError",
     "ConfigError",
     "DraftwoodError",

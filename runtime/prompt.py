@@ -10,6 +10,10 @@ from .bundle.bundle import EngineBundle
 from .sampling.sampler import token_id
 
 
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for an output."""
+
+
 def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
     """Return the tokens as a list of ints. Raises RequestError when they are no prompt for this bundle: empty, too
     long, or not token ids of its vocabulary."""
@@ -25,9 +29,9 @@ def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
     return checked
 
 
-def too_long_error(tokens: str, limit: int) -> RequestError:
+def too_long_error(tokens: str, limit: int) -> PromptTooLongError:
     """The error for a prompt that leaves no room for output. tokens: its number of tokens, in words."""
-    return RequestError(
+    return PromptTooLongError(
         f"the prompt has {tokens} tokens and this bundle holds {limit} for prompt and output together: "
         "shorten it, or rebuild with a larger --max-length"
     )

@@ -104,13 +104,14 @@ class Loop(Generic[J, C]):
         with self.changed:
             self.scheduler.remove(job)
 
-    def run(self, jobs: Sequence[J]) -> Generator[tuple[J, C], None, None]:
+    def run(self, jobs: Sequence[J], stopped: Callable[[], bool] = lambda: False) -> Generator[tuple[J, C], None, None]:
         """Yield the chunks of these jobs in the order of their computation. The first error of a job is raised. An
-        error, or the end of the iteration by the caller, ends all jobs."""
+        error, or the end of the iteration by the caller, ends all jobs; so does `stopped`, which is called before each
+        pass, when it returns True."""
         try:
             for job in jobs:
                 self.add(job)
-            while self.scheduler.num_running:
+            while self.scheduler.num_running and not stopped():
                 for job, chunk, error in self.step():
                     if error is not None:
                         raise error

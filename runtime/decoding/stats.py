@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ..speculation.planning.controller import RoundPlan
@@ -95,6 +96,15 @@ class SpecDecodeStats:
         self.num_accepted_tokens += accepted
         self.accepted_per_round += [0] * (accepted + 1 - len(self.accepted_per_round))
         self.accepted_per_round[accepted] += 1
+
+    def add(self, other: SpecDecodeStats) -> None:
+        """Count another text as well, one that came after these."""
+        moved = [switch._replace(token=self.num_tokens + switch.token) for switch in other.switches]
+        for name in (each.name for each in fields(self) if each.name not in ("accepted_per_round", "switches")):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        pairs = zip_longest(self.accepted_per_round, other.accepted_per_round, fillvalue=0)
+        self.accepted_per_round = [ours + theirs for ours, theirs in pairs]
+        self.switches += moved
 
     def to_dict(self) -> dict[str, Any]:
         """All counts and derived rates, JSON-ready."""

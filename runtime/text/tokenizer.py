@@ -71,6 +71,10 @@ class Tokenizer:
     ) -> None:
         self.close()
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the begin-of-text token if the model uses one.
 

@@ -1,0 +1,185 @@
+"""draftwood chat: a conversation in a terminal, or with a program over pipes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from rich.console import Console
+
+from ..models.errors import DraftwoodError, RequestError
+from ..models.printable import printable
+from ..runtime.chat import INTERRUPTED, ChatSession
+from ..runtime.llm import LLM
+from ..runtime.sampling.sampler import LARGEST_COUNT, SamplingParams
+from .chat_commands import ChatState, left_out, run_command
+from .line_editor import LineEditor
+from .live import PROMPT, costs_note, open_view, running
+from .options import add_engines, add_sampling, add_speculation, read_options, speculative
+
+PROMPT_SIGN = "> "
+LONGEST_LINE = 1 << 24  # characters; a chat template writes no longer conversation
+WELCOME = "Type a message. /help lists the commands; ctrl-C stops an answer, ctrl-D leaves."
+NO_TEMPLATE = "this bundle has no chat template, so its model holds no conversations: use draftwood generate"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="hold a conversation with an instruct model",
+        description="In a terminal: a conversation with commands (/help). Otherwise every line of standard input is a "
+        "message, and the answers go to standard output.",
+    )
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object per answer; each line of standard input is a message"
+    )
+    add_sampling(parser, max_tokens="what the context has room for")
+    add_speculation(parser)
+    add_engines(parser)
+    parser.set_defaults(run=run, max_tokens=LARGEST_COUNT)
+
+
+def run(args: argparse.Namespace) -> int:
+    if hasattr(args, "logprobs") and not args.json:
+        raise RequestError("--logprobs needs --json: a conversation in text shows no log-probabilities")
+    params = read_options(args, SamplingParams)
+    config = speculative(args)
+    errors = Console(stderr=True)
+    with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
+        if not llm.tokenizer.has_chat_template:
+            raise RequestError(f"{NO_TEMPLATE} {args.bundle} --prompt TEXT")
+        if llm.stale_costs:
+            note(errors, costs_note(llm.stale_costs))
+        params = replace(params, max_tokens=min(params.max_tokens, llm.bundle.manifest.max_length))
+        with ChatSession(llm, args.system) as session:
+            state = ChatState(session, params, "own" if config is not None else None, config is not None)
+            if args.json:
+                answer_in_json(state)
+            elif sys.stdin.isatty() and sys.stdout.isatty():
+                converse(state, Console())
+            else:
+                answer_in_text(state, errors)
+    return 0
+
+
+def answer_in_json(state: ChatState) -> None:
+    """Print an object for each line of standard input."""
+    for message in messages():
+        for _ in state.session.send(message, state.params, state.speculative):
+            pass
+        assert state.session.last is not None
+        fields = {**state.session.last.to_dict(), "num_left_out": state.session.num_left_out}
+        print(json.dumps(fields), flush=True)
+
+
+def answer_in_text(state: ChatState, errors: Console) -> None:
+    """Print the answer to each line of standard input."""
+    for message in messages():
+        answer(state, message, errors)
+
+
+def messages() -> Iterator[str]:
+    """The lines of standard input, empty ones excepted. Raises RequestError for what is no text."""
+    while True:
+        try:
+            line = sys.stdin.readline(LONGEST_LINE + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"standard input cannot be read ({error}): send lines of UTF-8 text") from error
+        if len(line) > LONGEST_LINE:
+            raise RequestError(f"a line of standard input has more than {LONGEST_LINE} characters: send shorter ones")
+        if not line:
+            return
+        if message := line.strip():
+            yield message
+
+
+def converse(state: ChatState, console: Console) -> None:
+    """Read messages and commands from the terminal until the user leaves."""
+    note(console, WELCOME)
+    interrupted = False  # whether ctrl-C came since the last line was read
+    with LineEditor() as editor:
+        while True:
+            try:
+                line = editor.read(PROMPT_SIGN).strip()
+            except EOFError:
+                console.print()
+                return
+            except KeyboardInterrupt:
+                console.print()
+                if interrupted:
+                    return
+                interrupted = True
+                note(console, "ctrl-C again, or ctrl-D, leaves")
+                continue
+            except DraftwoodError as error:
+                show_error(console, error)
+                continue
+            interrupted = False
+            if line:
+                with editor.stoppable() as stop:
+                    try:
+                        if obey(state, line, console, stop):
+                            return
+                    except DraftwoodError as error:
+                        show_error(console, error)
+                    interrupted = stop.is_set()
+
+
+def obey(state: ChatState, line: str, console: Console, stop: Event) -> bool:
+    """Run a command, or answer a message. Returns whether the user wants to leave."""
+    message: str | None = line.removeprefix("/") if line.startswith("//") else line
+    if line.startswith("/") and not line.startswith("//"):
+        reply = run_command(state, line)
+        if reply.said:
+            note(console, reply.said)
+        if not reply.retries:
+            return reply.leaves
+        message = None
+    answer(state, message, console, stop)
+    note(console, outcome(state.session))
+    return False
+
+
+def answer(state: ChatState, message: str | None, notes: Console, stop: Event | None = None) -> None:
+    """Write an answer as it is generated: to a message, or, for None, to the last one again. notes: where a line about
+    left-out turns is written."""
+    session, before = state.session, state.session.num_left_out
+    if message is None:
+        chunks = session.retry(state.params, state.speculative, stop)
+    else:
+        chunks = session.send(message, state.params, state.speculative, stop)
+    if session.num_left_out > before:
+        note(notes, left_out(session.num_left_out))
+    with open_view(Console(), "") as view:
+        for chunk in chunks:
+            view.show(chunk)
+
+
+def outcome(session: ChatSession) -> str:
+    """The line below an answer."""
+    if session.last is None:
+        return "stopped before the first character: the conversation is as it was before"
+    figures = running(session.last.stats)
+    if session.last.finish_reason == INTERRUPTED:
+        return f"{figures}; stopped, and what was written stays in the conversation"
+    if session.last.finish_reason == "length":
+        return f"{figures}; cut at max_tokens, or at the end of the context"
+    return figures
+
+
+def note(console: Console, text: str) -> None:
+    """Lines that are no part of the conversation."""
+    for line in printable(text).split("\n"):
+        console.print(f"── {line}", style=PROMPT, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_error(console: Console, error: DraftwoodError) -> None:
+    console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

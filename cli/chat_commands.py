@@ -1,0 +1,261 @@
+"""The commands of a conversation: lines that begin with a slash."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..models.errors import RequestError, shown
+from ..runtime.chat import ChatSession
+from ..runtime.decoding.stats import SpecDecodeStats
+from ..runtime.llm import Speculation
+from ..runtime.sampling.sampler import SamplingParams
+from .files import unwritable
+from .live import running
+
+SPECULATION = "speculation"
+UNSETTABLE = ("logits_processors", "logprobs")  # nothing of a conversation in a terminal shows log-probabilities
+
+
+@dataclass
+class ChatState:
+    """What commands read and change. can_speculate: whether the draft is open."""
+
+    session: ChatSession
+    params: SamplingParams
+    speculative: Speculation
+    can_speculate: bool
+
+
+class Reply(NamedTuple):
+    """What follows a command: `said` is shown; `retries`: the last message is answered again; `leaves`: the
+    conversation ends."""
+
+    said: str = ""
+    retries: bool = False
+    leaves: bool = False
+
+
+class Command(NamedTuple):
+    """One command. arguments: for /help; empty if it takes none."""
+
+    run: Callable[[ChatState, str], Reply]
+    arguments: str
+    help: str
+
+
+def run_command(state: ChatState, line: str) -> Reply:
+    """Run a line such as "/set top_p 0.9". Raises RequestError or ConfigError, and then nothing has changed."""
+    name, _, argument = line[1:].partition(" ")
+    argument = argument.strip()
+    if name not in COMMANDS:
+        near = "".join(f"did you mean /{close}? " for close in get_close_matches(name, COMMANDS, 1))
+        raise RequestError(f"/{name:.100} is no command: {near}/help lists all; a message that begins so is written //")
+    command = COMMANDS[name]
+    if argument and not command.arguments:
+        raise RequestError(f"/{name} takes no argument, and nothing was done: write /{name}")
+    return command.run(state, argument)
+
+
+def set_value(state: ChatState, argument: str) -> Reply:
+    """`/set`, `/set NAME VALUE`."""
+    name, _, text = argument.partition(" ")
+    text = text.strip()
+    if not name:
+        return Reply(settings(state))
+    if name == SPECULATION:
+        wanted = on_or_off(name, text)
+        if wanted and not state.can_speculate:
+            raise RequestError("the draft was not opened: start draftwood chat without --no-speculation")
+        state.speculative = "own" if wanted else None
+        return Reply(f"speculation {'on' if wanted else 'off'}")
+    if name not in settable():
+        near = "".join(f"did you mean {close}? " for close in get_close_matches(name, [*settable(), SPECULATION], 1))
+        raise RequestError(f"{name:.100} cannot be set: {near}/set alone lists what can")
+    state.params = replace(state.params, **{name: READERS[settable()[name]](name, text)})
+    return Reply(f"{name} {written(getattr(state.params, name))}")
+
+
+def settings(state: ChatState) -> str:
+    """All settings and their values, one per line."""
+    lines = [f"{name} {written(getattr(state.params, name))}" for name in settable()]
+    return "\n".join([*lines, f"{SPECULATION} {'off' if state.speculative is None else 'on'}"])
+
+
+def settable() -> dict[str, str]:
+    """Each sampling parameter that /set changes, with its type."""
+    return {field.name: str(field.type) for field in fields(SamplingParams) if field.name not in UNSETTABLE}
+
+
+def on_or_off(name: str, text: str) -> bool:
+    if text not in ("on", "off"):
+        raise RequestError(f"{name} is on or off, not {shown(text)}")
+    return text == "on"
+
+
+def number(kind: Callable[[str], Any], expected: str) -> Callable[[str, str], Any]:
+    """A reader of one type of number. expected: this type in words."""
+
+    def read(name: str, text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise RequestError(f"{name} is {expected}, not {shown(text)}") from error
+
+    return read
+
+
+def or_none(read: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    return lambda name, text: None if text == "none" else read(name, text)
+
+
+def stop_strings(name: str, text: str) -> tuple[str, ...]:
+    """One stop string, or several as a JSON list; a JSON text may hold line breaks."""
+    if not text.startswith(('"', "[")):
+        return (text,)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f'{name} is a text such as END or "\\n\\n", or a JSON list, not {shown(text)}') from error
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    return tuple(int(item) for item in text.split(","))
+
+
+READERS: dict[str, Callable[[str, str], Any]] = {
+    "int": number(int, "a whole number"),
+    "float": number(float, "a number"),
+    "int | None": or_none(number(int, "none or a whole number")),
+    "bool": on_or_off,
+    "Sequence[str]": or_none(stop_strings),
+    "tuple[int, ...]": or_none(number(token_ids, "none or token ids separated by commas")),
+}
+
+
+def written(value: object) -> str:
+    """A value as /set takes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) if isinstance(value[0], int) else json.dumps(value)
+    return str(value)
+
+
+def show_stats(state: ChatState, argument: str) -> Reply:
+    """`/stats`."""
+    session = state.session
+    if not session.num_prompt_tokens:
+        return Reply("no answer yet")
+    lines = [f"all answers: {figures(session.stats, session.num_prompt_tokens)}"]
+    if session.last is not None:
+        lines.insert(0, f"last answer: {figures(session.last.stats, len(session.last.prompt_token_ids))}")
+    if session.num_left_out:
+        lines.append(left_out(session.num_left_out))
+    return Reply("\n".join(lines))
+
+
+def figures(stats: SpecDecodeStats, num_prompt_tokens: int) -> str:
+    return f"{running(stats)}, {stats.num_cached_tokens} of {num_prompt_tokens} prompt tokens cached"
+
+
+def left_out(count: int) -> str:
+    """The line about turns that the model does not read any more."""
+    turns = "the oldest turn is" if count == 1 else f"the {count} oldest turns are"
+    return f"the context is full: {turns} left out of what the model reads (/save keeps all, /reset begins anew)"
+
+
+def set_system(state: ChatState, argument: str) -> Reply:
+    """`/system`, `/system TEXT`."""
+    state.session.system = argument or None
+    return Reply("the system message applies from the next answer on" if argument else "no system message any more")
+
+
+def undo(state: ChatState, argument: str) -> Reply:
+    """`/undo`."""
+    turn = state.session.undo()
+    if turn is None:
+        raise RequestError("there is nothing to undo: the conversation has no turns")
+    return Reply(f"removed your message {shown(turn.user)} and its answer")
+
+
+def retry(state: ChatState, argument: str) -> Reply:
+    """`/retry`."""
+    return Reply(retries=True)
+
+
+def reset(state: ChatState, argument: str) -> Reply:
+    """`/reset`."""
+    state.session.reset()
+    kept = "" if state.session.system is None else "; the system message stays"
+    return Reply(f"a new conversation{kept}")
+
+
+def save(state: ChatState, argument: str) -> Reply:
+    """`/save FILE`, which keeps an existing file."""
+    try:
+        return write_messages(state, argument, "/save", "x")
+    except FileExistsError as error:
+        fix = f"choose another name, or replace it with /save! {argument}"
+        raise RequestError(f"{argument} exists and was not changed: {fix}") from error
+
+
+def replace_file(state: ChatState, argument: str) -> Reply:
+    """`/save! FILE`."""
+    return write_messages(state, argument, "/save!", "w")
+
+
+def write_messages(state: ChatState, argument: str, command: str, mode: str) -> Reply:
+    """Write the conversation. mode: of `open`. Raises FileExistsError with mode "x"."""
+    if not argument:
+        raise RequestError(f"{command} needs the name of a file: write {command} conversation.json")
+    file, messages = Path(os.path.expanduser(argument)), state.session.messages
+    try:
+        existed = file.exists()
+        with file.open(mode, encoding="utf-8") as opened:
+            opened.write(json.dumps(messages, indent=1) + "\n")
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise unwritable(file, command, error) from error
+    except ValueError as error:  # a NUL in its name
+        raise RequestError(f"{command} {shown(argument)} is no name of a file ({error}): choose another one") from error
+    return Reply(f"{'replaced' if existed else 'wrote'} {file}: {len(messages)} messages")
+
+
+def show_help(state: ChatState, argument: str) -> Reply:
+    """`/help`."""
+    width = max(len(f"/{name} {command.arguments}") for name, command in COMMANDS.items())
+    lines = [f"{f'/{name} {command.arguments}':{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return Reply("\n".join([*lines, *KEYS]))
+
+
+def leave(state: ChatState, argument: str) -> Reply:
+    """`/quit`."""
+    return Reply(leaves=True)
+
+
+COMMANDS = {
+    "set": Command(set_value, "NAME VALUE", "change a sampling parameter, or speculation on or off; alone: list all"),
+    "stats": Command(show_stats, "", "speed, acceptance and cached prompt tokens: of the last answer, and of all"),
+    "system": Command(set_system, "TEXT", "set the system message; without a text: remove it"),
+    "undo": Command(undo, "", "remove the last message and its answer"),
+    "retry": Command(retry, "", "answer the last message again"),
+    "reset": Command(reset, "", "begin a new conversation; the system message and the settings stay"),
+    "save": Command(save, "FILE", "write the messages as JSON; never replaces a file"),
+    "save!": Command(replace_file, "FILE", "the same, replacing the file"),
+    "help": Command(show_help, "", "this list"),
+    "quit": Command(leave, "", "leave, as ctrl-D does"),
+}
+KEYS = (
+    "Ctrl-C stops an answer; what was written of it stays in the conversation. Ctrl-C again leaves.",
+    "A message that begins with a slash is written with two.",
+)

@@ -1,0 +1,213 @@
+"""ChatSession: a conversation with an LLM. What one answer has read or written, the next one does not read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from threading import Event
+from types import TracebackType
+from typing import NamedTuple
+
+from ..models.errors import RequestError
+from .decoding.loop import Job, Loop
+from .decoding.scheduler import Scheduler
+from .decoding.stats import SpecDecodeStats
+from .llm import LLM, PREFIX_CACHE_SLOTS, Speculation
+from .prompt import PromptTooLongError
+from .sampling.sampler import SamplingParams
+from .text.result import GenerationResult, result_of
+from .text.writer import StreamChunk
+
+INTERRUPTED = "interrupted"  # finish_reason of an answer that the user stopped
+RESERVED = 4  # an answer has room for `max_tokens`, or for one part in so many of the context
+KEPT = 2  # a conversation that was too long is cut to one part in so many of the context
+
+
+class Turn(NamedTuple):
+    """A user's message and its answer. finish_reason: as in GenerationResult, or INTERRUPTED."""
+
+    user: str
+    answer: str
+    finish_reason: str
+
+
+class ChatSession:
+    """Holds the turns of one conversation, and one KV cache of each engine that all of its answers share.
+
+    turns: the conversation, the first turn first. num_left_out: of the oldest turns, which the model does not read any
+    more because the context is full. last: the last answer; None before the first one, and after one that was stopped
+    before its first character. stats, num_prompt_tokens: of all answers together, those that were undone included.
+
+    The cache is the prefix cache of `LLM.share`, as in a server: `last.stats.num_cached_tokens` counts the tokens of
+    the prompt that were not read again. On engines whose caches do not grow (TensorRT) every answer reads its whole
+    prompt. Not for several threads at a time.
+    """
+
+    def __init__(self, llm: LLM, system: str | None = None, prefix_cache_slots: int = PREFIX_CACHE_SLOTS) -> None:
+        """The LLM stays the caller's to close. system: the system message. prefix_cache_slots: see
+        PooledEngine.share_prefixes. Raises RequestError if the model has no chat template, or if the template refuses a
+        system message; ConfigError if there is no memory for the caches."""
+        self._llm = llm
+        self.turns: list[Turn] = []
+        self.num_left_out = 0
+        self.last: GenerationResult | None = None
+        self.stats = SpecDecodeStats()
+        self.num_prompt_tokens = 0
+        self.system = system
+        self._shared = llm.share(1, prefix_cache_slots=prefix_cache_slots)
+        self._loop: Loop[Job[StreamChunk], StreamChunk]
+        self._loop = Loop(Scheduler(1, 0), self._shared.pools, self._shared.budget)
+
+    @property
+    def system(self) -> str | None:
+        """The system message. It is never left out."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        """Raises RequestError if the chat template refuses a system message; the old one then stays."""
+        self._llm.write_chat([*system_message(text), {"role": "user", "content": "hello"}])
+        self._system = text
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation as {"role", "content"} messages, the turns that are left out included."""
+        return [*system_message(self.system), *messages_of(self.turns)]
+
+    def send(
+        self,
+        text: str,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        speculative: Speculation = "own",
+        stop: Event | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Answer a message; one chunk per round. The turn belongs to the conversation when the chunks end.
+
+        params.max_tokens is lowered to what the memory has room for. stop: once it is set, by a signal handler or
+        another thread, the answer ends before the next pass. What was written by then stays in the conversation as an
+        INTERRUPTED answer; closing the iterator does the same. If nothing was written, or if an error ends the answer,
+        the conversation stays as it was.
+
+        If the context is full, the oldest turns are left out: `num_left_out` has changed when this method returns. So
+        many are left out that half of the context is free, because each change of the beginning makes the model read
+        the whole conversation again. Raises RequestError, before anything is decoded, also for a message that alone is
+        longer than the context.
+        """
+        stop = stop or Event()
+        self.last = None
+        prompt = self._fit(text, params.max_tokens, stop)
+        budget = self._shared.budget
+        params = replace(params, max_tokens=min(params.max_tokens, budget.tokens_behind(len(prompt))))
+        job = self._llm.job(prompt, params, speculative=speculative, engines=self._shared.engines)
+        job.num_slots = budget.needed(len(prompt), params.max_tokens)
+        return self._answer(job, text, prompt, stop)
+
+    def retry(
+        self,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        speculative: Speculation = "own",
+        stop: Event | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Answer the last message again, as `send` does. The new answer replaces the old one, which stays if nothing is
+        written. Raises RequestError if there are no turns."""
+        turn = self.undo()
+        if turn is None:
+            raise RequestError("there is nothing to answer again: the conversation has no turns")
+        try:
+            chunks = self.send(turn.user, params, speculative, stop)
+        except BaseException:
+            self.turns.append(turn)
+            raise
+        return self._replace(turn, chunks)
+
+    def undo(self) -> Turn | None:
+        """Remove the last turn and return it; None if there is none."""
+        if not self.turns:
+            return None
+        turn = self.turns.pop()
+        self.num_left_out = min(self.num_left_out, len(self.turns))
+        return turn
+
+    def reset(self) -> None:
+        """Begin a new conversation. The system message stays."""
+        self.turns.clear()
+        self.num_left_out = self.num_prompt_tokens = 0
+        self.last, self.stats = None, SpecDecodeStats()
+
+    def close(self) -> None:
+        """Free the caches."""
+        self._shared.close()
+
+    def __enter__(self) -> ChatSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fit(self, text: str, max_tokens: int, stop: Event) -> list[int]:
+        """The prompt with as many turns as the context has room for; sets `num_left_out`."""
+        limit = self._llm.bundle.manifest.max_length
+        room = limit - min(max_tokens, limit // RESERVED)
+        for first in range(self.num_left_out, len(self.turns) + 1):
+            try:
+                prompt = self._encode(first, text, stop)
+            except PromptTooLongError:
+                if first == len(self.turns):
+                    raise
+            else:
+                if len(prompt) <= room or first == len(self.turns):
+                    self.num_left_out = first
+                    return prompt
+            room = limit // KEPT
+        raise AssertionError("the last candidate has no turns")
+
+    def _encode(self, first: int, text: str, stop: Event) -> list[int]:
+        """The prompt without the turns before `first`."""
+        messages = [*system_message(self.system), *messages_of(self.turns[first:]), {"role": "user", "content": text}]
+        return self._llm.encode_written(self._llm.write_chat(messages, stop))
+
+    def _answer(self, job: Job[StreamChunk], text: str, prompt: list[int], stop: Event) -> Iterator[StreamChunk]:
+        chunks: list[StreamChunk] = []
+        with closing(self._loop.run([job], stop.is_set)) as answers:
+            try:
+                for _, chunk in answers:
+                    chunks.append(chunk)
+                    yield chunk
+            except GeneratorExit:
+                self._remember(text, prompt, chunks)
+                raise
+        self._remember(text, prompt, chunks)
+
+    def _replace(self, turn: Turn, chunks: Iterator[StreamChunk]) -> Iterator[StreamChunk]:
+        """The chunks of the answer that replaces the turn, which is removed already."""
+        before = len(self.turns)
+        try:
+            yield from chunks
+        finally:
+            if len(self.turns) == before:
+                self.turns.append(turn)
+
+    def _remember(self, text: str, prompt: list[int], chunks: list[StreamChunk]) -> None:
+        if not chunks:
+            return
+        result = result_of(prompt, chunks)
+        if chunks[-1].finish_reason is None:
+            result = replace(result, finish_reason=INTERRUPTED)
+        self.stats.add(result.stats)
+        self.num_prompt_tokens += len(prompt)
+        if result.text or result.finish_reason != INTERRUPTED:
+            self.last = result
+            self.turns.append(Turn(text, result.text, result.finish_reason))
+
+
+def system_message(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def messages_of(turns: list[Turn]) -> Iterator[dict[str, str]]:
+    for turn in turns:
+        yield {"role": "user", "content": turn.user}
+        yield {"role": "assistant", "content": turn.answer}
