@@ -91,7 +91,8 @@ def messages() -> Iterator[str]:
     while True:
         try:
             line = sys.stdin.readline(LONGEST_LINE + 1)
-        except (OSError, UnicodeDecodeError) as error:
+            line.encode()  # in some locales Python reads bytes that are no UTF-8 as lone surrogates
+        except (OSError, UnicodeError) as error:
             raise RequestError(f"standard input cannot be read ({error}): send lines of UTF-8 text") from error
         if len(line) > LONGEST_LINE:
             raise RequestError(f"a line of standard input has more than {LONGEST_LINE} characters: send shorter ones")

@@ -37,6 +37,7 @@ class LineEditor:
         with suppress(ImportError, OSError):
             import readline
 
+            readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one message
             if self._file is not None:
                 readline.clear_history()
                 readline.read_history_file(self._file)
@@ -61,8 +62,10 @@ class LineEditor:
         UTF-8."""
         self._reading = True
         try:
-            return input(prompt)
-        except UnicodeDecodeError as error:
+            line = input(prompt)
+            line.encode()  # in some locales Python reads bytes that are no UTF-8 as lone surrogates
+            return line
+        except UnicodeError as error:
             raise RequestError(f"this line is no UTF-8 text ({error}): type it again") from error
         finally:
             self._reading = False

@@ -41,7 +41,7 @@ class LiveView:
     """
 
     def __init__(self, console: Console, prompt: str) -> None:
-        self._line = Text(printable(prompt), style=PROMPT)
+        self._line = Text().append(printable(prompt), style=PROMPT)
         self._live = Live(console=console, refresh_per_second=12, transient=True)
         self._console = console
 

@@ -94,14 +94,7 @@ class ChatSession:
         the whole conversation again. Raises RequestError, before anything is decoded, also for a message that alone is
         longer than the context.
         """
-        stop = stop or Event()
-        self.last = None
-        prompt = self._fit(text, params.max_tokens, stop)
-        budget = self._shared.budget
-        params = replace(params, max_tokens=min(params.max_tokens, budget.tokens_behind(len(prompt))))
-        job = self._llm.job(prompt, params, speculative=speculative, engines=self._shared.engines)
-        job.num_slots = budget.needed(len(prompt), params.max_tokens)
-        return self._answer(job, text, prompt, stop)
+        return self._begin(text, len(self.turns), params, speculative, stop or Event())
 
     def retry(
         self,
@@ -111,15 +104,10 @@ class ChatSession:
     ) -> Iterator[StreamChunk]:
         """Answer the last message again, as `send` does. The new answer replaces the old one, which stays if nothing is
         written. Raises RequestError if there are no turns."""
-        turn = self.undo()
-        if turn is None:
+        if not self.turns:
             raise RequestError("there is nothing to answer again: the conversation has no turns")
-        try:
-            chunks = self.send(turn.user, params, speculative, stop)
-        except BaseException:
-            self.turns.append(turn)
-            raise
-        return self._replace(turn, chunks)
+        before = len(self.turns) - 1
+        return self._begin(self.turns[before].user, before, params, speculative, stop or Event())
 
     def undo(self) -> Turn | None:
         """Remove the last turn and return it; None if there is none."""
@@ -147,29 +135,42 @@ class ChatSession:
     ) -> None:
         self.close()
 
-    def _fit(self, text: str, max_tokens: int, stop: Event) -> list[int]:
+    def _begin(
+        self, text: str, num_before: int, params: SamplingParams, speculative: Speculation, stop: Event
+    ) -> Iterator[StreamChunk]:
+        """The answer to a message behind the first `num_before` turns; it replaces those behind them."""
+        self.last = None
+        prompt = self._fit(text, num_before, params.max_tokens, stop)
+        budget = self._shared.budget
+        params = replace(params, max_tokens=min(params.max_tokens, budget.tokens_behind(len(prompt))))
+        job = self._llm.job(prompt, params, speculative=speculative, engines=self._shared.engines)
+        job.num_slots = budget.needed(len(prompt), params.max_tokens)
+        return self._answer(job, text, num_before, prompt, stop)
+
+    def _fit(self, text: str, num_before: int, max_tokens: int, stop: Event) -> list[int]:
         """The prompt with as many turns as the context has room for; sets `num_left_out`."""
         limit = self._llm.bundle.manifest.max_length
         room = limit - min(max_tokens, limit // RESERVED)
-        for first in range(self.num_left_out, len(self.turns) + 1):
+        for first in range(min(self.num_left_out, num_before), num_before + 1):
             try:
-                prompt = self._encode(first, text, stop)
+                prompt = self._encode(self.turns[first:num_before], text, stop)
             except PromptTooLongError:
-                if first == len(self.turns):
+                if first == num_before:
                     raise
             else:
-                if len(prompt) <= room or first == len(self.turns):
+                if len(prompt) <= room or first == num_before:
                     self.num_left_out = first
                     return prompt
             room = limit // KEPT
-        raise AssertionError("the last candidate has no turns")
+        raise AssertionError("without turns the prompt was returned or refused")
 
-    def _encode(self, first: int, text: str, stop: Event) -> list[int]:
-        """The prompt without the turns before `first`."""
-        messages = [*system_message(self.system), *messages_of(self.turns[first:]), {"role": "user", "content": text}]
+    def _encode(self, turns: list[Turn], text: str, stop: Event) -> list[int]:
+        messages = [*system_message(self.system), *messages_of(turns), {"role": "user", "content": text}]
         return self._llm.encode_written(self._llm.write_chat(messages, stop))
 
-    def _answer(self, job: Job[StreamChunk], text: str, prompt: list[int], stop: Event) -> Iterator[StreamChunk]:
+    def _answer(
+        self, job: Job[StreamChunk], text: str, num_before: int, prompt: list[int], stop: Event
+    ) -> Iterator[StreamChunk]:
         chunks: list[StreamChunk] = []
         with closing(self._loop.run([job], stop.is_set)) as answers:
             try:
@@ -177,20 +178,11 @@ class ChatSession:
                     chunks.append(chunk)
                     yield chunk
             except GeneratorExit:
-                self._remember(text, prompt, chunks)
+                self._remember(text, num_before, prompt, chunks)
                 raise
-        self._remember(text, prompt, chunks)
+        self._remember(text, num_before, prompt, chunks)
 
-    def _replace(self, turn: Turn, chunks: Iterator[StreamChunk]) -> Iterator[StreamChunk]:
-        """The chunks of the answer that replaces the turn, which is removed already."""
-        before = len(self.turns)
-        try:
-            yield from chunks
-        finally:
-            if len(self.turns) == before:
-                self.turns.append(turn)
-
-    def _remember(self, text: str, prompt: list[int], chunks: list[StreamChunk]) -> None:
+    def _remember(self, text: str, num_before: int, prompt: list[int], chunks: list[StreamChunk]) -> None:
         if not chunks:
             return
         result = result_of(prompt, chunks)
@@ -200,7 +192,7 @@ class ChatSession:
         self.num_prompt_tokens += len(prompt)
         if result.text or result.finish_reason != INTERRUPTED:
             self.last = result
-            self.turns.append(Turn(text, result.text, result.finish_reason))
+            self.turns[num_before:] = [Turn(text, result.text, result.finish_reason)]
 
 
 def system_message(text: str | None) -> list[dict[str, str]]:

@@ -1,0 +1,80 @@
+"""A command in a pseudo-terminal, as a user at a keyboard sees it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+PATIENCE_S = 120  # how long a test waits for an output before it fails; nothing is measured by it
+
+
+class Terminal:
+    """A running command and all that it has shown."""
+
+    def __init__(self, process: subprocess.Popen[bytes], controller: int) -> None:
+        self.process = process
+        self.shown = b""
+        self._controller = controller
+        self._read = 0  # of `shown`, by `wait_for`
+
+    def type(self, text: str) -> None:
+        os.write(self._controller, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Wait until a text is shown behind the one that was waited for last; returns all up to its end."""
+        wanted = text.encode()
+        while (found := self.shown.find(wanted, self._read)) < 0:
+            assert self._more(), f"{text!r} was not shown: {self.shown[self._read :]!r}"
+        start, self._read = self._read, found + len(wanted)
+        return self.shown[start : self._read].decode(errors="replace")
+
+    def wait_for_end(self) -> int:
+        """Wait until the command has ended; returns its exit code."""
+        while self._more():
+            pass
+        return self.process.wait(PATIENCE_S)
+
+    def _more(self) -> bool:
+        """Read what is shown next. False at the end."""
+        if not select.select([self._controller], [], [], PATIENCE_S)[0]:
+            raise AssertionError(f"nothing more is shown: {self.shown[self._read :]!r}")
+        try:
+            block = os.read(self._controller, 65536)
+        except OSError:  # Linux reports the end of a pseudo-terminal as an error
+            return False
+        self.shown += block
+        return bool(block)
+
+
+@contextmanager
+def in_terminal(arguments: Sequence[str], cache: Path) -> Iterator[Terminal]:
+    """`draftwood` with these arguments; it is gone afterwards. cache: the user's cache folder."""
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "DRAFTWOOD_CACHE": str(cache)}
+    environment.pop("NO_COLOR", None)
+
+    def own() -> None:  # the terminal sends the signals of its keys to the session that it controls
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    command = [sys.executable, "-m", "draftwood.cli.main", *arguments]
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, preexec_fn=own
+    ) as process:
+        os.close(terminal)
+        try:
+            yield Terminal(process, controller)
+        finally:
+            process.kill()
+            os.close(controller)
