@@ -248,7 +248,9 @@ COMMANDS = {
     "stats": Command(show_stats, "", "speed, acceptance and cached prompt tokens: of the last answer, and of all"),
     "system": Command(set_system, "TEXT", "set the system message; without a text: remove it"),
     "undo": Command(undo, "", "remove the last message and its answer"),
-    "retry": Command(retry, "", "answer the last message again"),
+    "retry": Command(
+        retry, "", "answer the last message again; at temperature 0 or with a seed the answer is the same"
+    ),
     "reset": Command(reset, "", "begin a new conversation; the system message and the settings stay"),
     "save": Command(save, "FILE", "write the messages as JSON; never replaces a file"),
     "save!": Command(replace_file, "FILE", "the same, replacing the file"),

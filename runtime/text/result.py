@@ -15,7 +15,7 @@ from .writer import StreamChunk
 class GenerationResult:
     """One finished text. token_ids: the output tokens, including the token that ended the text; the text of that token
     and stop strings are not part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length"
-    (max_tokens, context limit)."""
+    (max_tokens, context limit); of a `ChatSession` also "interrupted"."""
 
     text: str
     token_ids: list[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import stat
@@ -249,6 +250,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     done = run_chat(bundle, *options, lines=lines)
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1
     assert done.stderr.startswith(b"draftwood: error: ") and named in done.stderr.decode()
+
+
+def test_an_endless_line_is_not_read_to_its_end(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftwood.cli.chat.LONGEST_LINE", 100)
+    lines = io.StringIO("hello\n" + 500 * "x")
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert main(["chat", str(bundle), *SHORT, "--json"]) == 2
+    out, error = capsys.readouterr()
+    assert json.loads(out)["stats"]["num_tokens"] == 12 and "more than 100 characters" in error
+    assert lines.tell() < 200
 
 
 def test_a_model_without_a_chat_template_is_refused(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

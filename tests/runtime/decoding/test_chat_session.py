@@ -137,13 +137,18 @@ def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -
     """The context has 1024 tokens, an answer 16 of them."""
     with ChatSession(llm, "Be brief.") as session:
         seen: list[int] = []
+        lengths: list[int] = []  # of the prompts
         for number in range(12):
             text_of(session.send(f"{number} " + "x" * 150, GREEDY))
             seen.append(session.num_left_out)
             assert session.last is not None
             kept = [session.messages[0], *session.messages[1 + 2 * session.num_left_out : -1]]
             assert session.last.prompt_token_ids == llm.encode_chat(kept)
-            assert len(session.last.prompt_token_ids) + 16 <= 1024
+            length = len(session.last.prompt_token_ids)
+            assert length + 16 <= 1024
+            if number and seen[-1] == seen[-2]:
+                assert session.last.stats.num_cached_tokens >= lengths[-1] - 1
+            lengths.append(length)
         assert seen == sorted(seen) and 1 < seen[-1] < 12 and len(set(seen)) < 5
         assert len(session.turns) == 12
         whole = text_of(session.send("x" * 900, GREEDY))  # alone longer than half of the context
