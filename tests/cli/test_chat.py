@@ -8,7 +8,9 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from bundling import built
@@ -51,8 +53,8 @@ def say(terminal: Terminal, line: str) -> str:
 def test_a_conversation_in_a_terminal(endless: Path, tmp_path: Path) -> None:
     """Every command, in one session."""
     file = tmp_path / "saved.json"
-    chat = ["chat", str(endless), "--system", "Be brief.", "--budget", "fixed", *SHORT]
-    with in_terminal(chat, tmp_path) as terminal:
+    command = ["chat", str(endless), "--system", "Be brief.", "--budget", "fixed", *SHORT]
+    with in_terminal(command, tmp_path) as terminal:
         assert "/help" in terminal.wait_for(SIGN)
         assert "no answer yet" in say(terminal, "/stats")
         first = say(terminal, "hello")
@@ -180,20 +182,38 @@ def test_no_escape_sequence_of_a_model_reaches_the_terminal(bundle: Path, tmp_pa
     assert not set(b"\x00\x07\x08\x1b") & set(beyond)
 
 
-def run_chat(bundle: Path, *options: str, lines: str | bytes) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "draftwood.cli.main", "chat", str(bundle), *options]
-    return subprocess.run(command, input=lines.encode() if isinstance(lines, str) else lines, capture_output=True)
+class Piped(NamedTuple):
+    """What came of a conversation over pipes."""
+
+    code: int
+    out: str
+    error: str
 
 
-def test_lines_of_a_pipe_are_messages(bundle: Path) -> None:
-    lines = "hello\n\n  \n/help is no command here\n"
-    plain, piped = (run_chat(bundle, *SHORT, *more, lines=lines) for more in (["--no-speculation"], []))
-    objects = run_chat(bundle, *SHORT, "--json", lines=lines)
-    assert plain.returncode == piped.returncode == objects.returncode == 0
-    answers = [json.loads(line) for line in objects.stdout.decode().splitlines()]
+Chat = Callable[..., Piped]
+
+
+@pytest.fixture
+def chat(bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """`draftwood chat` in this process. Its arguments are options, and the bytes of standard input."""
+
+    def run(*options: str, lines: bytes) -> Piped:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
+        return Piped(main(["chat", str(bundle), *options]), *capsys.readouterr())
+
+    return run
+
+
+def test_lines_of_a_pipe_are_messages(bundle: Path, chat: Chat) -> None:
+    lines = b"hello\n\n  \n/help is no command here\n"
+    command = [sys.executable, "-m", "draftwood.cli.main", "chat", str(bundle), *SHORT]
+    piped = subprocess.run(command, input=lines, capture_output=True)
+    plain, objects = (chat(*SHORT, option, lines=lines) for option in ("--no-speculation", "--json"))
+    assert plain.code == piped.returncode == objects.code == 0
+    answers = [json.loads(line) for line in objects.out.splitlines()]
     assert len(answers) == 2
-    assert piped.stdout == plain.stdout == "".join(f"{answer['text']}\n" for answer in answers).encode()
-    assert piped.stderr == b""
+    assert piped.stdout.decode() == plain.out == "".join(f"{answer['text']}\n" for answer in answers)
+    assert piped.stderr == b"" and plain.error == ""
     with LLM(bundle) as llm:
         conversation = [
             {"role": "user", "content": "hello"},
@@ -219,37 +239,43 @@ def test_a_program_gets_each_answer_before_it_sends_the_next_message(bundle: Pat
         assert process.wait() == 0
 
 
-def test_the_oldest_turns_give_way_and_a_line_says_so(bundle: Path) -> None:
+def test_the_oldest_turns_give_way_and_a_line_says_so(bundle: Path, chat: Chat) -> None:
     """The context has 1024 tokens."""
-    message = "x" * 180
-    done = run_chat(bundle, *SHORT, "--system", "Be brief.", "--json", lines=f"{message}\n" * 9)
-    answers = [json.loads(line) for line in done.stdout.decode().splitlines()]
+    lines = b"\n".join([180 * b"x"] * 9)
+    done = chat(*SHORT, "--system", "Be brief.", "--json", lines=lines)
+    answers = [json.loads(line) for line in done.out.splitlines()]
     left_out = [answer["num_left_out"] for answer in answers]
-    assert done.returncode == 0 and left_out[0] == 0 and left_out[-1] > 1 and left_out == sorted(left_out)
+    assert done.code == 0 and left_out[0] == 0 and left_out[-1] > 1 and left_out == sorted(left_out)
     assert len(set(left_out)) < 4, "several turns at a time"
     with LLM(bundle) as llm:
         system = llm.encode_chat([{"role": "system", "content": "Be brief."}])[: len("<system>B")]
     assert all(answer["prompt_token_ids"][:6] == system[:6] for answer in answers)
-    shown = run_chat(bundle, *SHORT, lines=f"{message}\n" * 9)
-    assert b"oldest turns are left out" in shown.stderr and shown.stdout.count(b"\n") >= 9
+    shown = chat(*SHORT, lines=lines)
+    assert "oldest turns are left out" in shown.error and shown.out.count("\n") >= 9
 
 
 @pytest.mark.parametrize(
     ("options", "lines", "named"),
     [
-        ([], "x" * 2000, "shorten it, or rebuild with a larger --max-length"),
+        ([], 2000 * b"x", "shorten it, or rebuild with a larger --max-length"),
         ([], b"\xff\xfe\n", "send lines of UTF-8 text"),
-        (["--temperature", "-1"], "", "temperature"),
-        (["--logprobs", "2"], "", "--logprobs needs --json"),
-        (["--min-tokens", "2000", "--max-tokens", "5000"], "", "min_tokens must be between 0 and max_tokens"),
+        (["--temperature", "-1"], b"", "temperature"),
+        (["--logprobs", "2"], b"", "--logprobs needs --json"),
+        (["--min-tokens", "2000", "--max-tokens", "5000"], b"", "min_tokens must be between 0 and max_tokens"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    bundle: Path, options: list[str], lines: str | bytes, named: str
+def test_a_mistake_is_one_line_and_exit_code_2(chat: Chat, options: list[str], lines: bytes, named: str) -> None:
+    done = chat(*options, lines=lines)
+    assert done.code == 2 and done.error.count("\n") == 1
+    assert done.error.startswith("draftwood: error: ") and named in done.error
+
+
+def test_lone_surrogates_of_some_locales_are_no_text(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = run_chat(bundle, *options, lines=lines)
-    assert done.returncode == 2 and done.stderr.count(b"\n") == 1
-    assert done.stderr.startswith(b"draftwood: error: ") and named in done.stderr.decode()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("half \udcff a character"))
+    assert main(["chat", str(bundle), *SHORT]) == 2
+    assert "send lines of UTF-8 text" in capsys.readouterr().err
 
 
 def test_an_endless_line_is_not_read_to_its_end(
