@@ -74,6 +74,7 @@ def test_a_conversation_in_a_terminal(endless: Path, tmp_path: Path) -> None:
         assert r'stop ["\n\n"]' in say(terminal, r'/set stop "\n\n"')
         assert "stop none" in say(terminal, "/set stop none")
         assert "stop_token_ids 3,4" in say(terminal, "/set stop_token_ids 3,4")
+        assert "stop_token_ids none" in say(terminal, "/set stop_token_ids none")
         assert "ignore_eos is on or off, not 'maybe'" in say(terminal, "/set ignore_eos maybe")
         assert "speculation off" in say(terminal, "/set speculation off")
         assert "acceptance" not in say(terminal, "plainly")

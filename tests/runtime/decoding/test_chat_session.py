@@ -19,7 +19,7 @@ from draftwood.runtime import (
     StreamChunk,
 )
 from draftwood.runtime.chat import INTERRUPTED, Turn
-from draftwood.runtime.decoding.stats import SpecDecodeStats, Switch
+from draftwood.runtime.decoding.stats import SpecDecodeStats, SpeculationSwitch
 from draftwood.runtime.engines.base import Pass
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -172,8 +172,12 @@ def test_a_model_without_a_template_has_no_conversations(tiny_bundle: Path) -> N
 
 def test_counts_of_several_texts_add_up() -> None:
     both = SpecDecodeStats(
-        num_tokens=5, accepted_per_round=[1, 2], num_cached_tokens=3, switches=[Switch(2, False, "a")]
+        num_tokens=5, accepted_per_round=[1, 2], num_cached_tokens=3, switches=[SpeculationSwitch(2, False, "a")]
     )
-    both.add(SpecDecodeStats(num_tokens=7, accepted_per_round=[4], decode_seconds=2.0, switches=[Switch(1, True, "b")]))
+    both.add(
+        SpecDecodeStats(
+            num_tokens=7, accepted_per_round=[4], decode_seconds=2.0, switches=[SpeculationSwitch(1, True, "b")]
+        )
+    )
     assert both.num_tokens == 12 and both.accepted_per_round == [5, 2] and both.num_cached_tokens == 3
     assert both.tokens_per_second == 6 and [switch.token for switch in both.switches] == [2, 6]
