@@ -259,6 +259,45 @@ def test_second_choices_count_where_they_were_offered() -> None:
     )
 
 
+def test_a_speed_up_as_small_as_the_limit_does_not_pay_when_two_share_a_pass() -> None:
+    controller = Controller(table(), CHAIN, greedy=True)
+    plan = controller.plan(0, 100)._replace(speed_up=SHARED_SPEED_UP)
+    assert [controller._pays(plan, 100, 0.0, sharing) for sharing in (1, 2)] == [True, False]
+    assert "1.05 is needed when 2 requests share" in controller._reason_for_plain(plan, 100, 1, 2)
+
+
+def test_the_time_to_read_a_prompt_is_that_of_its_passes() -> None:
+    """Of passes with 16 rows for 9 tokens, and twice the widest one for 128; 8 tokens are read in any round."""
+    controller = Controller(CostModel(passes(1.0), passes(0.5, row=0.1), FREE, FREE, {}), TREES, greedy=True)
+    controller.plan(0, 100)
+    assert [controller._reading_time(unread) for unread in (8, 9, 64, 128)] == pytest.approx([0, 2.0, 6.8, 13.6])
+
+
+def test_a_prompt_is_read_if_there_is_room_for_a_proposal() -> None:
+    controller = Controller(table(), CHAIN, greedy=True)
+    assert [controller.worth_reading(1, room, 1) for room in (-1, 0, 1)] == [False, False, True]
+
+
+def test_a_request_starts_from_the_estimate_of_the_one_before() -> None:
+    experience = Experience()
+    first = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    plan = first.plan(0, 100)
+    for _ in range(40):
+        first.observe(plan, [], choices(plan, 0))
+    fresh = Controller(table(1.0, 0.4), CHAIN, greedy=True)
+    later = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    assert fresh.plan(0, 100).depth > 0 == later.plan(0, 100).depth
+
+
+@pytest.mark.parametrize(("chain", "row", "size"), [(False, 4.0, 1), (True, 4.0, 1), (False, 0.0, 15), (True, 0.0, 15)])
+def test_a_chain_is_planned_only_where_it_may_be_chosen(chain: bool, row: float, size: int) -> None:
+    """Where rows are dear, one token; where they are free, the largest tree."""
+    controller = Controller(table(1.0, 0.01, row), TREES._replace(chain=chain), greedy=True)
+    controller.plan(0, 100)
+    best = controller._best(100)
+    assert (best.size, best.chain) == (size, chain and size == 1)
+
+
 def test_no_plan_is_deeper_than_there_is_room() -> None:
     controller = Controller(table(1.0, 0.001), CHAIN, greedy=True)
     assert [controller.plan(0, room).depth for room in (0, 1, 2)] == [0, 1, 2]
