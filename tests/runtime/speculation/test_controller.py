@@ -157,10 +157,14 @@ def test_a_probe_waits_until_it_has_been_saved_for(
     assert len(plans) == math.floor(100 * (drafted + max(0.0, delay)) / plain) + 1
 
 
-def test_probes_cost_1_percent_of_plain_rounds() -> None:
-    """A probe costs as much as 3 plain rounds: it follows 300 of these, each time."""
+@pytest.mark.parametrize(("delay", "probes"), [(0.0, [300, 601]), (1.0, [400, 801])])
+def test_probes_cost_1_percent_of_plain_rounds(
+    delay: float, probes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe costs as much as 3 plain rounds, and what it delays others: it follows 300 of these, each time."""
     controller = Controller(table(1.0, DEAR_DRAFT), CHAIN, greedy=True)
-    assert [count for count in range(700) if controller.plan(0, 100).probe] == [300, 601]
+    monkeypatch.setattr(controller, "_delay", lambda *round: delay)
+    assert [count for count in range(900) if controller.plan(0, 100).probe] == probes
 
 
 def test_a_plain_round_is_priced_as_one() -> None:
