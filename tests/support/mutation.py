@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
 from fnmatch import fnmatch
@@ -264,8 +264,8 @@ class Tree:
             }
         )
 
-    def passes(self, mutant: Mutant | None, tests: Iterable[str], seconds: float) -> bool:
-        """Whether the tests see nothing of a mutant, or of none. seconds: limit for each file of tests."""
+    def passes(self, mutant: Mutant | None, tests: str, seconds: float) -> bool:
+        """Whether a file of tests sees nothing of a mutant, or of none."""
         if mutant is None:
             return self._run(tests, seconds)
         file = self._folder / mutant.file
@@ -277,16 +277,12 @@ class Tree:
         finally:
             file.write_bytes(original)
 
-    def _run(self, tests: Iterable[str], seconds: float) -> bool:
-        """Each file in a process of its own: the first ones notice most mutants, and later ones take long to import."""
-        files = [str(file) for name in tests for file in self._folder.glob(f"tests/**/{name}.py")]
-        return all(self._pytest(file, seconds) for file in files)
-
-    def _pytest(self, file: str, seconds: float) -> bool:
+    def _run(self, tests: str, seconds: float) -> bool:
+        files = map(str, self._folder.glob(f"tests/**/{tests}.py"))
         options = ["-x", "-q", "-m", "not full and not gpu", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
         unseen = subprocess.DEVNULL
         with subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, file],
+            [sys.executable, "-m", "pytest", *options, *files],
             cwd=self._folder,
             env=self._env,
             stdin=unseen,
@@ -306,19 +302,20 @@ class Tree:
 def tried(sample: list[Mutant], equivalent: dict[str, str]) -> dict[str, list[Mutant]]:
     """The sample by what became of it."""
     ends: dict[str, list[Mutant]] = {"killed": [], "survived": [], "equivalent": []}
-    patience: dict[tuple[str, ...], float] = {}
+    patience: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         tree = Tree(Path(folder))
         for number, mutant in enumerate(sample, 1):
-            tests = TESTS[mutant.file]
-            if mutant.name in equivalent:
-                end = "equivalent"
-            else:
+            end = "equivalent" if mutant.name in equivalent else "survived"
+            # One file after the other: the first ones notice most mutants, and the last ones take longest.
+            for tests in TESTS[mutant.file] if end == "survived" else ():
                 if tests not in patience:
                     begin = time.monotonic()
-                    assert tree.passes(None, tests, 3600), f"{tests} fail without any mutant"
+                    assert tree.passes(None, tests, 3600), f"{tests} fails without any mutant"
                     patience[tests] = 30 + 4 * (time.monotonic() - begin)
-                end = "survived" if tree.passes(mutant, tests, patience[tests]) else "killed"
+                if not tree.passes(mutant, tests, patience[tests]):
+                    end = "killed"
+                    break
             ends[end].append(mutant)
             print(f"{number}/{len(sample)} {end}: {mutant.file}:{mutant.line} {mutant.old} -> {mutant.new}", flush=True)
     return ends

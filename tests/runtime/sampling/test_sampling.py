@@ -332,7 +332,7 @@ def test_what_is_left_out_changes_nothing() -> None:
     """The defaults are those that ask for nothing: the distribution is the softmax of the logits."""
     logits = np.random.default_rng(0).normal(size=50).astype(np.float32) * 4
     one = Sampler(SamplingParams(), (1, 2), (3,), 50)
-    assert not one.follows_path
+    assert not one.follows_path and not one.params.ignore_eos
     one.commit([4, 4])
     weights = np.exp(logits.astype(np.float64) - logits.max())
     assert one.distribution(logits, [5]) == pytest.approx(weights / weights.sum())

@@ -157,10 +157,14 @@ def test_a_probe_waits_until_it_has_been_saved_for(
     assert len(plans) == math.floor(100 * (drafted + max(0.0, delay)) / plain) + 1
 
 
-def test_probes_cost_1_percent_of_plain_rounds() -> None:
-    """A probe costs as much as 3 plain rounds: it follows 300 of these, each time."""
+@pytest.mark.parametrize(("delay", "probes"), [(0.0, [300, 601]), (1.0, [400, 801])])
+def test_probes_cost_1_percent_of_plain_rounds(
+    delay: float, probes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe costs as much as 3 plain rounds, and what it delays others: it follows 300 of these, each time."""
     controller = Controller(table(1.0, DEAR_DRAFT), CHAIN, greedy=True)
-    assert [count for count in range(700) if controller.plan(0, 100).probe] == [300, 601]
+    monkeypatch.setattr(controller, "_delay", lambda *round: delay)
+    assert [count for count in range(900) if controller.plan(0, 100).probe] == probes
 
 
 def test_a_plain_round_is_priced_as_one() -> None:
@@ -257,6 +261,45 @@ def test_second_choices_count_where_they_were_offered() -> None:
     assert taught(VerifierChoice(None, 1)) == pytest.approx(SAVED_GUESS, abs=0.12) and taught(nothing) < taught(
         VerifierChoice(None, 1)
     )
+
+
+def test_a_speed_up_as_small_as_the_limit_does_not_pay_when_two_share_a_pass() -> None:
+    controller = Controller(table(), CHAIN, greedy=True)
+    plan = controller.plan(0, 100)._replace(speed_up=SHARED_SPEED_UP)
+    assert [controller._pays(plan, 100, 0.0, sharing) for sharing in (1, 2)] == [True, False]
+    assert "1.05 is needed when 2 requests share" in controller._reason_for_plain(plan, 100, 1, 2)
+
+
+def test_the_time_to_read_a_prompt_is_that_of_its_passes() -> None:
+    """Of passes with 16 rows for 9 tokens, and twice the widest one for 128; 8 tokens are read in any round."""
+    controller = Controller(CostModel(passes(1.0), passes(0.5, row=0.1), FREE, FREE, {}), TREES, greedy=True)
+    controller.plan(0, 100)
+    assert [controller._reading_time(unread) for unread in (8, 9, 64, 128)] == pytest.approx([0, 2.0, 6.8, 13.6])
+
+
+def test_a_prompt_is_read_if_there_is_room_for_a_proposal() -> None:
+    controller = Controller(table(), CHAIN, greedy=True)
+    assert [controller.worth_reading(1, room, 1) for room in (-1, 0, 1)] == [False, False, True]
+
+
+def test_a_request_starts_from_the_estimate_of_the_one_before() -> None:
+    experience = Experience()
+    first = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    plan = first.plan(0, 100)
+    for _ in range(40):
+        first.observe(plan, [], choices(plan, 0))
+    fresh = Controller(table(1.0, 0.4), CHAIN, greedy=True)
+    later = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    assert fresh.plan(0, 100).depth > 0 == later.plan(0, 100).depth
+
+
+@pytest.mark.parametrize(("chain", "row", "size"), [(False, 4.0, 1), (True, 4.0, 1), (False, 0.0, 15), (True, 0.0, 15)])
+def test_a_chain_is_planned_only_where_it_may_be_chosen(chain: bool, row: float, size: int) -> None:
+    """Where rows are dear, one token; where they are free, the largest tree."""
+    controller = Controller(table(1.0, 0.01, row), TREES._replace(chain=chain), greedy=True)
+    controller.plan(0, 100)
+    best = controller._best(100)
+    assert (best.size, best.chain) == (size, chain and size == 1)
 
 
 def test_no_plan_is_deeper_than_there_is_room() -> None:
