@@ -58,7 +58,7 @@ from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
         ({"logprobs": 21}, "logprobs must be None or in"),
         ({"logprobs": -1}, "logprobs must be None or in"),
         ({"stop": ["x"] * 129}, "stop must be at most 128 strings"),
-        ({"stop": "x" * 1001}, "stop must be strings of at most 1000 characters"),
+        ({"stop": ["x", "x" * 1001]}, "stop must be strings of at most 1000 characters"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids must be at most 1024"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids"),
     ],
