@@ -291,19 +291,22 @@ def draw(figures: Figures, picture: Path) -> None:
     canvas = new_figure(6, 4)
     axes = canvas.subplots()
     for label, marker, ours in (("draftwood, native", "o", True), ("llama.cpp", "s", False)):
-        points = [
+        points = sorted(
             (row["prose"]["kl"], row["tokens_per_second"], f"{name}, {row['bits']:.2f}")
             for name, row in figures.items()
             if (name in OURS) == ours and row.get("prose", {}).get("kl", 0) > 0 and "tokens_per_second" in row
-        ]
+        )
         axes.plot(*zip(*[point[:2] for point in points], strict=True), marker, label=label) if points else None
-        for divergence, speed, text in points:
-            axes.annotate(text, (divergence, speed), xytext=(4, 4), textcoords="offset points", fontsize="small")
+        for index, (divergence, speed, text) in enumerate(points):
+            offset = (4, -11) if index % 2 else (4, 4)  # neighbours do not cover each other
+            axes.annotate(text, (divergence, speed), xytext=offset, textcoords="offset points", fontsize="small")
     axes.set_xlabel("KL divergence to fp32, nats per token of prose")
     axes.set_ylabel("plain tokens per second")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
-    axes.legend()
+    axes.margins(x=0.15)  # room for the last one's text
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
     save_svg(canvas, picture)
 
 
