@@ -107,7 +107,10 @@ class Packer:
                 return half_panels(scales) if offsets is None else half_pairs(scales, offsets)
 
             return contents | {f"{name}.weights": codes, f"{name}.scales": scales}
-        packed = lambda: self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights])))  # noqa: E731
+
+        def packed() -> NDArray[Any]:
+            return self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights])))
+
         return contents | {f"{name}.weights": packed}
 
     def stored(self, weights: NDArray[Any]) -> NDArray[Any]:

@@ -88,6 +88,30 @@ static void free_matrix(struct matrix matrix) {
     free((void *)matrix.weights), free((void *)matrix.scales), free((void *)matrix.bias);
 }
 
+/* Codes, scales and offsets of numbers from -size to size; of a matrix of one block with feedback, too. */
+static void check_rounding(int outputs, int blocks, float size) {
+    const size_t inputs = (size_t)blocks * CODE_BLOCK, count = outputs * inputs;
+    const float shares[] = {0.8f, 1.0f};
+    const size_t bytes = (size_t)outputs * blocks * sizeof(float);
+    float *weights = numbers(count), *feedback = numbers(CODE_BLOCK * CODE_BLOCK);
+    float *left = malloc(count * sizeof(float)), *scales = malloc(bytes), *offsets = malloc(bytes);
+    uint8_t *codes = malloc(count);
+    for (size_t at = 0; at < count; at++) weights[at] *= size;
+    for (int fed = 0; fed < (blocks == 1 ? 2 : 1); fed++) {
+        draftwood_round(weights, outputs, (int)inputs, shares, COUNT(shares), fed ? feedback : NULL, codes, scales,
+                        offsets, fed ? left : NULL);
+        for (size_t at = 0; at < count; at++) {
+            check(codes[at] <= 15, "codes", outputs);
+            const size_t block = at / CODE_BLOCK;
+            const float error = fabsf(codes[at] * scales[block] + offsets[block] - weights[at]);
+            check(fed || !(size > 1e-3f && size < 1e3f) || error <= size / 6, "an error of rounding", outputs);
+        }
+        for (int at = 0; at < outputs * blocks; at++)
+            check(scales[at] > 0 && isfinite(scales[at]) && isfinite(offsets[at]), "scales", outputs);
+    }
+    free(weights), free(feedback), free(left), free(scales), free(offsets), free(codes);
+}
+
 static void check_linear(int outputs, int inputs, int rows, enum format format) {
     struct matrix matrix = matrix_of(outputs, inputs, format, rows % 2);
     float *values = numbers((size_t)rows * inputs), *result = malloc((size_t)rows * outputs * sizeof(float));
@@ -224,6 +248,10 @@ int main(void) {
         for (int size = 0; size < 8; size++)
             for (int rows = 1; rows <= 9; rows++)
                 check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : 32 * (size + 1), rows, format);
+    const float sizes[] = {0, 1e-40f, 1e-6f, 1, 60000, 1e30f};
+    for (int size = 0; size < 8; size++)
+        for (int blocks = 1; blocks <= 3; blocks++)
+            for (int at = 0; at < COUNT(sizes); at++) check_rounding(SIZES[size], blocks, sizes[at]);
     const struct shape shapes[] = {
         {1, 2, 1, 1, 1, 1, 2, 1, 0, FP32, 1, 0},        {17, 10, 7, 2, 5, 5, 2, 40, 1, FP32, 1, 1},
         {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1},  {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0},
