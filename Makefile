@@ -47,9 +47,9 @@ demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
 # What a change most often breaks: rounds, verifiers, sampling, text, scheduling, the API and the HTTP server.
-QUICK := floors config sampling sampling_params verifier gsd dyspec baseline specdecpp calibration controller cost \
-	decoder room scheduler prefix async_llm llm audit detokenizer multibyte_text tokenizer bundle checkpoint \
-	openai_client openai_failures openai_guard
+QUICK := floors config sampling sampling_params verifier gsd dyspec baseline specdecpp calibration controller \
+	controller_learning planning_lossless cost decoder room scheduler prefix async_llm llm audit detokenizer \
+	multibyte_text tokenizer bundle build checkpoint openai_client openai_failures openai_guard
 
 quick: .venv/dev
 	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))

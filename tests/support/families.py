@@ -12,6 +12,8 @@ import transformers
 from checkpoints import VOCAB_SIZE, scale, write_tokenizer
 from numpy.typing import NDArray
 
+from draftwood.models.config import LlamaConfig
+
 ORIGINAL = 24  # tokens of the context before it was scaled: texts reach beyond it where tables do not change
 
 
@@ -115,3 +117,24 @@ def expected_logits(folder: Path, tokens: NDArray[np.int64]) -> NDArray[np.float
     with torch.no_grad():
         logits: NDArray[np.float32] = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
     return logits
+
+
+# The settings that a config.json must have; everything else may be left out.
+LEAST: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 320,
+    "intermediate_size": 48,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 96,
+}
+
+
+def read(architecture: str, **fields: Any) -> LlamaConfig:
+    """LEAST and some fields, as the product reads them."""
+    return LlamaConfig.from_hf({"architectures": [architecture], **LEAST, **fields})
+
+
+def reference(architecture: str, **fields: Any) -> Any:
+    """LEAST and some fields, as transformers reads them: its configuration."""
+    return getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**LEAST, **fields)

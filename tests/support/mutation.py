@@ -1,8 +1,7 @@
 """Mutation tests of the core: one small change at a time, each of which a test must detect.
 
-Mutants are made from the syntax tree (Python) or by pattern (the native engine's C). Each is tested in a copy of the
-source by the tests in TESTS. A mutant that makes tests hang counts as detected. `mutants_equivalent.json` lists mutants
-that no test can detect, each with the reason.
+Each mutant (`mutants.py`) is tested in a copy of the source by the tests in TESTS. A mutant that makes tests hang
+counts as detected. `mutants_equivalent.json` lists mutants that no test can detect, each with the reason.
 
     python tests/support/mutation.py --mutants 300 --output build/mutation.json
     python tests/support/mutation.py --names build/mutation.json  # the survivors of that pass again
@@ -11,28 +10,28 @@ that no test can detect, each with the reason.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+
+from mutants import Mutant, c_mutants, python_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 KERNELS = ("test_native_kernels", "test_native", "test_softmax", "test_native_edges")
-SPECULATION = ("test_verifier", "test_controller", "test_cost", "test_decoder", "test_room")
+CONTROLLER = ("test_controller", "test_controller_learning", "test_planning_lossless")
+EXPLAIN = ("test_explain", "test_explain_html")
+SPECULATION = ("test_verifier", *CONTROLLER, "test_cost", "test_decoder", "test_room")
 TESTS = {
     "runtime/text/writer.py": ("test_multibyte_text", "test_llm", "test_detokenizer"),
     "runtime/text/detokenizer.py": ("test_multibyte_text", "test_detokenizer", "test_llm"),
@@ -53,9 +52,9 @@ TESTS = {
         "test_audit",
         "test_lossless",
     ),
-    "runtime/decoding/request_state.py": ("test_decoder", "test_room", "test_llm", "test_controller", "test_lossless"),
-    "runtime/decoding/round.py": ("test_decoder", "test_room", "test_explain", "test_controller", "test_llm"),
-    "runtime/speculation/planning/cost.py": ("test_cost", "test_controller", "test_profile", "test_planning"),
+    "runtime/decoding/request_state.py": ("test_decoder", "test_room", "test_llm", *CONTROLLER, "test_lossless"),
+    "runtime/decoding/round.py": ("test_decoder", "test_room", *EXPLAIN, *CONTROLLER, "test_llm"),
+    "runtime/speculation/planning/cost.py": ("test_cost", *CONTROLLER, "test_profile", "test_planning"),
     "runtime/engines/shared/prefix.py": ("test_prefix", "test_async_prefix", "test_pool"),
     "runtime/speculation/planning/estimate.py": (
         "test_acceptance_head",
@@ -67,7 +66,7 @@ TESTS = {
     "runtime/speculation/planning/calibration.py": ("test_calibration", "test_dyspec", *SPECULATION, "test_lossless"),
     "runtime/speculation/config.py": ("test_config", "test_llm", *SPECULATION, "test_lossless"),
     "runtime/speculation/planning/controller.py": (
-        "test_controller",
+        *CONTROLLER,
         "test_cost",
         "test_llm",
         "test_planning",
@@ -105,119 +104,12 @@ TESTS = {
         *SPECULATION,
         "test_lossless",
     ),
-    "runtime/speculation/stopwatch.py": ("test_decoder", "test_explain"),
+    "runtime/speculation/stopwatch.py": ("test_decoder", *EXPLAIN),
     "runtime/speculation/verifier.py": ("test_verifier", "test_decoder", "test_lossless"),
     **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("acceptance", "attention", "matrix", "ranking")},
     **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("sampling", "threads", "vector")},
     "plugins/native/kernels/llama.c": KERNELS,
 }
-COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-}  # fmt: skip
-NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-C_PATTERNS = {" < ": " <= ", " > ": " >= ", " <= ": " < ", " >= ": " > ", " + ": " - ", " - ": " + ", " && ": " || ",
-              " || ": " && ", " == ": " != ", " * ": " / ", " += ": " -= "}  # fmt: skip
-C_CODE = re.compile("|".join(map(re.escape, C_PATTERNS)))
-
-
-class Mutant(NamedTuple):
-    """A change of one place. span: where in the file's bytes. code: the line as it stands, which names the place for as
-    long as it is not edited."""
-
-    file: str
-    line: int
-    span: tuple[int, int]
-    new: str
-    code: str
-    old: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}: {self.code} :: {self.old} -> {self.new}"
-
-
-def python_mutants(file: str, source: str) -> Iterator[Mutant]:
-    lines = source.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
-
-    def mutant(node: ast.expr | ast.stmt, new: str) -> Mutant:
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        span = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-        old = source.encode()[slice(*span)].decode()
-        place = f"{lines[node.lineno - 1].strip()} @{node.col_offset}"
-        return Mutant(file, node.lineno, span, new, place, " ".join(old.split()))
-
-    for node in calculating(ast.parse(source)):
-        for changed in changes(node):
-            yield mutant(node, changed)
-
-
-def calculating(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Nodes that do something when the program runs: no annotation, no docstring, no text of a message, and neither the
-    condition of an `assert` nor `strict=True` of a zip, which only asserts."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
-            if isinstance(node, (ast.Raise, ast.Assert)):
-                yield node
-            continue
-        if isinstance(node, ast.keyword) and (node.arg, ast.unparse(node.value)) == ("strict", "True"):
-            continue
-        if isinstance(node, (ast.expr, ast.stmt)):
-            yield node
-        if isinstance(node, ast.AnnAssign):
-            yield from calculating(ast.Expression(node.value)) if node.value else ()
-        elif isinstance(node, ast.arguments):
-            yield from calculating(ast.Tuple([each for each in [*node.defaults, *node.kw_defaults] if each]))
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from calculating(ast.Module([ast.Expr(ast.Lambda(node.args, ast.Constant(0)))], []))
-            yield from calculating(ast.Module(node.body, []))
-        elif isinstance(node, ast.ClassDef):
-            yield from calculating(ast.Module(node.body, []))
-        else:
-            yield from calculating(node)
-
-
-def changes(node: ast.expr | ast.stmt) -> Iterator[str]:
-    """The possible replacements of a node; none for most nodes."""
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
-        yield ast.unparse(ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators))
-    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
-        yield f"({ast.unparse(ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right))})"
-    elif isinstance(node, ast.AugAssign) and type(node.op) in COMPUTED:
-        yield ast.unparse(ast.AugAssign(node.target, COMPUTED[type(node.op)](), node.value))
-    elif isinstance(node, ast.BoolOp):
-        yield f"({ast.unparse(ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values))})"
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield f"({ast.unparse(node.operand)})"
-    elif isinstance(node, ast.IfExp):
-        yield f"({ast.unparse(ast.IfExp(node.test, node.orelse, node.body))})"
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield repr(not node.value)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and hasattr(node, "lineno"):
-        yield repr(node.value + 1)
-    elif isinstance(node, ast.Name) and node.id in NAMES:
-        yield NAMES[node.id]
-    elif isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Yield))):
-        yield "pass"
-
-
-def c_mutants(file: str, source: str) -> Iterator[Mutant]:
-    start = 0
-    for number, line in enumerate(source.splitlines(keepends=True), 1):
-        code = line.split("//")[0]
-        if not code.lstrip().startswith(("#", "/*", "*")):
-            for found in C_CODE.finditer(code):
-                at = start + len(line[: found.start()].encode())
-                new = C_PATTERNS[found[0]]
-                place = f"{line.strip()} @{found.start()}"
-                yield Mutant(file, number, (at, at + len(found[0])), new, place, found[0])
-        start += len(line.encode())
 
 
 def mutants(pattern: str) -> list[Mutant]:

@@ -12,13 +12,13 @@ from adapters import PREFIX, write_adapter
 from checkpoints import edit_weights, write_checkpoint
 from families import write_family
 from packers import pack_checkpoint
+from quantised import compressed
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.fused import Split
 from draftwood.builder.checkpoints.safetensors import Safetensors
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
-from tests.builder.checkpoints.test_quantised import compressed
 
 LAYER = "model.layers.1"
 QKV, GATE_UP = f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight"

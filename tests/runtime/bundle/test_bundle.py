@@ -1,4 +1,4 @@
-"""EngineBundle: whole or not at all; what was changed, cut or is too new is refused with the fix named."""
+"""EngineBundle.open: a damaged, changed or too new bundle is refused with an error that names the fix."""
 
 from __future__ import annotations
 
@@ -13,16 +13,9 @@ from typing import Any
 
 import pytest
 from bundling import resigned
-from checkpoints import write_checkpoint, write_tokenizer
-from disk import largest_file
 
-from draftwood.builder.engines import make as engines
-from draftwood.builder.engines.export import export as original_export
-from draftwood.builder.options import BuildOptions
-from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
 from draftwood.models.bindings import DRAFT, TARGET
-from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
+from draftwood.models.errors import BundleError, ConfigError
 from draftwood.plugins.native.compile import SOURCE
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, EngineBundle, checksum
 from draftwood.runtime.engines.backends import NATIVE
@@ -149,37 +142,6 @@ def test_a_manifest_that_is_no_ones_is_refused(bundle: Path) -> None:
         EngineBundle.open(bundle)
 
 
-def test_a_build_says_what_it_replaces_and_what_cannot_pay(
-    options: BuildOptions, tiny_pair: Path, tmp_path: Path
-) -> None:
-    told: list[str] = []
-
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    build(options, begin)
-    assert not [title for title in told if title.startswith(("Replacing", "Warning"))]
-    told.clear()
-    build(replace(options, draft=options.target), begin)
-    assert f"Replacing the bundle in {options.output} at the end" in told
-    assert any(title.startswith("Warning: draft and target are the same checkpoint") for title in told)
-    told.clear()
-    larger = write_checkpoint(tmp_path / "draft", "gqa", num_hidden_layers=3)
-    write_tokenizer(larger, add_bos=True)
-    build(replace(options, draft=larger, output=tmp_path / "larger"), begin)
-    assert any(title.startswith("Warning: the draft is larger than its target") for title in told)
-
-
-@pytest.mark.parametrize("backend", ["onnxruntime", "native"])
-def test_a_full_disk_is_named_whatever_is_written(options: BuildOptions, backend: str) -> None:
-    """numpy counts bytes, and gives no number of an error."""
-    for size in (20_000, 60_000):
-        with largest_file(size), pytest.raises(BundleError, match=r"no room to write .*: free some space"):
-            build(replace(options, backend=backend), quiet)
-        assert not options.output.exists() and not list(options.output.parent.glob(".*"))
-
-
 def flip_last_byte(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -190,161 +152,6 @@ def test_an_unknown_backend_is_refused_by_name(bundle: Path) -> None:
     rewrite(bundle, lambda manifest: manifest["engines"]["target"].update(backend="abacus"))
     with pytest.raises(BundleError, match="abacus"):
         EngineBundle.open(bundle).open_engine("target")
-
-
-def quiet(step: Step) -> Callable[[], None]:
-    return lambda: None
-
-
-@pytest.fixture
-def options(tiny_pair: Path, tmp_path: Path) -> BuildOptions:
-    return BuildOptions(tiny_pair / "target", tiny_pair / "draft", tmp_path / "out" / "bundle")
-
-
-@pytest.mark.parametrize("title", ["Reading", "Converting", "Exporting the draft", "Comparing", "Sealing"])
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_build_leaves_nothing(
-    options: BuildOptions, title: str, interruption: type[BaseException]
-) -> None:
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith(title):
-            raise interruption
-        return lambda: None
-
-    with pytest.raises(interruption):
-        build(options, begin)
-    assert not options.output.exists() and not list(options.output.parent.glob(".*"))
-
-
-def test_an_interrupted_rebuild_keeps_the_old_bundle(options: BuildOptions) -> None:
-    build(options, quiet)
-    before = (options.output / MANIFEST).read_text()
-
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith("Sealing"):
-            raise KeyboardInterrupt
-        return lambda: None
-
-    with pytest.raises(KeyboardInterrupt):
-        build(options, begin)
-    assert (options.output / MANIFEST).read_text() == before
-    EngineBundle.open(options.output)
-    build(options, quiet)
-    assert [file.name for file in options.output.parent.iterdir()] == ["bundle"]
-
-
-def test_a_killed_build_is_not_loadable(options: BuildOptions) -> None:
-    """What a power cut leaves: the temporary folder before its manifest was written."""
-    seen = []
-
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith("Sealing"):
-            (staging,) = options.output.parent.glob(".bundle.partial-*")
-            seen.append(shutil.copytree(staging, options.output.parent / "left"))
-        return lambda: None
-
-    build(options, begin)
-    with pytest.raises(BundleError, match="did not finish"):
-        EngineBundle.open(seen[0])
-
-
-def test_a_full_disk_is_named_and_leaves_nothing(options: BuildOptions) -> None:
-    with largest_file(20_000), pytest.raises(BundleError, match="free some space"):
-        build(options, quiet)
-    assert not options.output.exists() and not list(options.output.parent.glob(".*"))
-
-
-def test_a_folder_that_is_no_bundle_is_never_replaced(options: BuildOptions) -> None:
-    options.output.mkdir(parents=True)
-    precious = options.output / "thesis.txt"
-    precious.write_text("years of work")
-    with pytest.raises(BundleError, match="choose another --output"):
-        build(options, quiet)
-    assert precious.read_text() == "years of work"
-
-
-def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BundleError, match="choose another --output"):
-        build(BuildOptions(options.target, options.draft, tmp_path / "file" / "bundle"), quiet)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"backend": "abacus"}, "onnxruntime"),
-        ({"precision": "fp3"}, "fp32"),
-        ({"widths": (2, 4)}, "widths"),
-        ({"widths": (1, 4, 2)}, "widths"),
-        ({"widths": ()}, "widths"),
-        ({"max_length": 1}, "max_length"),
-    ],
-)
-def test_impossible_options_are_refused(options: BuildOptions, change: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        BuildOptions(options.target, options.draft, options.output, **change)
-
-
-def test_more_context_than_the_models_were_trained_for(options: BuildOptions) -> None:
-    longer = BuildOptions(options.target, options.draft, options.output, max_length=1 << 20)
-    with pytest.raises(ConfigError, match="ask for at most"):
-        build(longer, quiet)
-
-
-def test_vocabularies_that_differ_in_size(tiny_pair: Path, stories: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="shares the target's tokenizer"):
-        build(BuildOptions(tiny_pair / "target", stories / "draft", tmp_path / "bundle"), quiet)
-
-
-def test_vocabularies_that_differ_in_content(tiny_pair: Path, tmp_path: Path) -> None:
-    draft = Path(shutil.copytree(tiny_pair / "draft", tmp_path / "draft"))
-    tokenizer = json.loads((draft / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[10:12]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(DraftwoodError, match="vocabular"):
-        build(BuildOptions(tiny_pair / "target", draft, tmp_path / "bundle"), quiet)
-
-
-def test_an_engine_that_computes_something_else_is_not_bundled(
-    options: BuildOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control of parity: an exporter that scales attention wrongly."""
-    export = original_export
-
-    def wrong(checkpoint: Any, role: str, capacity: int, path: Path, *rest: Any, **options: Any) -> None:
-        export(checkpoint, role, capacity, path, *rest, **options)
-        import onnx
-
-        model = onnx.load(path)
-        for node in model.graph.node:
-            if node.op_type == "Attention":
-                node.attribute[0].f *= 1.01
-        onnx.save(model, path)
-
-    monkeypatch.setattr(engines, "export", wrong)
-    with pytest.raises(BundleError, match="differs from the torch reference"):
-        build(options, quiet)
-    assert not options.output.exists()
-
-
-def test_end_of_text_ids_come_from_both_files_and_the_vocabulary(
-    options: BuildOptions, tiny_pair: Path, tmp_path: Path
-) -> None:
-    target = Path(shutil.copytree(tiny_pair / "target", tmp_path / "target"))
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7, 5000]}))
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
-    told: list[str] = []
-
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    bundle = build(BuildOptions(target, options.draft, options.output), begin)
-    assert bundle.manifest.eos_token_ids == (2, 5, 7)
-    assert any("eos_token_id [5000]" in title for title in told)
 
 
 def test_a_bundle_of_the_removed_engine_is_refused_by_name(tiny_bundle: Path, tmp_path: Path) -> None:

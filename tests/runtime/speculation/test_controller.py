@@ -1,16 +1,15 @@
-"""The controller: what it plans, what it learns, and that it never looks ahead."""
+"""The controller: which proposal it plans for known costs, and which reason it gives for plain decoding."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from controllers import CHAIN, DEAR_DRAFT, TREES, scaled, settled
 from costs import FREE, passes, table
-from enumeration import PROMPT, decoded, pair, total_variation
+from enumeration import PROMPT
 from fakes import FakeEngine, mixture, random_model
 
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -18,31 +17,9 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
-
-CHAIN = Shapes((), 12, 1, True, 0)
-TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
-DEAR_DRAFT = 3.0  # passes of the target
-
-
-def choices(plan: RoundPlan, accepted: int) -> list[VerifierChoice]:
-    """Along a chain of which so many tokens were accepted."""
-    return [*[VerifierChoice(0, 1)] * accepted, *[VerifierChoice(None, 1)] * (accepted < plan.depth)]
-
-
-def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[RoundPlan]:
-    """Plans of a request whose draft's chain is accepted with probability alpha per token, at random."""
-    controller, rng = Controller(costs, shapes, greedy=True), np.random.default_rng(0)
-    plans = []
-    for _ in range(rounds):
-        plan = controller.plan(100, 1000)
-        plans.append(plan)
-        if plan.depth:
-            accepted = int((np.cumprod(rng.random(plan.depth) < alpha)).sum())
-            controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
-    return plans
+from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
 
 
 def chain_speed(alpha: float, depth: int, draft: float) -> float:
@@ -59,30 +36,8 @@ def test_the_chain_is_about_as_long_as_theory_wants(alpha: float, draft: float) 
     assert np.mean(got) > 0.95 * best
 
 
-def test_a_draft_that_is_never_right_is_asked_almost_never() -> None:
-    plans = settled(table(1.0, 0.3), CHAIN, 0.0)
-    spent = sum(plan.seconds for plan in plans)
-    tokens = sum(1 for _ in plans)  # nothing is ever accepted
-    assert spent / tokens < 1.05
-    assert not plans[-1].depth or plans[-1].probe
-
-
 def test_a_draft_dearer_than_what_it_can_save_is_never_asked() -> None:
     assert not any(plan.depth and not plan.probe for plan in settled(table(1.0, DEAR_DRAFT), CHAIN, 1.0))
-
-
-def test_speculation_comes_back_when_the_draft_improves() -> None:
-    controller = Controller(table(1.0, 0.3), CHAIN, greedy=True)
-    for right in (False, True):
-        plans = []
-        for _ in range(400):
-            plan = controller.plan(100, 1000)
-            plans.append(plan)
-            if plan.depth:
-                accepted = plan.depth if right else 0
-                controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
-        assert bool(plans[-1].depth and not plans[-1].probe) is right
-        assert any(plan.probe for plan in plans)
 
 
 def test_the_size_follows_the_price_of_rows() -> None:
@@ -100,89 +55,12 @@ def test_the_size_follows_the_price_of_rows() -> None:
     assert size(0.9) <= 1
 
 
-def test_one_round_teaches_every_smaller_budget() -> None:
-    """Row 4 at depth 2 is beyond a budget of 3, which would have got one token."""
-    controller = Controller(table(), TREES, greedy=True)
-    for _ in range(300):
-        controller.observe(RoundPlan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
-    expected = controller._estimate.expected_accepted()
-    assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
-    assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
-    assert expected[2, 2] - expected[1, 2] > 0.7
-
-
-def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
-    """Rows 1 to 4 were given, rows 5 to 16 are the chain: all of it accepted is all a budget of 12 could get."""
-    looked_up = CHAIN._replace(given=4)
-    controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
-    for _ in range(300):
-        controller.observe(
-            RoundPlan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
-        )
-    assert controller._estimate.expected_accepted()[0, -1] == pytest.approx(12, abs=1)
-
-
-def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
-    def rounds_to_probe(unread: int) -> int:
-        controller = Controller(table(1.0, 0.6), CHAIN, greedy=True)
-        for count in range(10_000):
-            if controller.plan(5000, 100, unread=unread).probe:
-                return count
-        raise AssertionError("speculation is never tried again")
-
-    assert rounds_to_probe(5000) > 5 * rounds_to_probe(1)
-
-
-@pytest.mark.parametrize("host", [FREE, HostCosts(0.021, 0.31, 0.1)])
-@pytest.mark.parametrize(
-    ("sharing", "given", "frontier", "row"),
-    [(1, 0, 1, 0.0), (3, 0, 1, 0.43), (3, 2, 1, 0.43), (3, 0, 1, 0.02), (1, 0, 2, 0.0), (1, 0, 100, 0.0)],
-)
-def test_a_probe_waits_until_it_has_been_saved_for(
-    sharing: int, given: int, frontier: int, row: float, host: HostCosts
-) -> None:
-    """1 % of plain rounds' time pays for its draft passes, and for what it delays the others beyond what it saves."""
-    seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
-    target, draft = PassCosts((1, 64), (0, 1000), seconds, padded=False), passes(DEAR_DRAFT, row=0.1)
-    controller = Controller(
-        CostModel(target, draft, host, host, {}), CHAIN._replace(given=given, frontier=frontier), greedy=True
-    )
-    plans = [controller.plan(100, 100, sharing)]
-    while not plans[-1].probe:
-        plans.append(controller.plan(100, 100, sharing))
-    probe, plain = plans[-1], plans[0].seconds
-    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.1 + host.plain)
-    delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
-    drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
-    assert len(plans) == math.floor(100 * (drafted + max(0.0, delay)) / plain) + 1
-
-
-@pytest.mark.parametrize(("delay", "probes"), [(0.0, [300, 601]), (1.0, [400, 801])])
-def test_probes_cost_1_percent_of_plain_rounds(
-    delay: float, probes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A probe costs as much as 3 plain rounds, and what it delays others: it follows 300 of these, each time."""
-    controller = Controller(table(1.0, DEAR_DRAFT), CHAIN, greedy=True)
-    monkeypatch.setattr(controller, "_delay", lambda *round: delay)
-    assert [count for count in range(900) if controller.plan(0, 100).probe] == probes
-
-
 def test_a_plain_round_is_priced_as_one() -> None:
     """Where many share a pass, time on the host decides: a plain round has less of it."""
     host = HostCosts(plain=0.01, round=0.3, token=0.02)
     costs = table(1.0, 0.02, row=0.06, host=host)
     alone, busy = (Controller(costs, TREES, greedy=True).plan(0, 100, sharing) for sharing in (1, 16))
     assert alone.depth > 0 and busy.depth == 0
-
-
-def scaled(costs: CostModel, factor: float) -> CostModel:
-    """The same machine, by a clock of another unit."""
-
-    def passes(each: PassCosts) -> PassCosts:
-        return replace(each, seconds=tuple(tuple(cost * factor for cost in row) for row in each.seconds))
-
-    greedy, sampled = (HostCosts(*(cost * factor for cost in astuple(host))) for host in (costs.greedy, costs.sampled))
-    return CostModel(passes(costs.target), passes(costs.draft), greedy, sampled, {})
 
 
 @pytest.mark.parametrize("factor", [0.004, 30.0])
@@ -238,31 +116,6 @@ def test_a_draft_that_is_too_dear_is_the_whole_reason() -> None:
     assert plan.reason == f"a proposal promises {plan.speed_up:.2f} times plain speed"
 
 
-def taught(*seen: VerifierChoice) -> float:
-    """What a tree of two choices for one token is expected to get, when only these choices were made."""
-    estimate = AcceptanceEstimate(Shapes((2,), 1, 2, False, 0))
-    for choice in seen * 60:
-        estimate.observe(None, 1, [], [choice])
-    return float(estimate.expected_accepted()[0, 0])
-
-
-def test_second_choices_count_where_they_were_offered() -> None:
-    """A tree of two gets α + (1 - α) ρ of a token."""
-    nothing, first, second, third = (
-        VerifierChoice(None, 2),
-        VerifierChoice(0, 2),
-        VerifierChoice(1, 2),
-        VerifierChoice(2, 3),
-    )
-    assert taught(second) > 0.8 and taught(first) > 0.8
-    assert taught(nothing) < 0.15 and taught(third) < 0.15
-    assert taught(nothing) < taught(nothing, nothing, nothing, second) < taught(nothing, second) < taught(second)
-    # Where one choice was offered, nothing is known about the second one: ρ stays at its guess.
-    assert taught(VerifierChoice(None, 1)) == pytest.approx(SAVED_GUESS, abs=0.12) and taught(nothing) < taught(
-        VerifierChoice(None, 1)
-    )
-
-
 def test_a_speed_up_as_small_as_the_limit_does_not_pay_when_two_share_a_pass() -> None:
     controller = Controller(table(), CHAIN, greedy=True)
     plan = controller.plan(0, 100)._replace(speed_up=SHARED_SPEED_UP)
@@ -280,17 +133,6 @@ def test_the_time_to_read_a_prompt_is_that_of_its_passes() -> None:
 def test_a_prompt_is_read_if_there_is_room_for_a_proposal() -> None:
     controller = Controller(table(), CHAIN, greedy=True)
     assert [controller.worth_reading(1, room, 1) for room in (-1, 0, 1)] == [False, False, True]
-
-
-def test_a_request_starts_from_the_estimate_of_the_one_before() -> None:
-    experience = Experience()
-    first = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
-    plan = first.plan(0, 100)
-    for _ in range(40):
-        first.observe(plan, [], choices(plan, 0))
-    fresh = Controller(table(1.0, 0.4), CHAIN, greedy=True)
-    later = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
-    assert fresh.plan(0, 100).depth > 0 == later.plan(0, 100).depth
 
 
 @pytest.mark.parametrize(("chain", "row", "size"), [(False, 4.0, 1), (True, 4.0, 1), (False, 0.0, 15), (True, 0.0, 15)])
@@ -327,19 +169,6 @@ def test_as_many_tokens_as_a_round_may_accept_are_read_for_nothing() -> None:
     controller = Controller(table(1.0, 0.5), CHAIN._replace(depth=1), greedy=True)
     assert controller.plan(0, 1) == controller.plan(0, 1, unread=1)
     assert [controller.plan(0, 1, unread=unread).depth for unread in (1, 2)] == [1, 0]
-
-
-def test_the_estimates_of_the_latest_shapes_are_kept() -> None:
-    """A client that asks for ever other shapes fills no memory."""
-    experience = Experience()
-    shapes = [CHAIN._replace(depth=depth) for depth in range(1, 66)]
-    for each in (*shapes[:64], shapes[0], shapes[64]):
-        estimate = AcceptanceEstimate(each)
-        estimate.observe(None, 1, [1], [VerifierChoice(0, 1)])
-        experience.store(each, True, estimate)
-    known = [experience.estimate_for(each, True)._offered.any() for each in shapes]
-    assert known == [True, False, *[True] * 63]
-    assert not experience.estimate_for(shapes[0], greedy=False)._offered.any()
 
 
 def test_proposals_shrink_as_more_requests_share_a_pass() -> None:
@@ -398,37 +227,3 @@ def test_a_draft_not_worth_asking_does_not_read_the_prompt() -> None:
     for _ in decoder.generate(PROMPT, Sampler(params, PROMPT, (), 6), seeded_streams(0), SpecDecodeStats()):
         pass
     assert draft.passes == 0
-
-
-LOSSLESS = {
-    "auto": SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2),
-    "chain": SpeculativeConfig("chain", max_draft_len=2),
-    "topk": SpeculativeConfig("topk", max_draft_len=2, max_total_draft_tokens=3, frontier_width=2),
-    "k-ary": SpeculativeConfig("k-ary", branching=(2, 1), max_total_draft_tokens=4),
-    "dyspec-threshold": SpeculativeConfig("dyspec-threshold", max_draft_len=2, max_total_draft_tokens=3),
-}
-# Prices at which one accepted or rejected token changes the next plan.
-NEAR = (table(1.0, 0.55), table(1.0, 0.5, 0.05), table(1.0, 0.55, host=HostCosts(0.0, 0.0, 0.01)))
-
-
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_planning_changes_no_distribution(name: str) -> None:
-    """I2 with plans made from what earlier rounds accepted: every random outcome, as without speculation."""
-    params = SamplingParams(max_tokens=4)
-    for seed, costs in enumerate(NEAR):
-        target, draft = pair(seed, 2)
-        expected = decoded(target, None, None, params)
-        found = decoded(target, draft, LOSSLESS[name], params, costs)
-        assert total_variation(found, expected) < 1e-12
-
-
-def test_these_prices_do_make_plans_differ() -> None:
-    """Without that the proof above would prove nothing."""
-    controller = Controller(NEAR[0], CHAIN, greedy=False)
-    first = controller.plan(10, 100)
-    later: list[Sequence[int]] = []
-    for accepted in ([], list(range(1, first.depth + 1))):
-        controller = Controller(NEAR[0], CHAIN, greedy=False)
-        controller.observe(controller.plan(10, 100), accepted, choices(first, len(accepted)))
-        later.append(controller.plan(10, 100)[:2])
-    assert later[0] != later[1]

@@ -1,0 +1,151 @@
+"""The controller: what it learns from verified rounds, and when it probes whether speculation pays again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from controllers import CHAIN, DEAR_DRAFT, TREES, choices, settled
+from costs import FREE, passes, table
+
+from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
+
+
+def test_a_draft_that_is_never_right_is_asked_almost_never() -> None:
+    plans = settled(table(1.0, 0.3), CHAIN, 0.0)
+    spent = sum(plan.seconds for plan in plans)
+    tokens = sum(1 for _ in plans)  # nothing is ever accepted
+    assert spent / tokens < 1.05
+    assert not plans[-1].depth or plans[-1].probe
+
+
+def test_speculation_comes_back_when_the_draft_improves() -> None:
+    controller = Controller(table(1.0, 0.3), CHAIN, greedy=True)
+    for right in (False, True):
+        plans = []
+        for _ in range(400):
+            plan = controller.plan(100, 1000)
+            plans.append(plan)
+            if plan.depth:
+                accepted = plan.depth if right else 0
+                controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
+        assert bool(plans[-1].depth and not plans[-1].probe) is right
+        assert any(plan.probe for plan in plans)
+
+
+def test_one_round_teaches_every_smaller_budget() -> None:
+    """Row 4 at depth 2 is beyond a budget of 3, which would have got one token."""
+    controller = Controller(table(), TREES, greedy=True)
+    for _ in range(300):
+        controller.observe(RoundPlan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
+    expected = controller._estimate.expected_accepted()
+    assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
+    assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
+    assert expected[2, 2] - expected[1, 2] > 0.7
+
+
+def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
+    """Rows 1 to 4 were given, rows 5 to 16 are the chain: all of it accepted is all a budget of 12 could get."""
+    looked_up = CHAIN._replace(given=4)
+    controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
+    for _ in range(300):
+        controller.observe(
+            RoundPlan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
+        )
+    assert controller._estimate.expected_accepted()[0, -1] == pytest.approx(12, abs=1)
+
+
+def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
+    def rounds_to_probe(unread: int) -> int:
+        controller = Controller(table(1.0, 0.6), CHAIN, greedy=True)
+        for count in range(10_000):
+            if controller.plan(5000, 100, unread=unread).probe:
+                return count
+        raise AssertionError("speculation is never tried again")
+
+    assert rounds_to_probe(5000) > 5 * rounds_to_probe(1)
+
+
+@pytest.mark.parametrize("host", [FREE, HostCosts(0.021, 0.31, 0.1)])
+@pytest.mark.parametrize(
+    ("sharing", "given", "frontier", "row"),
+    [(1, 0, 1, 0.0), (3, 0, 1, 0.43), (3, 2, 1, 0.43), (3, 0, 1, 0.02), (1, 0, 2, 0.0), (1, 0, 100, 0.0)],
+)
+def test_a_probe_waits_until_it_has_been_saved_for(
+    sharing: int, given: int, frontier: int, row: float, host: HostCosts
+) -> None:
+    """1 % of plain rounds' time pays for its draft passes, and for what it delays the others beyond what it saves."""
+    seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
+    target, draft = PassCosts((1, 64), (0, 1000), seconds, padded=False), passes(DEAR_DRAFT, row=0.1)
+    controller = Controller(
+        CostModel(target, draft, host, host, {}), CHAIN._replace(given=given, frontier=frontier), greedy=True
+    )
+    plans = [controller.plan(100, 100, sharing)]
+    while not plans[-1].probe:
+        plans.append(controller.plan(100, 100, sharing))
+    probe, plain = plans[-1], plans[0].seconds
+    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.1 + host.plain)
+    delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
+    drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
+    assert len(plans) == math.floor(100 * (drafted + max(0.0, delay)) / plain) + 1
+
+
+@pytest.mark.parametrize(("delay", "probes"), [(0.0, [300, 601]), (1.0, [400, 801])])
+def test_probes_cost_1_percent_of_plain_rounds(
+    delay: float, probes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe costs as much as 3 plain rounds, and what it delays others: it follows 300 of these, each time."""
+    controller = Controller(table(1.0, DEAR_DRAFT), CHAIN, greedy=True)
+    monkeypatch.setattr(controller, "_delay", lambda *round: delay)
+    assert [count for count in range(900) if controller.plan(0, 100).probe] == probes
+
+
+def taught(*seen: VerifierChoice) -> float:
+    """What a tree of two choices for one token is expected to get, when only these choices were made."""
+    estimate = AcceptanceEstimate(Shapes((2,), 1, 2, False, 0))
+    for choice in seen * 60:
+        estimate.observe(None, 1, [], [choice])
+    return float(estimate.expected_accepted()[0, 0])
+
+
+def test_second_choices_count_where_they_were_offered() -> None:
+    """A tree of two gets α + (1 - α) ρ of a token."""
+    nothing, first, second, third = (
+        VerifierChoice(None, 2),
+        VerifierChoice(0, 2),
+        VerifierChoice(1, 2),
+        VerifierChoice(2, 3),
+    )
+    assert taught(second) > 0.8 and taught(first) > 0.8
+    assert taught(nothing) < 0.15 and taught(third) < 0.15
+    assert taught(nothing) < taught(nothing, nothing, nothing, second) < taught(nothing, second) < taught(second)
+    # Where one choice was offered, nothing is known about the second one: ρ stays at its guess.
+    assert taught(VerifierChoice(None, 1)) == pytest.approx(SAVED_GUESS, abs=0.12) and taught(nothing) < taught(
+        VerifierChoice(None, 1)
+    )
+
+
+def test_a_request_starts_from_the_estimate_of_the_one_before() -> None:
+    experience = Experience()
+    first = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    plan = first.plan(0, 100)
+    for _ in range(40):
+        first.observe(plan, [], choices(plan, 0))
+    fresh = Controller(table(1.0, 0.4), CHAIN, greedy=True)
+    later = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    assert fresh.plan(0, 100).depth > 0 == later.plan(0, 100).depth
+
+
+def test_the_estimates_of_the_latest_shapes_are_kept() -> None:
+    """A client that asks for ever other shapes fills no memory."""
+    experience = Experience()
+    shapes = [CHAIN._replace(depth=depth) for depth in range(1, 66)]
+    for each in (*shapes[:64], shapes[0], shapes[64]):
+        estimate = AcceptanceEstimate(each)
+        estimate.observe(None, 1, [1], [VerifierChoice(0, 1)])
+        experience.store(each, True, estimate)
+    known = [experience.estimate_for(each, True)._offered.any() for each in shapes]
+    assert known == [True, False, *[True] * 63]
+    assert not experience.estimate_for(shapes[0], greedy=False)._offered.any()

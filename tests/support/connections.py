@@ -1,0 +1,122 @@
+"""Connections to a real server process, as attacks open them, and a server whose engine can be paused."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGTERM
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from serving import Served
+
+LINUX = sys.platform == "linux"
+ROOM, RESERVE = 24, 16  # connections that the server accepts, and further ones for requests of its state
+SLOW = ("--served-model-name", "small", "--grow", "chain", "--budget", "fixed")  # drafts in vain: seconds for LONG
+OPTIONS = (*SLOW, "--max-running", "1", "--max-waiting", "60", "--max-connections", str(ROOM))
+LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+SHORT = {**LONG, "max_tokens": 3}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+# `draftwood serve` whose target's passes wait for as long as a file exists.
+PAUSABLE = """
+import sys, time
+from pathlib import Path
+from draftwood.cli.main import main
+from draftwood.runtime.bundle.bundle import EngineBundle
+
+pause, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
+
+def open_engine(self, role, *options):
+    engine = opened(self, role, *options)
+    forward = engine.score
+
+    def waiting(*arguments):
+        while role == "target" and pause.exists():
+            time.sleep(0.01)
+        return forward(*arguments)
+
+    engine.score = waiting
+    return engine
+
+EngineBundle.open_engine = open_engine
+sys.exit(main(sys.argv[1:]))
+"""
+HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # two addresses of this machine, as two clients have them
+
+
+class Answer(NamedTuple):
+    """An HTTP response. headers: by names in lower case."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+
+@contextmanager
+def paused(pause: Path) -> Iterator[None]:
+    """While the block runs, requests run and do not end."""
+    pause.touch()
+    try:
+        yield
+    finally:
+        pause.unlink()
+
+
+def quiet_end(server: Served, code: int = 0) -> None:
+    """SIGTERM ends the server in time, with this exit code, no traceback and a short log."""
+    server.process.send_signal(SIGTERM)
+    assert server.process.wait(60) == code
+    assert server.process.stderr is not None
+    said = server.process.stderr.read()
+    assert "Traceback" not in said and len(said.splitlines()) < 10, said
+
+
+def opened(server: Served, said: bytes = b"", source: str = HERE) -> socket.socket:
+    """A connection from an address of this machine, on which `said` was sent. Its receive buffer is small."""
+    address = urlsplit(server.url)
+    assert address.hostname is not None and address.port is not None
+    client = socket.create_connection((address.hostname, address.port), timeout=30, source_address=(source, 0))
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.sendall(said)
+    return client
+
+
+def posted(body: dict[str, object]) -> bytes:
+    """A completion request with this JSON body."""
+    content = json.dumps(body).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+def answer_of(client: socket.socket) -> Answer:
+    with http.client.HTTPResponse(client) as response:
+        response.begin()
+        return Answer(response.status, response.read(), {name.lower(): value for name, value in response.getheaders()})
+
+
+def asked(server: Served, said: bytes, source: str = HERE) -> Answer:
+    """The response to these bytes on a connection of their own."""
+    with opened(server, said, source) as client:
+        return answer_of(client)
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+
+
+def files_of(server: Served) -> int:
+    """File descriptors that the server process has open."""
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+def serves_everybody(server: Served) -> None:
+    """Every endpoint answers, and a text is generated."""
+    for path in ("/health", "/health/ready", "/metrics", "/v1/models"):
+        assert asked(server, get(path)).status == 200, path
+    answer = asked(server, posted(SHORT))
+    assert answer.status == 200 and json.loads(answer.body)["usage"]["completion_tokens"] == 3

@@ -1,0 +1,43 @@
+"""Controllers of planning for tests: shapes of proposals, and requests whose draft is accepted at a known rate."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import numpy as np
+
+from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
+
+CHAIN = Shapes((), 12, 1, True, 0)
+TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
+DEAR_DRAFT = 3.0  # passes of the target
+
+
+def choices(plan: RoundPlan, accepted: int) -> list[VerifierChoice]:
+    """Along a chain of which so many tokens were accepted."""
+    return [*[VerifierChoice(0, 1)] * accepted, *[VerifierChoice(None, 1)] * (accepted < plan.depth)]
+
+
+def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[RoundPlan]:
+    """Plans of a request whose draft's chain is accepted with probability alpha per token, at random."""
+    controller, rng = Controller(costs, shapes, greedy=True), np.random.default_rng(0)
+    plans = []
+    for _ in range(rounds):
+        plan = controller.plan(100, 1000)
+        plans.append(plan)
+        if plan.depth:
+            accepted = int((np.cumprod(rng.random(plan.depth) < alpha)).sum())
+            controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
+    return plans
+
+
+def scaled(costs: CostModel, factor: float) -> CostModel:
+    """The same machine, by a clock of another unit."""
+
+    def passes(each: PassCosts) -> PassCosts:
+        return replace(each, seconds=tuple(tuple(cost * factor for cost in row) for row in each.seconds))
+
+    greedy, sampled = (HostCosts(*(cost * factor for cost in astuple(host))) for host in (costs.greedy, costs.sampled))
+    return CostModel(passes(costs.target), passes(costs.draft), greedy, sampled, {})
