@@ -30,12 +30,13 @@ from .source import TensorSource
 
 METHOD = "awq"
 BITS, PER_WORD = 4, 8
-PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight neighbouring outputs in their word
+PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of 8 consecutive outputs stands in their word
 
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """The Layout. Zero points are stored whether or not they differ (`zero_point`)."""
+    """The Layout of AutoAWQ. Zero points are stored whatever the setting `zero_point` says. group_size: inputs that
+    share a scale; -1: all inputs of a row."""
 
     group_size: int
     listed: tuple[str, ...]
@@ -43,9 +44,9 @@ class Awq:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Awq:
-        """From `quantization_config`. Raises CheckpointError for what is not read."""
+        """Read `quantization_config`. Raises CheckpointError for settings that are not supported."""
         refuse_set(config, METHOD, ("dynamic", "adapter", "rotation"))
-        for name in ("version", "format", "checkpoint_format"):  # AutoAWQ's name for it, and GPTQModel's two
+        for name in ("version", "format", "checkpoint_format"):  # the first is AutoAWQ's, the others GPTQModel's
             one_of(config, name, METHOD, ("gemm",))
         number_of_bits(config, "bits", METHOD, (BITS,))
         return cls(size_of_group(config), listed_modules(config, "modules_to_not_convert"))
@@ -66,13 +67,13 @@ class Awq:
         return words * PER_WORD, inputs
 
     def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
-        values, zeros = (in_places(source.tensor(f"{module}.{name}")) for name in ("qweight", "qzeros"))
+        values, zeros = (unpack_outputs(source.tensor(f"{module}.{name}")) for name in ("qweight", "qzeros"))
         index = in_order(values.shape[1], self.group_size)
         return dequantised(values, source.tensor(f"{module}.scales").T, zeros, index)
 
 
-def in_places(words: NDArray[Any]) -> NDArray[np.uint8]:
-    """int32 [rows, words] -> [outputs, rows]."""
+def unpack_outputs(words: NDArray[Any]) -> NDArray[np.uint8]:
+    """Unpack int32 [rows, words] into codes of 4 bits, uint8 [outputs, rows]. The order in a word is PLACE."""
     turned = np.ascontiguousarray(words.T).view(np.uint32)
     values = np.empty((PER_WORD * len(turned), len(words)), np.uint8)
     for output, place in enumerate(PLACE):

@@ -1,4 +1,4 @@
-"""A checked checkpoint: what the model is, its tensors as named arrays, and its tokenizer."""
+"""A checked checkpoint: the model's configuration, its tensors as named arrays, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .vocabulary import CutVocabulary
 
 
 class Checkpoint:
-    """Opening a checkpoint reads headers only; `tensor` reads one tensor at a time and keeps none."""
+    """A checkpoint in any format. Opening it reads headers only. `tensor` reads one tensor and keeps none in memory."""
 
     def __init__(self, path: Path, lora: Path | None = None) -> None:
-        """lora: an adapter that is merged into the model's tensors.
+        """path: a Hugging Face folder or a GGUF file. lora: the folder of an adapter, which is merged into the tensors.
 
-        Raises CheckpointError when anything the model needs is missing, damaged or of the wrong shape."""
+        Raises CheckpointError when anything that the model needs is missing, damaged or of the wrong shape."""
         self.path = path
         self._files = files_at(path)
         self.config = self._files.config
-        self.notes = self._files.notes  # what somebody who builds from it should hear
+        self.notes = self._files.notes  # sentences that a build shows to its user
         self._source: TensorSource = self._files.tensors
         if lora is not None:
             merged = Merged(self._source, lora, frozenset((HEAD_WEIGHT,) if self.config.tie_embeddings else ()))
@@ -46,15 +46,15 @@ class Checkpoint:
         return array
 
     def cut(self, tokens: int) -> Checkpoint:
-        """The same checkpoint for the first `tokens` tokens only, of those it has."""
+        """The same checkpoint with a vocabulary of the first `tokens` tokens only."""
         result = copy(self)
         result.config = replace(self.config, vocab_size=tokens)
         result._source = CutVocabulary(self._source, tokens)
         return result
 
     def blocks(self, name: str) -> Blocks | None:
-        """A matrix that is stored as codes with a scale for each block, as it is stored; None for any other tensor.
-        Raises CheckpointError when a scale or an offset is NaN or infinite."""
+        """The codes, scales and offsets of a matrix that the file stores in blocks; None for any other tensor. Raises
+        CheckpointError when a scale or an offset is NaN or infinite."""
         blocks = stored_blocks(self._source, name)
         if blocks is not None:
             self._refuse_not_finite(name, blocks.scales)
@@ -62,7 +62,8 @@ class Checkpoint:
         return blocks
 
     def eos_token_ids(self) -> list[int]:
-        """Ids that end a text, in order; some may be none of the model's. Raises CheckpointError."""
+        """Ids of tokens that end a text, in ascending order. Some may lie beyond the model's vocabulary. Raises
+        CheckpointError."""
         return sorted({*self.config.eos_token_ids, *self._files.more_eos_ids()})
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
@@ -86,11 +87,11 @@ class Checkpoint:
 
 
 def files_at(path: Path) -> ModelFiles:
-    """Whatever format a path is in. Raises CheckpointError."""
+    """Open a path in the format that it has. Raises CheckpointError."""
     if path.is_dir():
         return HuggingFaceFolder(path)
     if path.suffix.lower() == ".gguf":
-        from .gguf.file import GgufFile  # which imports the gguf package
+        from .gguf.file import GgufFile  # imported only here: it needs the gguf package
 
         return GgufFile(path)
     raise CheckpointError(

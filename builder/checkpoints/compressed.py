@@ -1,9 +1,9 @@
-"""Matrices as compressed-tensors stores them (vLLM's llm-compressor): integers packed or not, and float8.
+"""Matrices as compressed-tensors (the format of vLLM's llm-compressor) stores them: integers and float8.
 
-pack-quantized: weight_packed int32 [out, in * bits / 32], packed along the inputs, values from -2^(bits-1) stored as if
-from 0; weight_shape int64 [2]; weight_zero_point int32 [out * bits / 32, groups] likewise, packed along the outputs.
-int-quantized, float-quantized and naive-quantized: weight int8 or float8_e4m3fn [out, in]; weight_zero_point int8.
-All: weight_scale [out, groups], [1], or one for each block; weight_g_idx int32 [in], the group of each input.
+pack-quantized: weight_packed: int32 [out, in * bits / 32], packed along the inputs. A value v is stored as
+v + 2^(bits-1). weight_shape: int64 [2]. weight_zero_point: int32 [out * bits / 32, groups], packed along the outputs.
+int-quantized, float-quantized and naive-quantized: weight: int8 or float8_e4m3fn [out, in]. weight_zero_point: int8.
+All: weight_scale: [out, groups], [1], or one for each block. weight_g_idx: int32 [in], the group of each input.
 weight[o, i] = weight_scale[o, g] * (value[o, i] - weight_zero_point[o, g]).
 """
 
@@ -38,7 +38,7 @@ from .source import TensorSource
 METHOD = "compressed-tensors"
 PACKED, MIXED = "pack-quantized", "mixed-precision"
 FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized", MIXED)
-STATUSES = ("compressed", "frozen")  # older releases leave the second one in their files
+STATUSES = ("compressed", "frozen")  # older releases write the second one
 INT, FLOAT = "int", "float"
 TENSOR, CHANNEL, GROUP, BLOCK = "tensor", "channel", "group", "block"
 BITS = {INT: (4, 8), FLOAT: (8,)}
@@ -48,7 +48,8 @@ MOST_BLOCK = 1 << 20  # rows or columns of a block that shares a scale
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the matrices of one config group are stored. block: [rows, columns] that share a scale."""
+    """How the matrices of one config group are stored. packed: whether values are packed into 32-bit words. symmetric:
+    whether there are no zero points. block: rows and columns that share a scale; -1 columns are a whole row."""
 
     packed: bool
     kind: str  # INT | FLOAT
@@ -59,7 +60,8 @@ class Scheme:
 
     @classmethod
     def read(cls, group: Mapping[str, Any], form: str) -> Scheme:
-        """A value of `config_groups`. form: the format of groups that name none. Raises CheckpointError."""
+        """Read one entry of `config_groups`. form: the format of an entry that names none. Raises CheckpointError for
+        settings that are not supported."""
         weights = group.get("weights")
         if not isinstance(weights, dict):
             raise CheckpointError(
@@ -83,7 +85,7 @@ class Scheme:
         return f"{self.kind}{self.bits} by {self.strategy}"
 
     def scale_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
-        """What weight_scale may have; none where groups do not fit."""
+        """The shapes that weight_scale may have; empty when the inputs do not divide into groups."""
         rows, columns = self.block
         if self.strategy == TENSOR:
             return (1,), (), (1, 1)
@@ -94,7 +96,7 @@ class Scheme:
         return () if inputs % columns else ((outputs, inputs // columns),)
 
     def fits(self, outputs: int, inputs: int, source: TensorSource, module: str) -> bool:
-        """Whether a module's tensors are stored this way."""
+        """Whether a module's tensors have the dtypes and shapes of this scheme."""
         kind = "I32" if self.packed else "I8" if self.kind == INT else FLOAT8
         stored, scale = (source.stored(f"{module}.{name}") for name in (self.values, "weight_scale"))
         if stored is None or scale is None or stored.dtype != kind:
@@ -111,12 +113,13 @@ class Scheme:
 
     @property
     def values(self) -> str:
+        """Name of the tensor that holds a module's values."""
         return "weight_packed" if self.packed else "weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """The Layout."""
+    """The Layout of compressed-tensors. schemes: those of the config groups, each once."""
 
     schemes: tuple[Scheme, ...]
     listed: tuple[str, ...]
@@ -124,7 +127,7 @@ class Compressed:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Compressed:
-        """From `quantization_config`. Raises CheckpointError for what is not read."""
+        """Read `quantization_config`. Raises CheckpointError for settings that are not supported."""
         refuse_set(config, METHOD, ("transform_config", "moe_sparsity_config"))
         sparsity = config.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
@@ -178,7 +181,7 @@ class Compressed:
         return dequantised(values, by_group(scales, scheme, outputs), zeros, index)
 
     def _packed_shape(self, source: TensorSource, module: str) -> tuple[int, int]:
-        """What weight_shape says; 16 bytes that have to be read."""
+        """[out, in] as the tensor weight_shape says. This tensor has to be read: no header says it."""
         name = f"{module}.weight_shape"
         require(source, name, ("I64", "I32"), (2,))
         outputs, inputs = (int(size) for size in source.tensor(name))
@@ -188,7 +191,8 @@ class Compressed:
         return outputs, inputs
 
     def _scheme(self, source: TensorSource, module: str, outputs: int, inputs: int) -> Scheme:
-        """Schemes that fit the same tensors give the same numbers, so the first one does."""
+        """The first scheme that fits a module's tensors. All schemes that fit give the same numbers. Raises
+        CheckpointError when none fits."""
         for scheme in self.schemes:
             if scheme.fits(outputs, inputs, source, module):
                 return scheme
@@ -208,7 +212,7 @@ class Compressed:
 
 
 def by_group(numbers: NDArray[Any], scheme: Scheme, outputs: int) -> NDArray[Any]:
-    """Scales or zero points as they are stored -> [out, groups]."""
+    """Expand scales or zero points from their stored shape to [out, groups]."""
     if scheme.strategy == TENSOR:
         return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1))
     if scheme.strategy == BLOCK:
@@ -217,18 +221,19 @@ def by_group(numbers: NDArray[Any], scheme: Scheme, outputs: int) -> NDArray[Any
 
 
 def signed(words: NDArray[Any], bits: int) -> NDArray[np.int16]:
-    """int32 [rows, words] -> [rows, words * 32 / bits] from -2^(bits-1)."""
+    """Unpack int32 [rows, words] into int16 [rows, words * 32 / bits], whose least value is -2^(bits-1)."""
     return unpacked(words, bits).astype(np.int16) - (1 << (bits - 1))
 
 
 def source_shape(source: TensorSource, name: str) -> tuple[int, ...]:
+    """The shape of a tensor that exists."""
     stored = source.stored(name)
     assert stored is not None
     return stored.shape
 
 
 def strategy_of(weights: Mapping[str, Any]) -> str:
-    """Written out, or implied by the group size."""
+    """The field `strategy`; without it, the strategy that the group size implies. Raises CheckpointError."""
     size = weights.get("group_size")
     implied = TENSOR if size is None else CHANNEL if size == -1 else GROUP
     name = "strategy"
@@ -236,6 +241,7 @@ def strategy_of(weights: Mapping[str, Any]) -> str:
 
 
 def size_of_block(block: Any) -> tuple[int, int]:
+    """Rows and columns of the field `block_structure`. Raises CheckpointError."""
     whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)
     if not whole or len(block) != 2 or not all(1 <= size <= MOST_BLOCK for size in block):
         raise CheckpointError(
@@ -245,7 +251,7 @@ def size_of_block(block: Any) -> tuple[int, int]:
 
 
 def left_out(config: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Roundings that the checkpoint asks for and no engine does."""
+    """A sentence for each rounding that the checkpoint asks for and no engine does."""
     for name in ("input_activations", "output_activations"):
         if any(group.get(name) for group in groups.values()):
             yield f"its {name.replace('_', ' ')} are not rounded as config.json asks: they are more exact"

@@ -32,7 +32,7 @@ class HuggingFaceFolder:
             self.notes = (f"its weights are {layout.name}, and are dequantised", *layout.notes)
 
     def more_eos_ids(self) -> tuple[int, ...]:
-        """generation_config.json's: chat models list several there."""
+        """The ids in generation_config.json, where chat models list several."""
         file = self._folder / GENERATION
         return token_ids(read_json(file), "eos_token_id", file=file.name) if os.path.lexists(file) else ()
 

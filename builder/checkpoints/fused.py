@@ -1,4 +1,4 @@
-"""Tensors that hold several matrices over one input, as Phi-3 has them, seen as the matrices."""
+"""Fused tensors, which hold several matrices over the same input (Phi-3 has them), read as single matrices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...models.errors import CheckpointError
 from ...models.layers import Matrix, network_of
 from .source import Blocks, Stored, TensorSource, stored_blocks
 
-QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # modules, beside those that they stand for
+QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # fused modules, with the same parent as the modules that they replace
 
 
 class Part(NamedTuple):
@@ -24,7 +24,8 @@ class Part(NamedTuple):
 
 
 class Split:
-    """A TensorSource over another one: a matrix that is not there is looked for in a fused one."""
+    """A TensorSource over another one. A matrix that the other one lacks is read from the fused tensor that holds
+    it."""
 
     def __init__(self, source: TensorSource, config: LlamaConfig) -> None:
         self._source, self._parts = source, dict[str, Part]()
@@ -53,12 +54,12 @@ class Split:
         return self._source.tensor(part.tensor)[part.first : part.first + part.rows]
 
     def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks; those of a matrix that is there."""
+        """See BlockSource.blocks. None for a matrix that is part of a fused tensor."""
         return None if self._source.stored(name) is None else stored_blocks(self._source, name)
 
 
 def parts_of(matrix: Matrix, module: str) -> dict[str, Part]:
-    """Where each source of a merged matrix lies in the tensors of a module that has them one after the other."""
+    """The rows of each source of a merged matrix in the tensors of the fused module, which holds them in this order."""
     found, first, total = dict[str, Part](), 0, sum(matrix.outputs)
     for source, rows in zip(matrix.sources, matrix.outputs, strict=True):
         fused = f"{source.rpartition('.')[0]}.{module}"

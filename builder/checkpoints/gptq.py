@@ -39,19 +39,20 @@ CHANGE_THE_TENSORS = ("dynamic", "adapter", "rotation", "is_marlin_format")
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The Layout. order: whether inputs were grouped by their activations, so that only g_idx knows their groups.
-    less_one: whether zero points are stored less one, as format v1 has them."""
+    """The Layout of GPTQ. group_size: inputs that share a scale; -1: all inputs of a row. order: whether the inputs
+    were sorted by their activations (`desc_act`), so that only g_idx says which group an input belongs to. less_one:
+    whether zero points are stored minus one, as in format v1."""
 
     bits: int
     group_size: int
     order: bool
     less_one: bool
-    listed: tuple[str, ...] = ()  # such configs list what is packed, if anything
+    listed: tuple[str, ...] = ()  # always empty: these settings list no plain modules
     notes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Gptq:
-        """From `quantization_config`. Raises CheckpointError for what is not read."""
+        """Read `quantization_config`. Raises CheckpointError for settings that are not supported."""
         refuse_set(config, METHOD, CHANGE_THE_TENSORS)
         one_of(config, "pack_dtype", METHOD, ("int32",))
         formats = {one_of(config, name, METHOD, (V1, V2)) for name in ("checkpoint_format", "format") if name in config}
@@ -81,7 +82,8 @@ class Gptq:
     def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
         words = source.tensor(f"{module}.qzeros").view(np.uint32)
         if self.less_one:
-            # Over whole words, with carry: so GPTQModel takes the ones away, and a zero point of 0 borrows.
+            # GPTQModel subtracts the ones from whole words, so a zero point of 0 borrows from the next one. Adding
+            # the ones to whole words, with carry, is the inverse.
             words = words + np.uint32(sum(1 << shift for shift in range(0, WORD, self.bits)))
         scales, zeros = source.tensor(f"{module}.scales").T, unpacked(words, self.bits).T
         values = unpacked(source.tensor(f"{module}.qweight").T, self.bits)

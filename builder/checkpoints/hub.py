@@ -22,15 +22,16 @@ from .safetensors import INDEX, WEIGHTS, weight_map
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"  # of an id, as the Hub allows it
+PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"  # a part of an id, as the Hub allows it
 REPOSITORY, REVISION = re.compile(f"{PART}/{PART}"), re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,253}[A-Za-z0-9])?")
-FILES = (".gguf", ".safetensors", ".json")  # ends of paths that somebody mistyped
+FILES = (".gguf", ".safetensors", ".json")  # an id with such an ending is taken for the mistyped path of a file
 MEGABYTE = 1 << 20
 TIMEOUT = 30.0  # seconds for the list of files
 
 
 class Kind(NamedTuple):
-    """What a repository shall hold. settings: the first one has to be there. weights: where there is no index."""
+    """A kind of repository. words: what error messages call it. settings: files to download; the first one must exist.
+    weights: the file of weights when there is no index."""
 
     words: str
     settings: tuple[str, ...]
@@ -44,7 +45,7 @@ ADAPTER = Kind("a LoRA adapter of PEFT", (lora.SETTINGS,), lora.WEIGHTS)
 
 
 class HubId(NamedTuple):
-    """A repository, and its revision; None is the main one."""
+    """A repository and its revision: a branch, a tag or a commit; None is the main branch."""
 
     repository: str
     revision: str | None
@@ -54,7 +55,7 @@ class HubId(NamedTuple):
 
     @property
     def by_hand(self) -> str:
-        """How somebody gets the folder without this program."""
+        """Instructions to get the folder without this program."""
         revision = "" if self.revision is None else f" --revision {self.revision}"
         return (
             f"get it where there is a network, and give the folder: hf download {self.repository}{revision} "
@@ -63,7 +64,7 @@ class HubId(NamedTuple):
 
 
 def hub_id(given: Path) -> HubId | None:
-    """What a path says as an id; None where it cannot be one."""
+    """Read a path as an id; None when it cannot be one."""
     repository, at, revision = given.as_posix().partition("@")
     if not REPOSITORY.fullmatch(repository) or "--" in repository or repository.endswith(FILES):
         return None
@@ -75,8 +76,8 @@ def hub_id(given: Path) -> HubId | None:
 
 
 def local_folder(given: Path, kind: Kind, begin: Begin) -> Path:
-    """A path as it is; where there is none and it is an id, the folder that the Hub's files were downloaded to. Raises
-    CheckpointError, saying how to get the folder, where that fails."""
+    """Return a path that exists, or that is no id, unchanged. Otherwise download the files from the Hub and return
+    their folder. Raises CheckpointError that says how to get the folder when the download fails."""
     wanted = None if os.path.lexists(given) else hub_id(given)
     if wanted is None:
         return given
@@ -91,7 +92,7 @@ def local_folder(given: Path, kind: Kind, begin: Begin) -> Path:
         return download(HfApi(), wanted, kind, begin)
     except CheckpointError:
         raise
-    except Exception as error:  # huggingface_hub's and its HTTP library's, which move between releases
+    except Exception as error:  # classes of huggingface_hub and its HTTP library, which change by release
         if folder := cached(wanted, error):
             begin(Step(f"Taking {wanted} from the cache: the Hub cannot be reached", 1))()
             return folder
@@ -102,21 +103,22 @@ def local_folder(given: Path, kind: Kind, begin: Begin) -> Path:
 
 
 def cached(wanted: HubId, error: Exception) -> Path | None:
-    """What an earlier download left, where nobody answered this time."""
+    """The folder of an earlier download when the Hub cannot be reached; None when there is none, or the Hub
+    answered."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    if isinstance(error, HfHubHTTPError):  # somebody did
+    if isinstance(error, HfHubHTTPError):  # the Hub answered
         return None
     try:
         return Path(snapshot_download(wanted.repository, revision=wanted.revision, local_files_only=True))
-    except Exception:  # there is none, or half of one
+    except Exception:  # there is no complete download
         return None
 
 
 def download(hub: HfApi, wanted: HubId, kind: Kind, begin: Begin) -> Path:
-    """Download what is read of a repository into huggingface_hub's cache; returns the folder. Raises CheckpointError,
-    and huggingface_hub's errors."""
+    """Download the files that are read into huggingface_hub's cache and return their folder. Raises CheckpointError and
+    huggingface_hub's errors."""
     info = hub.model_info(wanted.repository, revision=wanted.revision, files_metadata=True, timeout=TIMEOUT)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if "/" not in file.rfilename}
     settings = [name for name in kind.settings if name in sizes]
@@ -124,7 +126,7 @@ def download(hub: HfApi, wanted: HubId, kind: Kind, begin: Begin) -> Path:
         raise CheckpointError(f"{wanted} on the Hugging Face Hub has no {kind.settings[0]}: choose {kind.words}")
     if large := [name for name in settings if sizes[name] > MOST_TOKENIZER]:
         raise CheckpointError(f"{wanted} on the Hugging Face Hub: {large[0]} has {sizes[large[0]]} bytes, too many")
-    # By the revision's name, which the cache then knows; what follows is of the same commit.
+    # The first file is downloaded by the revision's name, which the cache then knows; the others by its commit.
     folder = Path(hub.hf_hub_download(wanted.repository, settings[0], revision=wanted.revision, tqdm_class=bar_of(int)))
     commit = folder.parent.name
     if commit != info.sha:
@@ -141,7 +143,7 @@ def download(hub: HfApi, wanted: HubId, kind: Kind, begin: Begin) -> Path:
 
 
 def fetch(hub: HfApi, wanted: HubId, commit: str, sizes: Mapping[str, int], what: str, begin: Begin) -> None:
-    """Download files of one commit; a step whose units are megabytes."""
+    """Download files of one commit, as a step of the build whose units are megabytes. sizes: bytes, by name."""
     units = 1 + sum(sizes.values()) // MEGABYTE
     meter, before = Meter(begin(Step(f"Downloading {wanted}: {what}, MB", units))), 0
     for name, size in sizes.items():
@@ -153,23 +155,24 @@ def fetch(hub: HfApi, wanted: HubId, commit: str, sizes: Mapping[str, int], what
 
 
 class Meter:
-    """Bytes as whole megabytes of a step."""
+    """Advances a step of the build by the megabytes that were received. advance: adds one unit."""
 
     def __init__(self, advance: Callable[[], None]) -> None:
         self._advance, self._shown = advance, 0
 
     def of_file(self, before: int, size: int) -> Callable[[int], None]:
-        """What a file's own bytes are told to. before: bytes of the files ahead of it."""
+        """A function to call with the bytes received of one file. before: bytes of the earlier files."""
         return lambda received: self.reach(before + min(received, size))
 
     def reach(self, received: int) -> None:
+        """Advance the step to this number of bytes."""
         while self._shown < received // MEGABYTE:
             self._shown += 1
             self._advance()
 
 
 def bar_of(report: Callable[[int], object]) -> type[Any]:
-    """A progress bar for huggingface_hub that draws nothing, and reports how many bytes of a file are there."""
+    """A class of progress bars for huggingface_hub, which draw nothing and report the bytes received of a file."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]

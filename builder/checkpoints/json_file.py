@@ -10,7 +10,7 @@ from ...models.plain_files import read_object
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError that names the file."""
+    """Read a JSON object. Raises CheckpointError that names the file."""
     try:
         return read_object(file)
     except FileNotFoundError as error:

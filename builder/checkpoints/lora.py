@@ -26,23 +26,23 @@ from .source import Stored, TensorSource
 
 SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of every tensor's name; what follows is the model's own
-BASE = ".base_layer."  # between a module that has an adapter and its own tensors
+BASE = ".base_layer."  # PEFT inserts it into names of the own tensors of a module that has an adapter
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
-# Fields that say how an adapter was trained, or which modules have one, as its tensors do.
+# Fields that change no weight: how the adapter was trained, and which modules have one (its tensors say this, too).
 OF_TRAINING = (
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("modules_to_save", "bias", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
 )
 OF_SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the model as it is
+SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the model
 MOST_RANK, MOST_ALPHA, MOST_PATTERNS = 1 << 16, 1e9, 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What adapter_config.json says of ranks and scales. Keys of the patterns are the ends of modules' names, or whole
-    names behind a `^`."""
+    """Ranks and scales of adapter_config.json. rank, alpha: r and lora_alpha. by_root: use_rslora. ranks, alphas:
+    rank_pattern and alpha_pattern; a key is the end of a module's name, or `^` and the whole name."""
 
     rank: int
     alpha: float
@@ -61,16 +61,16 @@ class Scales:
 class Merged:
     """A TensorSource over another one, with the tensors of an adapter merged in as fp32.
 
-    Raises CheckpointError for an adapter that is not read, or has tensors that do not belong to the model.
+    Raises CheckpointError for an adapter that is not supported, or whose tensors do not belong to the model.
     """
 
     def __init__(self, source: TensorSource, folder: Path, absent: frozenset[str] = frozenset()) -> None:
-        """absent: tensors that a file may hold and the model does not use."""
+        """absent: names of tensors that the source may hold but the model does not use."""
         self._source, self._folder, self._absent = source, folder, absent
         self._scales = read_scales(folder)
         self._adapter = open_adapter(folder)
         self._modules: set[str] = set()
-        self._whole: dict[str, str] = {}  # the model's name of a tensor that is replaced -> the adapter's
+        self._whole: dict[str, str] = {}  # name of a replaced tensor in the model -> its name in the adapter
         self._names = {self._own_name(name): name for name in self._adapter.names()}
         if len(self._names) < len(self._adapter.names()):
             raise CheckpointError(f"{folder / WEIGHTS} holds a tensor twice, by two names: save the adapter again")
@@ -79,7 +79,7 @@ class Merged:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What somebody who builds from it should hear."""
+        """Sentences that a build shows to its user."""
         name, changed, replaced = self._folder.name, len(self._modules), len(self._whole)
         merged = f"the adapter {name} is merged (matrices changed: {changed}, tensors replaced: {replaced})"
         if any(os.path.lexists(self._folder / file) for file in TOKENIZER_FILES):
@@ -96,7 +96,7 @@ class Merged:
         if not name.endswith(WEIGHT) or module not in self._modules:
             return array
         first, second = (self._adapter.tensor(self._names[module + end]).astype(np.float32) for end in (A, B))
-        with np.errstate(over="ignore", invalid="ignore"):  # who reads the tensor refuses infinity
+        with np.errstate(over="ignore", invalid="ignore"):  # Checkpoint.tensor refuses infinity
             change = second @ first
             change *= np.float32(self._scales.scale_of(module))
             change += array
@@ -109,6 +109,8 @@ class Merged:
         return name.removeprefix(PREFIX).replace(BASE, ".")
 
     def _add(self, own: str) -> None:
+        """Check a tensor of the adapter and note what it changes. own: its name in the model. Raises
+        CheckpointError."""
         name = self._names[own]
         stored = self._adapter.stored(name)
         if stored is None or not stored.is_read:
@@ -162,7 +164,7 @@ FIX = "which is not supported: merge it into the model with peft's merge_and_unl
 
 
 def open_adapter(folder: Path) -> Safetensors:
-    """Raises CheckpointError where there are no tensors, or pickled ones."""
+    """Open the tensors of an adapter. Raises CheckpointError when there are none, or only pickled ones."""
     file = folder / WEIGHTS
     if not os.path.lexists(file):
         if (folder / PICKLED).exists():
@@ -175,7 +177,7 @@ def open_adapter(folder: Path) -> Safetensors:
 
 
 def read_scales(folder: Path) -> Scales:
-    """adapter_config.json. Raises CheckpointError for every setting that is not done, by name."""
+    """Read adapter_config.json. Raises CheckpointError that names a setting which is not supported."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give a LoRA folder of PEFT, with {SETTINGS} and {WEIGHTS}")
     file = folder / SETTINGS
@@ -201,7 +203,8 @@ def read_scales(folder: Path) -> Scales:
 
 
 def patterns(file: Path, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    """Entries of a pattern. PEFT takes their keys for regular expressions; those that are plain names are read."""
+    """Entries of rank_pattern or alpha_pattern. PEFT reads their keys as regular expressions; only keys that are plain
+    names are supported. Raises CheckpointError for others."""
     found = config.get(name) or {}
     if not isinstance(found, dict) or len(found) > MOST_PATTERNS:
         raise CheckpointError(f"{file}: {name} must be an object of at most {MOST_PATTERNS} entries")
@@ -212,7 +215,7 @@ def patterns(file: Path, config: Mapping[str, Any], name: str) -> list[tuple[str
 
 
 def pattern_of(keys: Mapping[str, Any], module: str) -> str:
-    """The first key that matches a module, else its name."""
+    """The first key that matches a module; the module's own name when none does."""
     for key in keys:
         if module in (key, key.removeprefix("^")) or module.endswith(f".{key}"):
             return key
@@ -220,12 +223,14 @@ def pattern_of(keys: Mapping[str, Any], module: str) -> str:
 
 
 def checked_rank(file: Path, name: str, rank: Any) -> int:
+    """A rank from 1 to MOST_RANK. Raises CheckpointError that names the field."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
         raise CheckpointError(f"{file}: {name} must be a whole number from 1 to {MOST_RANK}, found {brief(rank)}")
     return rank
 
 
 def checked_alpha(file: Path, name: str, alpha: Any) -> float:
+    """A number from -MOST_ALPHA to MOST_ALPHA. Raises CheckpointError that names the field."""
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not number or not -MOST_ALPHA <= alpha <= MOST_ALPHA:
         raise CheckpointError(f"{file}: {name} must be a number of at most {MOST_ALPHA:g}, found {brief(alpha)}")

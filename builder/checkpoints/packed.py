@@ -1,5 +1,5 @@
-"""Checkpoints whose matrices are stored in a few bits: what their layouts have in common, and the TensorSource that
-dequantises them. A layout is a file beside this one; `quantised.py` lists them."""
+"""Quantised checkpoints: what their layouts have in common, and the TensorSource that dequantises their matrices. Each
+layout is a file in this folder; `quantised.py` lists them."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ WORD = 32  # bits of the integers that values are packed into
 WEIGHT = ".weight"
 SCALES = ("F16", "BF16", "F32")  # dtypes of scales
 MOST_GROUP = 1 << 20  # inputs that may share a scale
-AT_A_TIME = 1 << 20  # numbers that are dequantised at once: they stay in a processor's cache
+AT_A_TIME = 1 << 20  # numbers that are dequantised together; they fit the processor's cache
 MOST_LISTED = 1 << 16  # modules that a config may list
 
 
 class Layout(Protocol):
-    """How a checkpoint stores a matrix [out, in] as several tensors of one module."""
+    """How a checkpoint stores a quantised matrix [out, in] as several tensors of one module."""
 
     @property
     def name(self) -> str:
-        """What people call it, with its bits."""
+        """The name of the format, with the bits of a weight."""
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """Entries of config.json for modules that are stored plainly: names, or patterns."""
+        """Modules that config.json lists as not quantised: names, or patterns."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the checkpoint asks for beyond its weights, and is left out."""
+        """Sentences about what the checkpoint asks for and the build leaves out."""
 
     def shape(self, source: TensorSource, module: str) -> tuple[int, int] | None:
-        """[out, in] of a module; None where it is stored plainly. Reads no weights. Raises CheckpointError unless all
-        its tensors have the dtypes and shapes that belong together."""
+        """[out, in] of a module; None when it is not quantised. Reads no weights. Raises CheckpointError when the
+        dtypes and shapes of its tensors contradict each other or the settings."""
 
     def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
-        """The matrix [out, in] of a module for which `shape` found one. Raises CheckpointError."""
+        """The dequantised matrix [out, in] of a module whose `shape` is not None. Raises CheckpointError."""
 
 
 class Dequantised:
-    """A TensorSource over one with packed matrices: each is one fp32 tensor, the product that its format defines,
-    rounded once."""
+    """A TensorSource over one with quantised matrices. Each matrix becomes one fp32 tensor, computed as its format
+    defines and rounded once."""
 
     def __init__(self, source: TensorSource, layout: Layout) -> None:
         self._source, self._layout = source, layout
 
     def stored(self, name: str) -> Stored | None:
-        """Raises CheckpointError for a packed matrix whose tensors do not belong together."""
+        """See TensorSource.stored. Raises CheckpointError for a quantised matrix whose tensors contradict each
+        other."""
         module = name.removesuffix(WEIGHT)
         shape = self._layout.shape(self._source, module) if name.endswith(WEIGHT) else None
         if shape is None:
@@ -77,17 +78,17 @@ class Dequantised:
 def dequantised(
     values: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | int, index: NDArray[Any]
 ) -> NDArray[np.float32]:
-    """(values - zeros) * scales as fp32 [out, in].
+    """Compute (values - zeros) * scales, fp32 [out, in].
 
     values: [out, in], integers or float8. scales: [out, groups]. zeros: [out, groups], or one for all. index: [in], the
-    group of each input. The difference is exact; so is the product of an fp16 or bf16 scale.
+    group of each input. The difference is exact. The product is exact, too, for scales in fp16 and bf16.
     """
     scales = scales.astype(np.float32, order="C")
     zeros = np.broadcast_to(np.asarray(zeros, np.float32, order="C"), scales.shape)
     weight = np.empty(values.shape, np.float32)
     columns = index if scales.shape[1] > 1 else slice(1)
     rows = max(1, AT_A_TIME // values.shape[1])
-    with np.errstate(over="ignore", invalid="ignore"):  # who reads the tensor refuses infinity
+    with np.errstate(over="ignore", invalid="ignore"):  # Checkpoint.tensor refuses infinity
         for start in range(0, len(values), rows):
             part = slice(start, start + rows)
             weight[part] = values[part]
@@ -97,7 +98,8 @@ def dequantised(
 
 
 def unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """int32 [rows, words] -> [rows, words * 32 / bits]: the lowest bits of a word are its first value. bits: 4 or 8."""
+    """Unpack int32 [rows, words] into uint8 [rows, words * 32 / bits]. A word's lowest bits are its first value. bits:
+    4 or 8."""
     octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     if bits == 8:
         return octets
@@ -108,20 +110,20 @@ def unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
 
 
 def group_count(inputs: int, group_size: int) -> int:
-    """Groups of a row; -1 is one group for all."""
+    """Number of groups in a row. group_size: -1 is one group for all inputs."""
     return 1 if group_size == -1 else -(-inputs // group_size)
 
 
 def in_order(inputs: int, group_size: int) -> NDArray[np.int64]:
-    """The group of each input where neighbours share one."""
+    """The group of each input, int64 [in], when consecutive inputs share a group."""
     return np.arange(inputs) // (inputs if group_size == -1 else group_size)
 
 
 def require(
     source: TensorSource, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...], why: str = ""
 ) -> tuple[int, ...]:
-    """The shape of a tensor. Raises CheckpointError unless it is there, and has one of the dtypes and of the shapes.
-    shapes: none for any matrix. why: what asks for them."""
+    """The shape of a tensor. Raises CheckpointError unless the tensor exists and has one of the dtypes and one of the
+    shapes. shapes: none allow any matrix. why: what requires the shapes, for the error."""
     found = source.stored(name)
     if found is None:
         raise CheckpointError(f"tensor {name} is missing; the checkpoint is incomplete")
@@ -138,7 +140,7 @@ def require(
 
 
 def check_index(name: str, index: NDArray[Any], groups: int) -> NDArray[Any]:
-    """The group of each input. Raises CheckpointError for groups that are not there."""
+    """Return the group of each input, [in]. Raises CheckpointError for a group that does not exist."""
     if index.size and not 0 <= index.min() <= index.max() < groups:
         raise CheckpointError(
             f"tensor {name} names groups {index.min()} to {index.max()} of {groups}; the checkpoint is damaged"
@@ -147,6 +149,7 @@ def check_index(name: str, index: NDArray[Any], groups: int) -> NDArray[Any]:
 
 
 def number_of_bits(config: Mapping[str, Any], name: str, method: str, read: tuple[int, ...]) -> int:
+    """A field that is one of the numbers of bits in `read`. Raises CheckpointError."""
     bits = config.get(name)
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in read:
         raise CheckpointError(
@@ -157,7 +160,7 @@ def number_of_bits(config: Mapping[str, Any], name: str, method: str, read: tupl
 
 
 def size_of_group(config: Mapping[str, Any]) -> int:
-    """Inputs that share a scale; -1 is all of a row."""
+    """The field `group_size`: inputs that share a scale; -1 is all inputs of a row. Raises CheckpointError."""
     size = config.get("group_size")
     if isinstance(size, bool) or not isinstance(size, int) or not (size == -1 or 1 <= size <= MOST_GROUP):
         raise CheckpointError(
@@ -167,7 +170,7 @@ def size_of_group(config: Mapping[str, Any]) -> int:
 
 
 def listed_modules(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A list of modules; absent and null mean none."""
+    """A field that lists modules; absent and null mean none. Raises CheckpointError."""
     listed = [] if config.get(name) is None else config[name]
     if not isinstance(listed, list) or len(listed) > MOST_LISTED or not all(isinstance(each, str) for each in listed):
         raise CheckpointError(f"config.json: {name} must be a list of names of modules, found {brief(listed)}")
@@ -175,7 +178,7 @@ def listed_modules(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def one_of(config: Mapping[str, Any], name: str, method: str, read: tuple[str, ...]) -> str:
-    """A field whose default is the first of `read`; upper case is as good."""
+    """A field that is one of `read`, in any case of letters; the first one is the default. Raises CheckpointError."""
     value = read[0] if config.get(name) is None else config[name]
     if not isinstance(value, str) or value.lower() not in read:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which quantised checkpoints are read, by config.json's `quantization_config`."""
+"""The formats of quantised checkpoints that are read, by `quant_method` in config.json's `quantization_config`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout | None:
-    """How a checkpoint's matrices are packed; None for an ordinary one. config: config.json. Raises CheckpointError for
-    what is not read, listing what is."""
+    """The layout of a checkpoint's matrices; None when they are not quantised. config: the content of config.json.
+    Raises CheckpointError for a format that is not supported, and lists those that are."""
     found = config.get("quantization_config")
     if not found:
         return None

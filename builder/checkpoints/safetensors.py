@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # registers bfloat16 with numpy, too, which safetensors then returns
+import ml_dtypes  # also registers bfloat16 with numpy, for what safetensors returns
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -28,10 +28,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Safetensors:
-    """The TensorSource of a folder. Raises CheckpointError where the files are missing or damaged."""
+    """The TensorSource of a folder. Raises CheckpointError when the files are missing or damaged."""
 
     def __init__(self, folder: Path, files: Mapping[str, Path] | None = None) -> None:
-        """files: the file of each tensor; None looks for a model's."""
+        """files: the file of each tensor, by name; None finds the files of a model in the folder."""
         self._stored = dict[str, Stored]()
         self._files = weight_files(folder) if files is None else files
         for file in dict.fromkeys(self._files.values()):
@@ -43,16 +43,17 @@ class Safetensors:
                     self._stored[name] = Stored(tuple(header.get_shape()), dtype, dtype in DTYPES)
 
     def names(self) -> tuple[str, ...]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return tuple(self._stored)
 
     def stored(self, name: str) -> Stored | None:
         return self._stored.get(name)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """Of any dtype: a source that stands on this one may dequantise it. float8 is ml_dtypes' own."""
-        # Opened each time: a mapping that stays open keeps every page it ever read in this process's memory.
-        if self._stored[name].dtype == FLOAT8:  # numpy has no such dtype, and safetensors asks it
+        """A tensor in its stored dtype, which may be any: a source over this one may dequantise it. float8 becomes
+        `ml_dtypes.float8_e4m3fn`."""
+        # The file is opened each time, because a mapping that stays open keeps every page that was read in memory.
+        if self._stored[name].dtype == FLOAT8:  # safetensors asks numpy, which has no float8
             import torch
 
             tensor = open_safetensors(self._files[name], "pt").get_tensor(name)
@@ -90,14 +91,14 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def inside(folder: Path, relative: str) -> Path:
-    """A file of the folder; refuses a path that leaves it."""
-    # The folder's own entries may be links (a hub cache is made of them); the name itself must not climb.
+    """The path of a file in the folder. Raises CheckpointError for a name that leads out of the folder."""
+    # Files of the folder may be links, as in a Hub cache. The name itself must not lead out of the folder.
     if Path(relative).is_absolute() or ".." in Path(relative).parts:
         raise CheckpointError(f"{folder / INDEX}: {relative!r} leaves the checkpoint folder; refusing to read it")
     try:
         path = (folder / relative).resolve()
         there = path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, no character of a path, or links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # too long, an invalid character, or circular links
         raise CheckpointError(f"{folder / INDEX}: {brief(relative)} is no path ({error})") from error
     if not there:
         raise CheckpointError(f"{folder}: {relative[:200]} is missing; the checkpoint is incomplete")
@@ -105,7 +106,7 @@ def inside(folder: Path, relative: str) -> Path:
 
 
 def open_safetensors(file: Path, framework: str = "numpy") -> Any:
-    """A handle that has read and checked the header: offsets that neither overlap nor leave the file."""
+    """Open a file and check its header: tensors neither overlap nor leave the file. Raises CheckpointError."""
     try:
         check_plain(file)
         return safe_open(str(file), framework=framework)

@@ -1,4 +1,4 @@
-"""What a checkpoint's path holds, whatever its format: a configuration, tensors by Hugging Face's names, tokenizer."""
+"""The interfaces of a checkpoint's files in any format: configuration, tensors by Hugging Face's names, tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...runtime.text.tokenizer import Tokenizer
 
 
 class Stored(NamedTuple):
-    """A tensor as its file describes it. dtype: the name that the file has for it. is_read: whether `tensor` can."""
+    """A tensor as its file describes it. dtype: its name in the file. is_read: whether `tensor` supports this dtype."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -21,8 +21,8 @@ class Stored(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A matrix [N, K] as its file rounded it: weight = code * scale + offset. bits: 8 or 4, of a code. codes: int8
-    [N, K]. scales, offsets: float32 [N, K / block], each a number of fp16."""
+    """A matrix [N, K] in the blocks in which its file stores it: weight = code * scale + offset. bits: of a code, 8 or
+    4. codes: int8 [N, K]. scales, offsets: float32 [N, K / block], numbers that fp16 can hold."""
 
     bits: int
     codes: NDArray[np.int8]
@@ -31,47 +31,48 @@ class Blocks(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Reads headers when it is opened, and one tensor at a time after that; keeps none. A source may stand on another
-    one, whose tensors it renames, splits, adds to or dequantises."""
+    """Tensors by name. Opening a source reads headers only. Later it reads one tensor at a time and keeps none. A
+    source may wrap another one, and rename, split, change or dequantise its tensors."""
 
     def stored(self, name: str) -> Stored | None:
-        """What the headers say of a tensor; None where there is no such tensor. Raises CheckpointError."""
+        """The description of a tensor in the headers; None when there is no such tensor. Raises CheckpointError."""
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """The tensor, fp32, fp16 or bf16. Raises CheckpointError."""
+        """Read a tensor, in fp32, fp16 or bf16. Raises CheckpointError."""
 
 
 @runtime_checkable
 class BlockSource(TensorSource, Protocol):
-    """A TensorSource that also hands over matrices as they are stored: codes with a scale for each block. A source that
-    stands on another one and changes tensors is none."""
+    """A TensorSource that can also return a matrix as its file stores it, in blocks. A source that changes the tensors
+    of another one is not a BlockSource."""
 
     def blocks(self, name: str) -> Blocks | None:
-        """A matrix as it is stored; None for a tensor in any other form. Raises CheckpointError."""
+        """The codes, scales and offsets of a matrix; None for a tensor that is not stored in blocks. Raises
+        CheckpointError."""
 
 
 def stored_blocks(source: TensorSource, name: str) -> Blocks | None:
-    """See BlockSource.blocks; None for any other source."""
+    """See BlockSource.blocks. None for a source that is not a BlockSource."""
     return source.blocks(name) if isinstance(source, BlockSource) else None
 
 
 class ModelFiles(Protocol):
-    """The files of one model in one format. Each method raises CheckpointError where they are missing or damaged."""
+    """The files of one model in one format. Each method raises CheckpointError when they are missing or damaged."""
 
     @property
     def config(self) -> LlamaConfig:
-        """What the model is."""
+        """The configuration of the model."""
 
     @property
     def tensors(self) -> TensorSource:
-        """Its weights."""
+        """The weights of the model."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What somebody who builds from it should hear."""
+        """Sentences that a build shows to its user."""
 
     def more_eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a text besides the configuration's `eos_token_ids`."""
+        """Ids of tokens that end a text, in addition to the configuration's `eos_token_ids`."""
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         """Write the tokenizer with its chat template into a folder, and open it there."""

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors for fewer tokens than it has rows for: many vocabularies are filled up with rows of none."""
+"""A checkpoint whose vocabulary is cut. Many embeddings have additional rows that belong to no token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from .source import Stored, TensorSource
 
-BY_TOKEN = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
+BY_TOKEN = (EMBEDDING_WEIGHT, HEAD_WEIGHT)  # tensors with one row for each token
 
 
 class CutVocabulary:
-    """A TensorSource over another one, of the first `tokens` rows of embedding and vocabulary projection."""
+    """A TensorSource over another one. It keeps the first `tokens` rows of embedding and vocabulary projection."""
 
     def __init__(self, source: TensorSource, tokens: int) -> None:
         self._source, self._tokens = source, tokens

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file -> the dictionary that the model's config.json would hold; and names of tensors."""
+"""Converts the metadata of a GGUF file into the content of a config.json, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LAYER = {
 }
 NORMED = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-FACTORS = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)  # tensors that config.json would have as numbers
-NO_ROPE_INTERVAL = 4  # of SmolLM3's layers; llama.cpp has the number in its code, GGUF files do not
+FACTORS = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are settings in a config.json
+NO_ROPE_INTERVAL = 4  # every fourth layer of SmolLM3 has no RoPE: a constant of llama.cpp, not in GGUF files
 
 
 class Family(NamedTuple):
-    """How GGUF has one of its architectures. name: Hugging Face's architecture. permuted: whether rows of queries and
-    keys lie in the order that rotates neighbours. layer: names of a layer's tensors. scales: further settings, by
-    Hugging Face's names."""
+    """How GGUF files store one architecture. name: Hugging Face's name of the architecture. permuted: whether the rows
+    of queries and keys are permuted, see `unpermuted`. layer: Hugging Face's modules of a layer, by GGUF's names.
+    scales: Hugging Face's names of further settings, by GGUF's."""
 
     name: str
     permuted: bool = False
@@ -59,11 +59,11 @@ FAMILIES = {
         },
     ),
 }
-BIASES_FOLLOW = ("qwen2",)  # families whose biases the architecture itself says
+BIASES_FOLLOW = ("qwen2",)  # architectures that always have the same biases
 
 
 def hugging_face_names(metadata: Metadata, family: Family, layers: int, names: Iterable[str]) -> dict[str, str]:
-    """Hugging Face's name of each tensor -> GGUF's. Raises CheckpointError for a tensor that the family does not
+    """GGUF's name of each tensor, by Hugging Face's name. Raises CheckpointError for a tensor that the family does not
     have."""
     found = {}
     for name in names:
@@ -86,15 +86,15 @@ def hugging_face_names(metadata: Metadata, family: Family, layers: int, names: I
 
 
 def config_of(metadata: Metadata, tensors: Mapping[str, Tensor], factors: dict[str, Any]) -> dict[str, Any]:
-    """What config.json would say. factors: the arrays of FACTORS, as far as the file has them. Raises CheckpointError
-    where settings are missing, or would make the model compute what nobody here knows of."""
+    """The content that the model's config.json would have. factors: those arrays of FACTORS that the file has. Raises
+    CheckpointError for a setting that is missing, or that is not known and could change what the model computes."""
     architecture = metadata.need("general.architecture", str)
     kind = metadata.get("general.type", str)
     if kind not in (None, "model"):
         raise CheckpointError(f"{metadata.file} holds no model, but {shown(kind)}: give the path of the model's file")
     family = FAMILIES.get(architecture)
     if family is None:
-        return {"architectures": [architecture]}  # refused by whoever knows which ones are run
+        return {"architectures": [architecture]}  # LlamaConfig.from_hf refuses it and lists those that are supported
     embedding = tensors.get(f"{EMBEDDING}.weight")
     if embedding is None:
         raise CheckpointError(f"{metadata.file}: it has no tensor {EMBEDDING}.weight; {AGAIN}")
@@ -140,7 +140,7 @@ def config_of(metadata: Metadata, tensors: Mapping[str, Tensor], factors: dict[s
 def further_settings(
     metadata: Metadata, architecture: str, family: Family, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Settings that most models do not have. Raises CheckpointError."""
+    """Settings of config.json that only some models have. Raises CheckpointError."""
     prefix, more = f"{architecture}.", dict[str, Any]()
     rotated = metadata.get(f"{prefix}rope.dimension_count", int)
     if rotated not in (None, config["head_dim"]):
@@ -176,7 +176,7 @@ def further_settings(
 
 
 def unpermuted(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows (or numbers of a bias) of queries or keys, in GGUF's order for `llama`, where the two of a rotated pair are
-    neighbours -> in Hugging Face's, where they lie half a head apart."""
+    """Bring the rows of queries or keys (or the numbers of their bias) into Hugging Face's order. RoPE rotates pairs of
+    rows. The two rows of a pair are adjacent in GGUF's order for `llama`, and half a head apart in Hugging Face's."""
     pairs = array.reshape(heads, -1, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)

@@ -36,7 +36,7 @@ PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 class GgufFile:
-    """The ModelFiles of a `.gguf` file; of a sharded model, any of its parts. Raises CheckpointError."""
+    """The ModelFiles of a `.gguf` file. Any part stands for a whole sharded model. Raises CheckpointError."""
 
     notes: tuple[str, ...] = ()
 
@@ -56,7 +56,7 @@ class GgufFile:
         self.tensors.rename(names, heads)
 
     def more_eos_ids(self) -> tuple[int, ...]:
-        """Those that GGUF has a key for, and tokens that end a turn or a text by their names."""
+        """Ids that GGUF has a key for, and ids of control tokens whose names mark the end of a turn or a text."""
         return ends_of_text(self._metadata)
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
@@ -64,7 +64,7 @@ class GgufFile:
 
 
 class GgufTensors:
-    """The BlockSource of GGUF files. Block formats are dequantised to fp32 as the gguf package does it."""
+    """The BlockSource of GGUF files. The gguf package dequantises block formats to fp32."""
 
     def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
         self._path, self._tensors = path, tensors
@@ -72,7 +72,8 @@ class GgufTensors:
         self._heads: dict[str, int] = {}
 
     def rename(self, names: dict[str, str], heads: dict[str, int]) -> None:
-        """names: GGUF's by Hugging Face's. heads: of the modules whose rows are permuted, by the end of their name."""
+        """Set the names by which tensors are read. names: GGUF's names, by Hugging Face's. heads: number of heads of
+        the modules whose rows are permuted, by the last part of their names."""
         self._names, self._heads = names, heads
 
     def stored(self, name: str) -> Stored | None:
@@ -93,7 +94,7 @@ class GgufTensors:
         return array if heads is None else unpermuted(array, heads)
 
     def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks: of the types that are codes, a scale and an offset for each block of 32."""
+        """See BlockSource.blocks. The types of BLOCK_TYPES are stored in blocks of 32."""
         tensor = self._tensors[self._names[name]]
         if tensor.kind not in BLOCK_TYPES or len(tensor.shape) != 2:
             return None
@@ -106,7 +107,7 @@ class GgufTensors:
         return Blocks(blocks.bits, *(unpermuted(array, heads) for array in blocks[1:]))
 
     def factors(self, name: str) -> NDArray[Any]:
-        """A tensor that belongs to the configuration, by GGUF's name."""
+        """Read a tensor that belongs to the configuration, fp32 [n], by GGUF's name. Raises CheckpointError."""
         tensor = self._tensors[name]
         if len(tensor.shape) != 1 or tensor.shape[0] > MOST["head_dim"] or tensor.kind != GGMLQuantizationType.F32:
             raise CheckpointError(f"{self._path}: {name} is no short list of fp32 numbers; {AGAIN}")
@@ -114,30 +115,32 @@ class GgufTensors:
 
 
 def q8_0(content: NDArray[np.uint8]) -> Blocks:
-    """uint8 [N, K / 32, 34]: a scale, and codes of 8 bits."""
+    """Split blocks of Q8_0, uint8 [N, K / 32, 34]: an fp16 scale and 32 signed codes of 8 bits."""
     scales, codes = halves(content[..., :2]), np.ascontiguousarray(content[..., 2:]).view(np.int8)
     return Blocks(8, codes.reshape(len(content), -1), scales, np.zeros_like(scales))
 
 
 def q4_0(content: NDArray[np.uint8]) -> Blocks:
-    """uint8 [N, K / 32, 18]: a scale, and codes of 4 bits that are 8 too large."""
+    """Split blocks of Q4_0, uint8 [N, K / 32, 18]: an fp16 scale and 32 codes of 4 bits; weight = (code - 8) *
+    scale."""
     scales = halves(content[..., :2])
     return Blocks(4, nibbles(content[..., 2:]), scales, -8 * scales)
 
 
 def q4_1(content: NDArray[np.uint8]) -> Blocks:
-    """uint8 [N, K / 32, 20]: a scale, an offset, and codes of 4 bits."""
+    """Split blocks of Q4_1, uint8 [N, K / 32, 20]: an fp16 scale, an fp16 offset and 32 codes of 4 bits."""
     return Blocks(4, nibbles(content[..., 4:]), halves(content[..., :2]), halves(content[..., 2:4]))
 
 
 def halves(content: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """uint8 [..., 2] -> the fp16 numbers that they are, float32 [...]."""
+    """Read pairs of bytes, uint8 [..., 2], as fp16 numbers; returns float32 [...]."""
     numbers: NDArray[np.float32] = np.ascontiguousarray(content).view("<f2")[..., 0].astype(np.float32)
     return numbers
 
 
 def nibbles(content: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """uint8 [N, blocks, 16] -> codes 0 to 15, int8 [N, 32 * blocks]: the low halves of a block come first."""
+    """Split bytes, uint8 [N, blocks, 16], into codes from 0 to 15, int8 [N, 32 * blocks]. The low halves of a block's
+    bytes come first."""
     codes: NDArray[np.int8] = np.concatenate((content & 15, content >> 4), axis=-1).astype(np.int8)
     return codes.reshape(len(content), -1)
 
@@ -150,7 +153,8 @@ BLOCK_TYPES: dict[int, Callable[[NDArray[np.uint8]], Blocks]] = {
 
 
 def read_shards(path: Path) -> Header:
-    """The header of a file, or of all parts of a sharded one: the first part's metadata. Raises CheckpointError."""
+    """Read the header of a file, or the headers of all parts of a sharded model, whose metadata is in the first part.
+    Raises CheckpointError."""
     part = PART.fullmatch(path.name)
     if part is None:
         header = read_header(path)
@@ -182,7 +186,7 @@ def read_shards(path: Path) -> Header:
 
 
 def is_read(kind: int) -> bool:
-    """Whether the gguf package dequantises a type, which it is asked by a block of zeros."""
+    """Whether the gguf package can dequantise a type. A block of zeros is the test, because it has no list of them."""
     if kind in PLAIN:
         return True
     if kind not in GGML_QUANT_SIZES:
@@ -196,7 +200,7 @@ def is_read(kind: int) -> bool:
 
 
 def read(tensor: Tensor) -> NDArray[Any]:
-    """A tensor's numbers: as they are stored, or dequantised to fp32, a chunk at a time. Raises CheckpointError."""
+    """Read a tensor in its stored type, or dequantised to fp32, a chunk at a time. Raises CheckpointError."""
     kind = GGMLQuantizationType(tensor.kind)
     array: NDArray[Any] = np.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), PLAIN.get(kind, np.float32))
     for first, content in raw_rows(tensor):
@@ -205,8 +209,8 @@ def read(tensor: Tensor) -> NDArray[Any]:
 
 
 def raw_rows(tensor: Tensor) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """A tensor's rows as bytes, uint8 [rows, bytes of a row], a chunk at a time, with the number of the first. Raises
-    CheckpointError."""
+    """The bytes of a tensor's rows in chunks: the number of a chunk's first row, and uint8 [rows, bytes of a row].
+    Raises CheckpointError."""
     rows = math.prod(tensor.shape[:-1])
     row_bytes, step = tensor.nbytes // rows, max(1, CHUNK // tensor.shape[-1])
     try:
@@ -220,9 +224,9 @@ def raw_rows(tensor: Tensor) -> Iterator[tuple[int, NDArray[np.uint8]]]:
 
 
 def numbers(content: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[Any]:
-    """The rows that these rows of bytes stand for."""
+    """Decode rows of bytes, uint8 [rows, bytes of a row], into rows of numbers."""
     if kind in PLAIN:
         return content.view(PLAIN[kind])
-    with np.errstate(all="ignore"):  # damaged scales overflow; the checkpoint refuses what is not finite
+    with np.errstate(all="ignore"):  # damaged scales overflow; Checkpoint.tensor refuses infinity
         dequantized: NDArray[np.float32] = gguf.quants.dequantize(content, kind)
     return dequantized

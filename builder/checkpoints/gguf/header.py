@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies. Every count is compared with the bytes that are
-there before anything is read or allocated; the gguf package's own reader believes them.
+"""The header of a GGUF file: its metadata, and the place of each tensor. Every count is compared with the size of the
+file before anything is read or allocated; the gguf package's own reader does not check them.
 
-Source: ggml's docs/gguf.md, versions 2 and 3, little-endian. Version 2 differs from 3 in nothing that is read here.
+Source: ggml's docs/gguf.md, versions 2 and 3, little-endian. The parts that are read here are the same in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....models.plain_files import open_plain
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_HEADER_BYTES = 256 << 20  # tokens and merges of the largest vocabularies take 20 MB
-MOST_ENTRIES = 1 << 17  # of metadata, and tensors
+MOST_ENTRIES = 1 << 17  # the limit for entries of metadata, and for tensors
 MOST_ELEMENTS = 1 << 22  # of all arrays together: a vocabulary of 262,144 tokens has 1.3 million
 MOST_DIMENSIONS = 4
 MOST_ALIGNMENT = 1 << 16
@@ -45,8 +45,8 @@ SCALARS: dict[int, np.dtype[Any]] = {  # by the number of a value's type
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies. shape: outermost dimension first, as numpy has it. kind: a GGMLQuantizationType, or a number
-    that none has. begin, nbytes: in `file`; nbytes is 0 for a kind of unknown size."""
+    """A tensor's place and type. shape: outermost dimension first, as in numpy. kind: the number of a type, which may
+    be unknown to GGMLQuantizationType. begin, nbytes: place in `file`; nbytes is 0 for an unknown kind."""
 
     file: Path
     shape: tuple[int, ...]
@@ -123,7 +123,8 @@ class HeaderReader:
         return Header(metadata, self._placed(found, -(-self._position // alignment) * alignment, alignment))
 
     def _placed(self, found: list[tuple[str, Tensor]], start: int, alignment: int) -> dict[str, Tensor]:
-        """Tensors by name, with their places in the file, which neither overlap nor leave it."""
+        """Tensors by name, with `begin` counted from the start of the file. Raises CheckpointError when tensors overlap
+        or reach beyond the file."""
         tensors: dict[str, Tensor] = {}
         end = start
         for name, tensor in sorted(found, key=lambda item: item[1].begin):
@@ -141,7 +142,7 @@ class HeaderReader:
         return tensors
 
     def _tensor(self) -> tuple[str, Tensor]:
-        """One tensor's name and description, whose place is still counted from the end of the header."""
+        """Read the name and the description of a tensor. Its `begin` is counted from the end of the header."""
         name, dimensions = self._string(), self._integer("<I")
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise self._damaged(f"the tensor {shown(name)} has {dimensions} dimensions, not 1 to {MOST_DIMENSIONS}")
@@ -186,7 +187,7 @@ class HeaderReader:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        """Millions of them may follow each other."""
+        """Read consecutive strings. There may be millions, so the loop calls no other method."""
         read, found, most = self._handle.read, list[str](), min(self._size, MOST_HEADER_BYTES)
         for _ in range(count):
             length = int.from_bytes(read(8), "little")
@@ -214,7 +215,7 @@ class HeaderReader:
         return self._damaged(f"its header is cut off, or has more than {MOST_HEADER_BYTES} bytes")
 
     def _afford(self, count: int, least: int, most: int, what: str) -> None:
-        """Refuse more items than a file may have, or than the rest of this one has room for."""
+        """Refuse more than `most` items, or more than the rest of the file has room for at `least` bytes each."""
         if count > most:
             raise self._damaged(f"it claims {count} {what}, more than {most}")
         if count * least > self._size - self._position:

@@ -1,4 +1,4 @@
-"""Values of a GGUF file's metadata, asked for by key and type."""
+"""Values of a GGUF file's metadata, read by key and type."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KINDS = {
 
 
 class Metadata:
-    """Remembers what was asked for, so that what nobody reads can be refused by name."""
+    """The metadata of a file. It remembers which keys were read, so that the others can be refused by name."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self.file, self._values = file, values
         self._asked: set[str] = set()
 
     def get(self, key: str, kind: type[Value]) -> Value | None:
-        """A value, or None where the key is absent. Raises CheckpointError for a value of another type."""
+        """A value, or None when the key is absent. Raises CheckpointError for a value of another type."""
         self._asked.add(key)
         value = self._values.get(key)
         if value is None:
@@ -50,5 +50,5 @@ class Metadata:
         return value
 
     def unread(self, prefix: str) -> list[str]:
-        """Keys that begin with `prefix` and that nobody asked for."""
+        """Keys that begin with `prefix` and were not read."""
         return sorted(key for key in self._values if key.startswith(prefix) and key not in self._asked)

@@ -1,4 +1,4 @@
-"""Rotary positions of a GGUF file -> `rope_parameters` of a Hugging Face configuration."""
+"""Converts a GGUF file's settings of rotary positions into `rope_parameters` of a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .metadata import AGAIN, Metadata
 ROPE_FREQS = "rope_freqs.weight"  # a divisor for each pair's frequency: how convert_hf_to_gguf.py writes `llama3`
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ORIGINAL_LENGTH = "scaling.original_context_length"
-ORIGINAL = 8192  # llama3's three lengths are known up to a common factor; this one is what Llama 3 has
-TOLERANCE = 1e-4  # of a divisor that was computed in fp32
+ORIGINAL = 8192  # Llama 3's value: divisors give llama3's three lengths only up to a common factor
+TOLERANCE = 1e-4  # relative error of a divisor that was computed in fp32
 YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 
 
 def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factors: dict[str, Any]) -> dict[str, Any]:
-    """What config.json would say of rotary positions. factors: the arrays of ROPE_FREQS, LONG_FACTORS and
-    SHORT_FACTORS, as far as the file has them. Raises CheckpointError."""
+    """The `rope_parameters` that config.json would have. factors: those arrays of ROPE_FREQS, LONG_FACTORS and
+    SHORT_FACTORS that the file has. Raises CheckpointError."""
     prefix = f"{architecture}.rope."
     theta = metadata.get(f"{prefix}freq_base", float)
     theta = 10000.0 if theta is None else theta
@@ -32,9 +32,9 @@ def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factor
     linear = metadata.get(f"{prefix}scale_linear", float)  # how older files write linear scaling
     original = metadata.get(f"{prefix}{ORIGINAL_LENGTH}", int)
     scaled = {} if original is None else {"original_max_position_embeddings": original}
-    metadata.get(f"{prefix}scaling.finetuned", bool)  # a remark
+    metadata.get(f"{prefix}scaling.finetuned", bool)  # not used: it only says how the model was trained
     if LONG_FACTORS in factors or SHORT_FACTORS in factors:
-        metadata.get(f"{prefix}scaling.attn_factor", float)  # follows from the two lengths
+        metadata.get(f"{prefix}scaling.attn_factor", float)  # not used: it follows from the two lengths
         for name, key in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
             parameters[key] = factors[name].tolist() if name in factors else None
         return parameters | scaled | {"rope_type": "longrope"}
@@ -57,11 +57,11 @@ def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factor
 
 
 def llama3(metadata: Metadata, divisors: NDArray[Any], theta: float, head_dim: int) -> dict[str, Any]:
-    """The parameters of `llama3` scaling that these divisors of the frequencies, [head_dim / 2], were computed from.
+    """The parameters of `llama3` scaling from which the divisors of the frequencies, [head_dim / 2], were computed.
 
     With w = original / wavelength, a frequency is multiplied by s + (1 - s) / factor, where s = (w - low) / (high -
-    low), cut to 0..1 (models/rope.py). A common factor of low, high and original changes nothing, so `original` is set
-    to ORIGINAL. Raises CheckpointError for divisors that follow no such rule.
+    low), clipped to 0..1 (models/rope.py). A common factor of low, high and original changes nothing, so `original` is
+    set to ORIGINAL. Raises CheckpointError for divisors that follow no such rule.
     """
     divisors = divisors.astype(np.float64)
     refused = CheckpointError(
@@ -74,7 +74,7 @@ def llama3(metadata: Metadata, divisors: NDArray[Any], theta: float, head_dim: i
     factor = float(divisors.max())
     if factor == 1:
         return {}
-    w = ORIGINAL * theta ** -(np.arange(head_dim // 2) * 2 / head_dim) / (2 * math.pi)  # falls from pair to pair
+    w = ORIGINAL * theta ** -(np.arange(head_dim // 2) * 2 / head_dim) / (2 * math.pi)  # decreases from pair to pair
     smooth = (1 / divisors - 1 / factor) / (1 - 1 / factor)
     between = (smooth > TOLERANCE) & (smooth < 1 - TOLERANCE)
     kept, stretched = w[smooth >= 1 - TOLERANCE], w[smooth <= TOLERANCE]
@@ -82,7 +82,7 @@ def llama3(metadata: Metadata, divisors: NDArray[Any], theta: float, head_dim: i
     lowest = stretched.max() if len(stretched) else w.min() / 2
     if between.sum() >= 2:  # the line through them
         slope, shift = np.polyfit(w[between], smooth[between], 1)
-    elif between.any():  # any line through it that reaches 0 and 1 before its neighbours
+    elif between.any():  # a line through the point that reaches 0 and 1 before the next points
         here, value = w[between][0], smooth[between][0]
         slope = max((1 - value) / (highest - here), value / (here - lowest))
         shift = value - slope * here
@@ -103,6 +103,6 @@ def llama3(metadata: Metadata, divisors: NDArray[Any], theta: float, head_dim: i
 
 
 def near(value: float) -> float:
-    """The whole number that fp32 noise hides, if there is one."""
+    """The nearest whole number, when the value differs from it only by the rounding of fp32; otherwise the value."""
     whole = round(value)
     return float(whole) if abs(value - whole) <= TOLERANCE * max(1.0, abs(value)) else float(value)

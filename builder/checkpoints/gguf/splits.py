@@ -1,4 +1,4 @@
-"""How byte-level BPE tokenizers split a text before they merge: by the names that GGUF files call it.
+"""How byte-level BPE tokenizers split a text before they merge tokens, by the names that GGUF files use.
 
 Patterns are those of the models' own tokenizer.json, as llama.cpp's src/llama-vocab.cpp cites them.
 """
@@ -20,9 +20,12 @@ MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 
 class Split(NamedTuple):
-    """patterns: each splits what the ones before left whole. digits: each digit stands alone. gpt2: GPT-2's own pattern
-    comes last. nfc: characters are composed first. whole: a word that is a token is never merged from smaller ones.
-    bos: a text begins with BOS unless the file says otherwise."""
+    """The steps of a split, in this order. nfc: characters are composed (Unicode NFC). patterns: each regular
+    expression splits the pieces of the one before. digits: each digit becomes a piece. gpt2: GPT-2's pattern splits
+    last.
+
+    whole: a piece that is a token is used without merges. bos: a text begins with BOS unless the file says otherwise.
+    """
 
     patterns: tuple[str, ...] = ()
     digits: bool = False

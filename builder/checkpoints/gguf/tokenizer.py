@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as tokenizer.json with its settings and chat template."""
+"""Converts the tokenizer of a GGUF file into tokenizer.json, with its settings and chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5  # token types; the others as
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not name them
 ENDS = ("eos", "eot", "eom")
-END_NAMES = {  # of control tokens that end a turn or a text: llama.cpp's list, as far as families here have them
+END_NAMES = {  # control tokens that end a turn or a text: those of llama.cpp's list that families here have
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|return|>"),
     *("</s>", "<EOT>", "[EOS]", "[EOT]", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 }
@@ -55,11 +55,11 @@ def write_tokenizer(metadata: Metadata, destination: Path) -> Tokenizer:
 
 
 def tokenizer_in(metadata: Metadata) -> TokenizerJson:
-    """Raises CheckpointError, and what the tokenizers library raises."""
+    """Build the tokenizer that the metadata describes. Raises CheckpointError and the tokenizers library's errors."""
     tokens, kinds = texts(metadata, "tokens"), token_kinds(metadata)
     count = len(tokens)
     while count > 1 and kinds[count - 1] in (UNUSED, UNKNOWN) and tokens[count - 1] == f"[PAD{count - 1}]":
-        count -= 1  # rows of the embedding that stand for nothing; the model's own tokenizer has no token there
+        count -= 1  # rows of the embedding that belong to no token of the model's own tokenizer
     tokens, kinds = tokens[:count], kinds[:count]
     if len(set(tokens)) < count:
         raise CheckpointError(f"{metadata.file}: its vocabulary has a token twice; {AGAIN}")
@@ -87,7 +87,8 @@ def tokenizer_in(metadata: Metadata) -> TokenizerJson:
 
 
 def byte_level(metadata: Metadata, tokens: list[str]) -> tuple[TokenizerJson, bool]:
-    """BPE over bytes, and whether a text begins with BOS unless the file says otherwise."""
+    """Build a byte-level BPE tokenizer. The bool: whether a text begins with BOS unless the file says otherwise. Raises
+    CheckpointError."""
     name = metadata.get(f"{PREFIX}pre", str)
     split = SPLITS.get(name or "")
     if split is None:
@@ -109,7 +110,8 @@ def byte_level(metadata: Metadata, tokens: list[str]) -> tuple[TokenizerJson, bo
 
 
 def sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> TokenizerJson:
-    """SentencePiece's BPE: merges follow from the scores."""
+    """Build a SentencePiece BPE tokenizer, whose merges follow from the scores of its tokens. Raises
+    CheckpointError."""
     if metadata.get(f"{PREFIX}precompiled_charsmap", np.ndarray) is not None:
         raise CheckpointError(
             f"{metadata.file}: its tokenizer rewrites characters by a table, which is not supported: use the model's "
@@ -126,7 +128,8 @@ def sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> To
 
 
 def ends_of_text(metadata: Metadata) -> tuple[int, ...]:
-    """Ids that end a text: those that GGUF has keys for, and control tokens of END_NAMES. Raises CheckpointError."""
+    """Ids that end a text: those with keys in GGUF, and those of control tokens in END_NAMES. Raises
+    CheckpointError."""
     tokens = texts(metadata, "tokens")
     listed = (special_id(metadata, key, len(tokens)) for key in ENDS)
     kinds = token_kinds(metadata)
@@ -135,7 +138,7 @@ def ends_of_text(metadata: Metadata) -> tuple[int, ...]:
 
 
 def special_id(metadata: Metadata, key: str, count: int) -> int | None:
-    """The id of a special token, None where a file has none. Raises CheckpointError for one beyond `count` tokens."""
+    """The id of a special token; None when the file has none. Raises CheckpointError for an id of `count` or more."""
     index = metadata.get(f"{PREFIX}{key}_token_id", int)
     if index is None and metadata.get(f"{PREFIX}model", str) == SENTENCEPIECE:
         default = SENTENCEPIECE_IDS.get(key)
@@ -148,7 +151,7 @@ def special_id(metadata: Metadata, key: str, count: int) -> int | None:
 
 
 def texts(metadata: Metadata, key: str) -> list[str]:
-    """A list of strings of the tokenizer; tokens may not be more than a model's. Raises CheckpointError."""
+    """A list of strings in the tokenizer's metadata. Raises CheckpointError when it is too long, or lists no tokens."""
     found = metadata.need(PREFIX + key, list)
     if not found and key == "tokens":
         raise CheckpointError(f"{metadata.file}: its tokenizer holds no tokens; {AGAIN}")
@@ -158,7 +161,7 @@ def texts(metadata: Metadata, key: str) -> list[str]:
 
 
 def token_kinds(metadata: Metadata) -> list[int]:
-    """The type of each token: NORMAL where the file does not say. Raises CheckpointError."""
+    """The type of each token; NORMAL when the file has no types. Raises CheckpointError."""
     count = len(texts(metadata, "tokens"))
     found = metadata.get(f"{PREFIX}token_type", np.ndarray)
     if found is None:
