@@ -1,8 +1,8 @@
-"""Every tensor that crosses the border of an exported graph: name, shape and dtype, once.
+"""The inputs and outputs of an exported graph: name, shape and dtype of each tensor.
 
-Axes: B = 1, T rows of this pass (a compiled width), N sequences they may be of, S speculative rows up to and including
-them, R rows whose logits are wanted, C cache capacity, K = top-k columns, V vocabulary, H_kv key/value heads, D head
-size.
+Axes: B = 1. T: rows of the pass, a compiled width. N: sequences that the rows may belong to. S: speculative rows, those
+of the pass included. R: rows whose logits are computed. C: slots of the cache. K: ranked tokens of a row. V: tokens of
+the vocabulary. H_kv: key/value heads. D: numbers of a head.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ ROLES = (TARGET, DRAFT)
 
 
 class Binding(NamedTuple):
+    """An input or output of a graph."""
+
     name: str
     dtype: str  # numpy name
     shape: tuple[str, ...]  # axis names
@@ -22,20 +24,21 @@ class Binding(NamedTuple):
 
 INPUT_IDS = Binding("input_ids", "int64", ("B", "T"))
 POSITION_IDS = Binding("position_ids", "int64", ("B", "T"))
-ATTENTION_MASK = Binding("attention_mask", "float32", ("B", "1", "T", "C"))  # additive: 0 sees, MASKED does not
-SEQUENCES = Binding("sequences", "int32", ("N", "4"))  # whose rows these are, see plugins/tree_attention/op.py
+ATTENTION_MASK = Binding("attention_mask", "float32", ("B", "1", "T", "C"))  # added to scores: 0 if visible, or MASKED
+SEQUENCES = Binding("sequences", "int32", ("N", "4"))  # the sequences of the rows, see plugins/tree_attention/op.py
 TREE_MASK = Binding("tree_mask", "bool", ("B", "T", "S"))  # column j is a slot of the speculative rows
 WRITE_INDICES = Binding("write_indices", "int64", ("B",))  # first cache slot of this pass's rows
 OUTPUT_ROWS = Binding("output_rows", "int64", ("R",))  # rows that go through the vocabulary projection
 
-# The two forms of one graph. ADDITIVE: the host makes the mask over the whole cache, which grows; the fastest on a CPU.
-# COMPACT: sequences and tree mask only, over a cache of fixed size, which is what a TensorRT kernel reads.
+# The two forms of a graph. ADDITIVE: the host computes a mask over the whole cache, and the cache can grow. It is the
+# fastest form on a CPU. COMPACT: the inputs are the sequences and the tree mask only, and the cache has a fixed size.
+# TensorRT reads this form.
 ADDITIVE, COMPACT = "additive", "compact"
 
 LOGITS = Binding("logits", "float32", ("B", "R", "V"))
 TOP_IDS = Binding("top_ids", "int64", ("B", "R", "K"))  # draft only, most probable first
 TOP_LOGPROBS = Binding("top_logprobs", "float32", ("B", "R", "K"))  # draft only, natural logarithm
-ACCEPTANCE = Binding("acceptance", "float32", ("B", "R"))  # draft with a head: the target accepts the row's own token
+ACCEPTANCE = Binding("acceptance", "float32", ("B", "R"))  # draft with a head: chance that the row's token is accepted
 
 TOP_COLUMNS = 16  # enough for every tree grower: no published tree has more children per node
 MASKED = -1e9  # additive mask of an invisible slot; finite, so that a fully masked padding row stays free of NaN
@@ -53,29 +56,30 @@ def present(kind: str, layer: int) -> str:
 
 CACHE_SHAPE = ("B", "H_kv", "C", "D")
 KINDS = ("key", "value")
-# Type of weights, activations and cache by precision; logits and what is made of them are fp32 in any case.
+# Dtype of weights, activations and cache, by precision. Logits and all that is computed from them are fp32.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-HALF = ("fp16", "bf16")  # types matrices may be rounded to
-BITS = {"int8": 8, "int4": 4}  # of a number of a low-bit matrix
-LOW_BIT = tuple(BITS)  # how matrices are stored; see `activations` for what is computed with them
+HALF = ("fp16", "bf16")  # precisions of 16 bits
+BITS = {"int8": 8, "int4": 4}  # of a code of a low-bit matrix
+LOW_BIT = tuple(BITS)  # precisions of matrices only: `activations` says what rows are computed in
 
 
 def activations(precision: str, form: str) -> str:
-    """Precision of activations and cache: low-bit matrices meet fp32 rows on a CPU and fp16 rows on a GPU."""
+    """Precision of activations and cache. With low-bit matrices it is fp32 on a CPU and fp16 on a GPU."""
     if precision not in LOW_BIT:
         return precision
     return "fp16" if form == COMPACT else "fp32"
 
 
 def inputs(form: str) -> tuple[Binding, ...]:
-    """Inputs of a graph of one form besides the cache, in order."""
+    """Inputs of a graph of this form, without the cache, in order."""
     masks = {ADDITIVE: (ATTENTION_MASK,), COMPACT: (SEQUENCES, TREE_MASK)}[form]
     return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS)
 
 
 def output_names(role: str, acceptance_head: bool = False, form: str = ADDITIVE) -> tuple[str, ...]:
-    """Outputs of a role's graph besides the cache. The draft ranks its columns in the graph, and so does a target on a
-    device: at temperature 0 its logits then need not leave it. Only the draft has a head."""
+    """Names of the outputs of a role's graph, without the cache. The graph of a draft ranks the tokens of each row. So
+    does the graph of a target on a device: at temperature 0 its logits then need not leave the device. Only a draft can
+    have an acceptance head."""
     if role == TARGET and form == ADDITIVE:
         return (LOGITS.name,)
     ranked = (LOGITS.name, TOP_IDS.name, TOP_LOGPROBS.name)
@@ -83,10 +87,10 @@ def output_names(role: str, acceptance_head: bool = False, form: str = ADDITIVE)
 
 
 def outputs(names: Sequence[str]) -> tuple[Binding, ...]:
-    """The named outputs besides the cache; the logits, by far the largest, come last."""
+    """The outputs of these names. The logits, by far the largest, come last."""
     return tuple(item for item in (ACCEPTANCE, TOP_IDS, TOP_LOGPROBS, LOGITS) if item.name in names)
 
 
 def top_columns(vocab_size: int) -> int:
-    """K: how many of the draft's columns are ranked in the graph."""
+    """K: how many tokens of a row the graph ranks."""
     return min(TOP_COLUMNS, vocab_size)

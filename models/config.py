@@ -1,4 +1,4 @@
-"""LlamaConfig: what a LLaMA is, read from a Hugging Face config.json. Pure; refuses what it does not know, by name."""
+"""LlamaConfig: the configuration of a LLaMA, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LlamaConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Numbers of each head that RoPE turns."""
+        """Numbers of each head that RoPE rotates."""
         return self.head_dim if self.variant.rotary_size is None else self.variant.rotary_size
 
     @property
@@ -49,8 +49,8 @@ class LlamaConfig:
 
     @property
     def limits(self) -> dict[str, int]:
-        """What ends a context, and after how many tokens. Up to there attention sees everything and the rotary tables
-        do not change."""
+        """What limits the context, with the number of tokens. Within all limits attention is full, and the rotary
+        tables do not change."""
         limits = {"context": self.max_position}
         if self.variant.window is not None:
             limits["sliding window"] = self.variant.window
@@ -60,14 +60,14 @@ class LlamaConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text that is computed as the model's family does."""
+        """Tokens of the longest text for which the engines compute what the model's own code computes."""
         return min(self.limits.values())
 
     @classmethod
     def from_hf(cls, config: Settings) -> LlamaConfig:
         """Read a Hugging Face `config.json`, in the spelling of transformers 4 or 5.
 
-        Raises CheckpointError that names the field when the model is none this project runs.
+        Raises CheckpointError that names a setting which is unknown or not supported.
         """
         family = family_of(config)
         config = {**family.defaults, **config}
@@ -115,7 +115,8 @@ class LlamaConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields for JSON, which `typed` reads. What older releases do not know stands there only where it matters."""
+        """Fields for JSON, which `typed` reads. Fields that older releases do not know are left out at their
+        defaults."""
         content = asdict(self)
         content["rope_scaling"] = None if self.rope_scaling is None else stated(self.rope_scaling)
         content["variant"] = stated(self.variant)

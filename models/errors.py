@@ -16,7 +16,7 @@ class DraftwoodError(ValueError):
 
 
 class CheckpointError(DraftwoodError):
-    """A checkpoint folder that is missing, damaged, or of a model this project does not run."""
+    """A checkpoint that is missing, damaged, or of a model that is not supported."""
 
 
 class BundleError(DraftwoodError):
@@ -40,7 +40,7 @@ QUOTED.maxstring = QUOTED.maxother = 120  # characters
 
 
 def shown(value: object) -> str:
-    """A value as an error message quotes it: short, however long, deep or large it is."""
+    """A value as an error message quotes it: a short text, however long, deep or large the value is."""
     try:
         return QUOTED.repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits

@@ -1,7 +1,7 @@
-"""Families of models: for each architecture, what its config.json says beyond a LLaMA's, as transformers reads it.
+"""Families of models: how the config.json of each architecture differs from a LLaMA's, as transformers reads it.
 
-FAMILIES is the only place that knows an architecture's name. A setting that is in neither of its lists is refused,
-unless it is off: it might change what the model computes.
+FAMILIES lists the architectures. A setting that is neither in COMMON, nor in IGNORED, nor in the list of its family
+might change what the model computes. It is refused unless it is off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMON = {
     *("architectures", "model_type", *MOST, "hidden_act", "rms_norm_eps", "tie_word_embeddings", "layer_types"),
     *("rope_theta", "rope_scaling", "rope_parameters", PARTIAL, "bos_token_id", "eos_token_id", "quantization_config"),
 }
-# Settings that change nothing of what a model computes: of training, of generation, and of the file itself.
+# Settings that do not change what a model computes: of training, of generation, and of the file itself.
 IGNORED = {
     *("attention_dropout", "embd_pdrop", "gradient_checkpointing", "hidden_dropout", "initializer_range"),
     *("pretraining_tp", "resid_pdrop", "unsloth_fixed", "unsloth_version"),
@@ -42,29 +42,30 @@ IGNORED = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What families of models add to LLaMA's layer (models/layers.py); a LLaMA has none of it."""
+    """What a family adds to LLaMA's layer (models/layers.py). The defaults add nothing."""
 
-    qkv_bias: bool = False  # on queries, keys and values only, as Qwen2.5 has it
-    qk_norm: bool = False  # an RMSNorm of each head's queries and keys, as Qwen3 has it
-    layers_without_rope: tuple[int, ...] = ()  # indices, as SmolLM3 has them
-    rotary_size: int | None = None  # numbers of a head that RoPE turns, as Phi-4-mini has them; None: all
-    embedding_multiplier: float = 1.0  # this one and the others as Granite has them
-    attention_multiplier: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
+    qkv_bias: bool = False  # a bias on queries, keys and values only, as in Qwen2.5
+    qk_norm: bool = False  # an RMSNorm of each head's queries and keys, as in Qwen3
+    layers_without_rope: tuple[int, ...] = ()  # indices of layers, as in SmolLM3
+    rotary_size: int | None = None  # numbers of a head that RoPE rotates, as in Phi-4-mini; None: all
+    embedding_multiplier: float = 1.0  # all four multipliers as in Granite
+    attention_multiplier: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
-    window: int | None = None  # tokens that attention reaches back, as Mistral has it; a context is no longer than that
+    window: int | None = None  # tokens that attention reaches back, as in Mistral; it limits the context
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Names of the fields in which this is no LLaMA."""
+        """Names of the fields that differ from a LLaMA's."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) != field.default)
 
 
 class Family(NamedTuple):
-    """How one architecture's file is read.
+    """How the config.json of one architecture is read.
 
-    variant: from its settings, the number of layers and head_dim. settings: names that it has besides COMMON. defaults:
-    of what a file may leave out, where they are not LLaMA's. rope_kinds: other names of kinds of scaling.
+    variant: computes the Variant from the settings, the number of layers and head_dim. settings: names of settings
+    besides COMMON. defaults: values of settings that a file may leave out, where they differ from LLaMA's. rope_kinds:
+    kinds of rope scaling, by the other names that this family has for them.
     """
 
     model_type: str
@@ -131,17 +132,19 @@ def phi3(settings: Settings, layers: int, head_dim: int) -> Variant:
 
 
 def window_of(settings: Settings) -> int | None:
+    """Tokens of the sliding window; None without one. Raises CheckpointError."""
     return None if settings.get(WINDOW) is None else positive_int(settings, WINDOW, MOST["max_position_embeddings"])
 
 
 def switched_window(settings: Settings, derived: list[str]) -> int | None:
-    """Of a family with a switch; `derived` are its layers' types where it does not list them."""
+    """The window of a family with the setting `use_sliding_window`; None when it is off, or no layer slides. derived:
+    the types of the layers when the file does not list them."""
     types: list[str] = settings.get("layer_types") or derived
     return window_of(settings) if switch(settings, "use_sliding_window") and SLIDING in types else None
 
 
 def qwen_window(settings: Settings, layers: int) -> int | None:
-    """Qwen's last layers are those that slide, where the switch is on."""
+    """The window of Qwen, whose layers slide from `max_window_layers` on when `use_sliding_window` is on."""
     first = settings.get("max_window_layers")
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise CheckpointError(f"config.json: max_window_layers must be a whole number, found {brief(first)}")
@@ -171,11 +174,11 @@ FAMILIES = {
         {"su": LONGROPE, YARN: LONGROPE},
     ),
 }
-LISTED = ", ".join(FAMILIES)  # for people
+LISTED = ", ".join(FAMILIES)  # for error messages
 
 
 def family_of(config: Settings) -> Family:
-    """The family of a config.json. Raises CheckpointError that names what this project does not know."""
+    """The family of a config.json. Raises CheckpointError that names what is not supported."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
     name = next((name for name in names if isinstance(name, str) and name in FAMILIES), None)
@@ -203,7 +206,8 @@ def family_of(config: Settings) -> Family:
 
 
 def refuse_other_layers(config: Settings, name: str, family: Family) -> None:
-    """Kinds of layers, and rotations of a part of a head, that an architecture does not have."""
+    """Raises CheckpointError for types of layers, or a partial rotation of heads, that the architecture does not
+    have."""
     types, kinds = config.get("layer_types"), (FULL, SLIDING) if "use_sliding_window" in family.settings else (FULL,)
     listed = isinstance(types, list) and all(isinstance(each, str) and each in kinds for each in types)
     if types is not None and not (listed and len(types) in (0, config.get("num_hidden_layers"))):

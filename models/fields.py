@@ -1,4 +1,4 @@
-"""Settings of a stranger's JSON, each checked and bounded; what is wrong with one is said with its name."""
+"""Reads settings of JSON from an untrusted source. Each is checked and bounded; errors name the setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .errors import CheckpointError
 
 Settings = Mapping[str, Any]
-# The most that a checkpoint may ask for: beyond any LLaMA there is, and little enough to count to.
+# Limits of a checkpoint: larger than those of any published LLaMA, and small enough to loop over.
 MOST = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 17,
@@ -21,11 +21,11 @@ MOST = {
     "original_max_position_embeddings": 1 << 27,
 }
 MOST_EOS = 1024  # ids that end a text
-LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # of every other setting: its square and its reciprocal are finite
+LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # limits of other numbers: squares and reciprocals are finite
 
 
 def positive_int(config: Settings, name: str, most: int | None = None) -> int:
-    """A count; without `most` it is a field of MOST."""
+    """A setting that is a count from 1 to `most`, by default MOST[name]. Raises CheckpointError."""
     most, value = MOST[name] if most is None else most, config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise CheckpointError(f"config.json: {name} must be a positive integer of at most {most}, found {brief(value)}")
@@ -33,10 +33,12 @@ def positive_int(config: Settings, name: str, most: int | None = None) -> int:
 
 
 def optional_int(config: Settings, name: str) -> int | None:
+    """See `positive_int`; None when the setting is absent or null."""
     return None if config.get(name) is None else positive_int(config, name)
 
 
 def positive_number(name: str, value: Any) -> float:
+    """A number from LEAST_NUMBER to MOST_NUMBER. Raises CheckpointError that names it."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not LEAST_NUMBER <= value <= MOST_NUMBER:
         raise CheckpointError(
@@ -47,7 +49,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def switch(config: Settings, name: str) -> bool:
-    """True or false; null and nothing mean false."""
+    """A setting that is true or false; null and absent mean false. Raises CheckpointError."""
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name} must be true or false, found {brief(value)}")
@@ -55,7 +57,8 @@ def switch(config: Settings, name: str) -> bool:
 
 
 def token_ids(config: Settings, name: str, most: int = MOST_EOS, file: str = "config.json") -> tuple[int, ...]:
-    """Absent, one id, or a list of at most `most` ids; -1, which some checkpoints write for no token, is kept."""
+    """A setting that is one token id or a list of at most `most` ids; absent and null mean none. The id -1, which some
+    checkpoints write for no token, is kept. Raises CheckpointError. file: its name in the error."""
     value = config.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     whole = all(isinstance(each, int) and not isinstance(each, bool) for each in ids)
@@ -67,7 +70,7 @@ def token_ids(config: Settings, name: str, most: int = MOST_EOS, file: str = "co
 
 
 def brief(value: Any) -> str:
-    """A value of a stranger's file as an error message shows it."""
+    """A short text that stands for an untrusted value in an error message."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"

@@ -1,7 +1,8 @@
-"""What a LLaMA is made of, as plain data: its tensors, the matrices that are merged, and the steps between them.
+"""A description of a LLaMA as plain data: its tensors, the matrices that are merged, and the steps between them.
 
-Checkpoints, the graph exporter, the packer and the loader of native weights, the torch reference and benchmarks read it
-here. Names of a checkpoint's modules are Hugging Face's; a module's tensors are `<module>.weight` and `<module>.bias`.
+Checkpoints, the graph exporter, the packer and the loader of native weights, the torch reference and benchmarks read
+this description. Names of a checkpoint's modules are Hugging Face's; a module's tensors are `<module>.weight` and
+`<module>.bias`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ EMBEDDING = "embedding"  # name of an engine's tensor
 
 
 class Norm(NamedTuple):
-    """An RMSNorm. name: of the engine's tensor. source: the checkpoint's module. size: numbers in a normed row."""
+    """An RMSNorm. name: the engine's name of its tensor. source: its module in the checkpoint. size: numbers in a
+    row."""
 
     name: str
     source: str
@@ -35,11 +37,11 @@ class Norm(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Matrices over one input, which engines merge into one product.
+    """One or more matrices over the same input, which engines compute as one product.
 
-    name: of the engine's tensors. sources: the checkpoint's modules. inputs: numbers in a row that goes in. outputs:
-    numbers that come out of each source. bias: whether each source has one. gated: whether the next step takes
-    silu(first) * second of two sources, and not their outputs side by side.
+    name: the engine's name of its tensors. sources: modules in the checkpoint. inputs: numbers in an input row.
+    outputs: numbers in an output row of each source. bias: whether each source has one. gated: whether the next step
+    computes silu(first) * second from the outputs of two sources, instead of using the outputs side by side.
     """
 
     name: str
@@ -79,7 +81,7 @@ class Layer:
     qkv: Matrix
     query_norm: Norm | None  # of each head
     key_norm: Norm | None
-    rotary_size: int  # numbers of each head that RoPE turns, from its first one on
+    rotary_size: int  # numbers at the start of each head that RoPE rotates
     attention_scale: float  # of the products of queries and keys
     output: Matrix
     post_norm: Norm
@@ -103,7 +105,7 @@ class Layer:
 class Network(NamedTuple):
     """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier.
 
-    embedding: [V, H], whose rows are looked up. head: reads the embedding's tensor where both are tied.
+    embedding: [V, H], whose rows are looked up. head: [V, H]; it reads the embedding's tensor when both are tied.
     """
 
     embedding: Matrix
@@ -119,6 +121,7 @@ class Network(NamedTuple):
 
 
 def merged(parts: Iterable[Norm | Matrix | Layer]) -> Shapes:
+    """Shapes of the tensors of several parts."""
     return {name: shape for part in parts for name, shape in part.tensors().items()}
 
 

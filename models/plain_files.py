@@ -1,5 +1,5 @@
-"""Files that a stranger may have made: only plain ones of a bounded size are read. Links of a checkpoint are followed,
-since every file of a hub's cache is one; a bundle has none."""
+"""Reads files from an untrusted source: only plain files of a bounded size. Links in a checkpoint are followed, because
+every file of a Hub cache is a link. A bundle contains no links."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ MOST_TOKENIZER = 256 << 20  # bytes of tokenizer.json or tokenizer.model; the la
 
 
 def check_plain(file: Path, most: int | None = None) -> None:
-    """Raises OSError, among them FileNotFoundError, and ValueError for a folder, a pipe, a socket or a device, whose
-    reader may wait for ever, and for more than `most` bytes."""
+    """Check that a path is a plain file of at most `most` bytes. Raises ValueError for a larger file, and for a folder,
+    a pipe, a socket or a device, whose reader may wait for ever. Raises OSError, for instance FileNotFoundError."""
     check_status(file.stat(), most)
 
 
 def check_status(found: os.stat_result, most: int | None) -> None:
+    """See `check_plain`."""
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is no plain file, but a folder, pipe, socket or device")
     if most is not None and found.st_size > most:
@@ -27,7 +28,7 @@ def check_status(found: os.stat_result, most: int | None) -> None:
 
 
 def open_plain(file: Path, most: int | None = None, own: bool = False) -> BinaryIO:
-    """A plain file, opened for reading. own, and what it raises: see `read_plain`."""
+    """Open a plain file for reading. own, and the errors: see `read_plain`."""
     # A pipe without a writer would block when it is opened.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if own else 0)
     handle = os.fdopen(os.open(file, flags), "rb")
@@ -40,8 +41,8 @@ def open_plain(file: Path, most: int | None = None, own: bool = False) -> Binary
 
 
 def read_plain(file: Path, most: int, own: bool = False) -> bytes:
-    """The content of a plain file of at most `most` bytes. own: a file that this project wrote, which
-    is no link. Raises as `check_plain` does, and OSError for a link in its place."""
+    """The content of a plain file of at most `most` bytes. own: whether this project wrote the file; then a link in its
+    place raises OSError. Raises as `check_plain` does."""
     with open_plain(file, most, own) as handle:
         content = handle.read(most + 1)
     if len(content) > most:  # it grew meanwhile
@@ -50,8 +51,8 @@ def read_plain(file: Path, most: int, own: bool = False) -> bytes:
 
 
 def read_object(file: Path, most: int = MOST_JSON, own: bool = False) -> dict[str, Any]:
-    """The object in a JSON file. own: see `read_plain`; such a file holds finite numbers only. Raises as `read_plain`
-    does, and ValueError for anything else."""
+    """Read the object in a JSON file. own: see `read_plain`; such a file must hold finite numbers only. Raises as
+    `read_plain` does, and ValueError for any other content."""
     text = read_plain(file, most, own).decode("utf-8")
     try:
         content = json.loads(text, parse_constant=refuse_constant if own else None)

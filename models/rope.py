@@ -12,8 +12,8 @@ from .rope_scaling import LINEAR, LONGROPE, YARN, RopeScaling
 
 
 def inverse_frequencies(config: LlamaConfig) -> NDArray[np.float64]:
-    """Angle per position of each rotary pair, [rotary_size / 2], scaling applied as transformers'
-    `modeling_rope_utils` does."""
+    """Angle in radians per position of each rotary pair, float64 [rotary_size / 2]. Scaling is applied as in
+    transformers' `modeling_rope_utils`."""
     exponents = np.arange(0, config.rotary_size, 2, dtype=np.float64) / config.rotary_size
     frequencies: NDArray[np.float64] = config.rope_theta**-exponents
     scaling = config.rope_scaling
@@ -28,16 +28,18 @@ def inverse_frequencies(config: LlamaConfig) -> NDArray[np.float64]:
 
 
 def kept_by_llama3(frequencies: NDArray[np.float64], scaling: RopeScaling) -> NDArray[np.float64]:
-    """How far each pair keeps its frequency, 0 to 1: wavelengths beyond the original context are stretched by
-    `factor`, short ones kept, those in between interpolated."""
+    """The share of its frequency that each pair keeps, float64 [rotary_size / 2], from 0 to 1. Short wavelengths are
+    kept (1). Wavelengths beyond the original context are stretched by `factor` (0). Those in between are
+    interpolated."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     return np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
 
 
 def kept_by_yarn(config: LlamaConfig, scaling: RopeScaling) -> NDArray[np.float64]:
-    """The same for YaRN (2309.00071): pairs that turn more than `beta_fast` times within the original context keep
-    their frequency, those that turn less than `beta_slow` times do not; a straight line over the pairs in between."""
+    """The same for YaRN (arXiv 2309.00071). Pairs that turn more than `beta_fast` times within the original context
+    keep their frequency (1). Pairs that turn less than `beta_slow` times do not (0). The share falls linearly over the
+    pairs in between."""
     size = config.rotary_size
 
     def pair_that_turns(times: float) -> float:
@@ -48,7 +50,7 @@ def kept_by_yarn(config: LlamaConfig, scaling: RopeScaling) -> NDArray[np.float6
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
-    last += 0.001 if first == last else 0  # as transformers avoids a division by 0
+    last += 0.001 if first == last else 0  # avoids a division by 0, as transformers does
     places = np.arange(size // 2, dtype=np.float64)
     return np.clip(np.divide(last - places, last - first, dtype=np.float64), 0.0, 1.0)
 

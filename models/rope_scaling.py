@@ -10,8 +10,8 @@ from .fields import MOST, Settings, brief, optional_int, positive_int, positive_
 
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 LINEAR, LLAMA3, YARN, LONGROPE = STATIC = "linear", "llama3", "yarn", "longrope"  # kinds with tables that never change
-# What the object may hold besides its kind, base and partial_rotary_factor, by kind. Within the context that a model
-# was trained for, and none longer is built, `dynamic` changes nothing.
+# Settings that the object may have besides OF_ALL_KINDS, by kind. `dynamic` changes nothing within the context that the
+# model was trained for, and no longer one is built.
 KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
     LINEAR: ("factor",),
@@ -28,9 +28,13 @@ OF_ALL_KINDS = ("rope_type", "type", "rope_theta", PARTIAL)
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rotary position scaling. `linear`: positions / factor. `llama3`: long wavelengths / factor, smooth in between.
-    `yarn`: wavelengths between two numbers of turns likewise, and rotations times `attention_factor`. `longrope`: a
-    factor for each pair, those for texts of at most `original_max_position` tokens; `attention_factor`, too."""
+    """Scaling of rotary positions.
+
+    `linear` divides every frequency by `factor`. `llama3` divides the frequencies of long wavelengths by it, with a
+    smooth transition. `yarn` does the same for pairs with few turns, and multiplies the tables by `attention_factor`.
+    `longrope` divides the frequency of each pair by a factor of its own, the one for texts of at most
+    `original_max_position` tokens, and multiplies the tables by `attention_factor`.
+    """
 
     kind: str  # one of STATIC
     factor: float
@@ -38,10 +42,10 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     attention_factor: float = 1.0
-    beta_fast: float = 32.0  # turns within the original context, from which on a wavelength is kept
-    beta_slow: float = 1.0  # and up to which it is stretched
-    truncate: bool = True  # to whole pairs
-    factors: tuple[float, ...] = ()  # of longrope, by pair
+    beta_fast: float = 32.0  # pairs with more turns within the original context keep their wavelength
+    beta_slow: float = 1.0  # pairs with fewer turns are stretched by `factor`
+    truncate: bool = True  # whether the transition begins and ends at whole pairs
+    factors: tuple[float, ...] = ()  # longrope's, one for each pair
 
 
 def rope_settings(config: Settings) -> Settings:
@@ -54,12 +58,14 @@ def rope_settings(config: Settings) -> Settings:
 
 
 def read_theta(config: Settings) -> float:
+    """The base of the rotary frequencies. Raises CheckpointError."""
     return positive_number("rope_theta", rope_settings(config).get("rope_theta", config.get("rope_theta", 10000.0)))
 
 
 def read_rope_scaling(config: Settings, rotary_size: int, aliases: Settings) -> RopeScaling | None:
-    """The scaling, None where there is none. rotary_size: numbers of a head that are rotated. aliases: kinds of one
-    family by other names. Raises CheckpointError, also for a setting that the kind does not have."""
+    """Read the scaling; None when there is none. rotary_size: numbers of a head that are rotated. aliases: kinds, by
+    the other names that a family has for them. Raises CheckpointError, also for a setting that the kind does not
+    have."""
     rope = rope_settings(config)
     found = rope.get("rope_type", rope.get("type", "default"))
     kind = aliases.get(found, found) if isinstance(found, str) else None
@@ -87,7 +93,8 @@ def read_rope_scaling(config: Settings, rotary_size: int, aliases: Settings) -> 
 
 
 def original_context(config: Settings, rope: Settings) -> int:
-    """Tokens that the model was trained for before it was scaled. What stands outside of the object goes first."""
+    """Tokens that the model was trained for before it was scaled. The setting beside the object takes precedence
+    over the one in it."""
     outside = optional_int(config, ORIGINAL)
     if outside is not None:
         return outside
@@ -95,7 +102,7 @@ def original_context(config: Settings, rope: Settings) -> int:
 
 
 def scaled_by(config: Settings, rope: Settings, original: int) -> float:
-    """The factor, or how many times the original context the model's is."""
+    """The factor; by default the model's context divided by the original one. Raises CheckpointError."""
     factor = rope.get("factor")
     if factor is None:
         return positive_int(config, "max_position_embeddings") / original
@@ -103,6 +110,7 @@ def scaled_by(config: Settings, rope: Settings, original: int) -> float:
 
 
 def yarn(config: Settings, rope: Settings) -> RopeScaling:
+    """Read YaRN's settings. Raises CheckpointError."""
     original = original_context(config, rope)
     factor = scaled_by(config, rope, original)
     if read_theta(config) <= 1:
@@ -125,11 +133,12 @@ def yarn(config: Settings, rope: Settings) -> RopeScaling:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """What YaRN multiplies rotations by, so that scores over a longer text stay as sharp."""
+    """The factor by which YaRN multiplies the rotary tables. It keeps attention over a longer text as sharp."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def longrope(config: Settings, rope: Settings, pairs: int) -> RopeScaling:
+    """Read longrope's settings. pairs: rotated pairs of a head. Raises CheckpointError."""
     original = original_context(config, rope)
     factor = scaled_by(config, rope, original)
     for name in ("short_factor", "long_factor"):
@@ -150,7 +159,8 @@ def longrope(config: Settings, rope: Settings, pairs: int) -> RopeScaling:
 
 
 def scaled_context(config: Settings, scaling: RopeScaling | None) -> int:
-    """The longest text that positions make sense for: YaRN's files often name the context before it."""
+    """Tokens of the longest context. `max_position_embeddings` is often the context before YaRN; then the scaled one
+    counts. Raises CheckpointError."""
     trained = positive_int(config, "max_position_embeddings")
     if scaling is None or scaling.kind != YARN:
         return trained

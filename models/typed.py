@@ -1,5 +1,5 @@
-"""Values of JSON as the types that this program computes with. A stranger may have written them: each is checked, none
-is converted, and what is not asked for is refused."""
+"""Reads values of JSON as the types that this program computes with. The values may come from an untrusted source: each
+is checked, no text is converted to a number, and unexpected fields are refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ MOST_CHARACTERS, MOST_ITEMS = 4096, 1 << 16  # of a string, of a list or object
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """A value of JSON as a `kind`: bool, int, float, str, None, a union, tuple[X, ...], Mapping[str, X], a dataclass or
-    a NamedTuple. Numbers are finite, strings printable. Raises ValueError naming `where`."""
+    """Check that a value of JSON is a `kind`, and return it: bool, int, float, str, None, a union, tuple[X, ...],
+    Mapping[str, X], a dataclass or a NamedTuple. Numbers are finite, strings printable. Raises ValueError naming
+    `where`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return of_union(arguments, value, where)
@@ -39,7 +40,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
 
 
 def of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """The value as the first kind that it is one of; what is wrong with it as the first one otherwise."""
+    """The value as the first kind that accepts it. Raises the error of the first kind when none does."""
     first: ValueError | None = None
     for kind in kinds:
         try:

@@ -1,4 +1,5 @@
-"""LLaMA -> one ONNX graph per role, written node by node: no tracing, no torch, weights read lazily while saving.
+"""Exports a LLaMA as an ONNX graph, one for each role. The graph is written node by node, without tracing and without
+torch. Weights are read only while the graph is saved.
 
 One layer, above the code that builds it (names are the graph's own node prefixes):
 
@@ -42,11 +43,11 @@ def export(
 ) -> None:
     """Write `checkpoint` as the ONNX graph of `role`, for caches of up to `capacity` slots.
 
-    head: of the draft; its calibrated probability becomes the output `acceptance`. form: see `models/bindings.py`; the
-    compact form fixes the cache, `capacity` slots for each of `max_batch` sequences. precision: of weights, activations
-    and cache; outputs are fp32. Matrices of a QuantizedCheckpoint are stored in its format.
-    Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the name of
-    each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
+    head: the draft's acceptance head; its calibrated probability becomes the output `acceptance`. form: see
+    `models/bindings.py`; the compact form fixes the cache, `capacity` slots for each of `max_batch` sequences.
+    precision: of weights, activations and cache; outputs are fp32. Matrices of a QuantizedCheckpoint are stored in its
+    format. Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the
+    name of each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
     """
     builder = GraphBuilder(checkpoint, capacity, head, form, precision, max_batch)
     weight_bytes = builder.dtype.itemsize * num_parameters(checkpoint.config)
@@ -95,7 +96,7 @@ class GraphBuilder(GraphWriter):
             hidden = self.node("Add", f"layers.{index}/mlp_residual", [hidden, self.mlp(index, layer, hidden)])
             caches += past
             presents += present
-        # Only the rows somebody asked for go through the vocabulary projection, often the largest matrix of all.
+        # Only the requested rows go through the vocabulary projection, which is often the largest matrix.
         hidden = self.node("Gather", "select_rows", [hidden, feeds["output_rows"]], axis=1)
         hidden = self.norm("norm", network.norm, hidden)
         logits = self.scaled("lm_head/scaled", self.linear("lm_head", hidden, network.head), network.logits_multiplier)
@@ -155,14 +156,15 @@ class GraphBuilder(GraphWriter):
         return self.scaled(f"{scope}/scaled", output, layer.residual_multiplier), present
 
     def rotated(self, name: str, layer: Layer, heads: ir.Value, rotary: Sequence[ir.Value]) -> ir.Value:
-        """RoPE on the first numbers of each head; 0 stands for all of them."""
+        """RoPE on the first numbers of each head. The operator takes 0 for all of them."""
         size = 0 if layer.rotary_size == self.config.head_dim else layer.rotary_size
         return self.node("RotaryEmbedding", name, [heads, *rotary], rotary_embedding_dim=size)
 
     def attend(
         self, name: str, scale: float, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]
     ) -> ir.Value:
-        """[B, H, T, D] -> [B, H, T, D], by the standard operator or by ours."""
+        """Attention of query [B, H, T, D] over the cache; returns [B, H, T, D]. The additive form uses the standard
+        operator, the compact form ours."""
         if self.form == bindings.ADDITIVE:
             return self.node("Attention", name, [query, *present, feeds["attention_mask"]], scale=scale)
         masks = [feeds["sequences"], feeds["tree_mask"]]
@@ -175,7 +177,7 @@ class GraphBuilder(GraphWriter):
         merged = self.linear(f"{scope}/gate_up_proj", normed, layer.gate_up)
         sizes = self.constant("gate_up_sizes", np.array(layer.gate_up.outputs))
         gate, up = self.nodes_out("Split", f"{scope}/split", [merged, sizes], 2, axis=-1)
-        # x * sigmoid(x), which ONNX Runtime fuses; the Swish operator it takes apart.
+        # ONNX Runtime fuses x * sigmoid(x), and decomposes the Swish operator.
         sigmoid = self.node("Sigmoid", f"{scope}/sigmoid", [gate])
         silu = self.node("Mul", f"{scope}/silu", [gate, sigmoid])
         gated = self.node("Mul", f"{scope}/gated", [silu, up])
@@ -216,7 +218,7 @@ class GraphBuilder(GraphWriter):
         return self.node("RMSNormalization", name, [hidden, self.stored(norm)], axis=-1, epsilon=self.config.norm_eps)
 
     def scaled(self, name: str, rows: ir.Value, multiplier: float) -> ir.Value:
-        """The rows times a number, through a node only where that is not 1."""
+        """Multiply rows by a number. No node is added when the number is 1."""
         if multiplier == 1:
             return rows
         return self.node("Mul", name, [rows, self.constant(f"{name}.multiplier", np.array(multiplier))])
@@ -237,7 +239,7 @@ class GraphBuilder(GraphWriter):
         return self.node("Add", f"{name}_bias", [product, vector])
 
     def concatenated(self, names: Sequence[str], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Transposed tensors side by side along the last axis, converted on the way: no second copy in memory."""
+        """Concatenate transposed tensors along the last axis. They are converted one by one, without a second copy."""
         merged = np.empty(shape, self.dtype.numpy())
         start = 0
         for name in names:
@@ -247,6 +249,6 @@ class GraphBuilder(GraphWriter):
         return merged
 
     def stored(self, part: Norm | Matrix) -> ir.Value:
-        """A tensor of the checkpoint as it is."""
+        """An initializer that is a tensor of the checkpoint, unchanged."""
         ((name, shape),) = part.tensors().items()
         return self.lazy(name, shape, lambda: self.checkpoint.tensor(name))

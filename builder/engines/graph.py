@@ -14,7 +14,7 @@ from ...models.bindings import Binding
 from ...models.errors import CheckpointError
 
 IR_VERSION = 11
-EXTERNAL_DATA_BYTES = 32_000_000  # a protobuf is held in memory several times while it is written, and ends at 2 GB
+EXTERNAL_DATA_BYTES = 32_000_000  # writing a protobuf copies it several times, and it may have 2 GB
 Weight = Callable[[], NDArray[Any]]
 
 
@@ -42,7 +42,7 @@ class GraphWriter:
         return self.initializers[name]
 
     def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
-        """An initializer that is there already; floating ones become `dtype`."""
+        """An initializer that is in memory. An array of floating-point numbers is converted to `dtype`."""
         if name not in self.initializers:
             tensor = ir.Tensor(self.cast(array) if array.dtype.kind == "f" else array, name=name)
             self.initializers[name] = ir.Value(
@@ -51,7 +51,7 @@ class GraphWriter:
         return self.initializers[name]
 
     def cast(self, array: NDArray[Any]) -> NDArray[Any]:
-        """To `dtype`, without a copy where it is that already."""
+        """Convert to `dtype`; an array that has it is not copied."""
         return array.astype(self.dtype.numpy(), copy=False)
 
     def node(self, kind: str, name: str, inputs: Sequence[ir.Value], domain: str = "", **attributes: Any) -> ir.Value:
@@ -74,7 +74,7 @@ class GraphWriter:
         return node.outputs
 
     def widened(self, name: str, value: ir.Value) -> ir.Value:
-        """The value in fp32, through a node only where it is something else."""
+        """Convert a value to fp32. No node is added when it is fp32 already."""
         if self.dtype == ir.DataType.FLOAT:
             return value
         return self.node("Cast", name, [value], to=ir.DataType.FLOAT)
@@ -91,7 +91,7 @@ class GraphWriter:
         return ir.Value(name=name, shape=self.shape(axes), type=ir.TensorType(self.dtype))
 
     def shape(self, axes: Sequence[str]) -> ir.Shape:
-        """Axis names, fixed ones as numbers."""
+        """The shape of these axes: numbers for fixed axes, names for others."""
         return ir.Shape([self.axes.get(axis, axis) for axis in axes])
 
 

@@ -39,16 +39,16 @@ class Source:
 
     @property
     def weights(self) -> Weights:
-        """What the engine holds."""
+        """The weights that the engine stores."""
         if form := FORMATS.get((self.backend, self.precision)):
             return QuantizedCheckpoint(self.checkpoint, form, self.rounded)
-        if self.precision in HALF and not BACKENDS[self.backend].is_compiled:  # computed with as fp32
+        if self.precision in HALF and not BACKENDS[self.backend].is_compiled:  # stored in 16 bits, multiplied as fp32
             return RoundedCheckpoint(self.checkpoint, self.precision)
         return self.checkpoint
 
 
 def engine_spec(source: Source, options: BuildOptions, max_length: int) -> EngineSpec:
-    """What one engine is to be."""
+    """The spec of the engine that is to be made."""
     backend = BACKENDS[source.backend]
     return EngineSpec(
         role=source.role,
@@ -67,8 +67,8 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
 def make_engine(
     source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin
 ) -> tuple[EngineSpec, float]:
-    """Write an engine's files to `staging`; returns what it is and how far from the reference. Raises BundleError when
-    that is too far."""
+    """Write an engine's files to `staging`. Returns its spec and its largest difference from the torch reference, see
+    `largest_difference`. Raises BundleError when the difference is too large."""
     file = BACKENDS[spec.backend].file
     if file == PLAN:
         return compiled_engine(source, spec, options, staging, begin)
@@ -76,7 +76,7 @@ def make_engine(
 
 
 def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
-    """An engine that is its graph; and how far it is from the reference."""
+    """Make an engine that runs an exported graph. Returns what `make_engine` returns."""
     write_graph(source, spec, staging / spec.file, begin)
     # Low-bit engines round activations, too. In fp32 the same file must agree with the reference as closely as any.
     precisions = ("fp32", spec.precision) if spec.precision in LOW_BIT else (spec.precision,)
@@ -86,7 +86,8 @@ def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begi
 
 
 def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
-    """An engine that is packed weights; the kernels that read them are no part of a bundle."""
+    """Make an engine that reads packed weights. Its kernels are not part of a bundle. Returns what `make_engine`
+    does."""
     advance = begin(Step(f"Packing the {title(spec)}", 1))
     write_weights(source.weights, spec.capacity, staging / spec.file, source.head)
     advance()
@@ -96,14 +97,15 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
 def compiled_engine(
     source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin
 ) -> tuple[EngineSpec, float]:
-    """An engine that is a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs here."""
+    """Make an engine that runs a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs on
+    this machine. Returns what `make_engine` returns."""
     with graph_folder(options, staging) as folder:
         graph = Path(folder) / f"{spec.role}.onnx"
         computed = replace(spec, precision=activations(spec.precision, COMPACT))
         # ONNX Runtime has no bf16 on a CPU: what is compared then is the same graph in fp32.
         compared = replace(spec, precision="fp32") if spec.precision == "bf16" else computed
         write_graph(source, compared, graph, begin, form=COMPACT)
-        alone = replace(compared, capacity=spec.max_batch * spec.capacity)  # one sequence has all the slots
+        alone = replace(compared, capacity=spec.max_batch * spec.capacity)  # a single sequence uses all slots
         difference = check_parity(source, spec, [OnnxRuntimeEngine(graph, alone)], begin)
         if compared != computed:
             write_graph(source, computed, graph, begin, form=COMPACT)
@@ -119,7 +121,7 @@ def compiled_engine(
 
 
 def graph_folder(options: BuildOptions, staging: Path) -> AbstractContextManager[str | Path]:
-    """Where graphs lie while they are compiled: for good where that was asked for."""
+    """The folder of the graphs that are compiled: a temporary one, or the one that the options name."""
     if options.graphs is None:
         return tempfile.TemporaryDirectory(dir=staging)
     options.graphs.mkdir(parents=True, exist_ok=True)
@@ -127,12 +129,12 @@ def graph_folder(options: BuildOptions, staging: Path) -> AbstractContextManager
 
 
 def title(spec: EngineSpec) -> str:
-    """A role in the words of a progress bar."""
+    """The name of an engine in the titles of steps."""
     return f"{spec.role} ({num_parameters(spec.model) / 1e6:.1f}M parameters, {spec.precision})"
 
 
 def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE) -> None:
-    """Export one role."""
+    """Export the graph of one role to `file`."""
     advance = begin(Step(f"Exporting the {title(spec)}", 1))
     weights = source.weights
     assert not isinstance(weights, RoundedCheckpoint)  # a graph's own type rounds its weights

@@ -33,8 +33,7 @@ Read = Callable[[], NDArray[Any]]
 
 
 class Packer:
-    """Contents of everything a native engine reads. What each tensor is called and looks like is said by
-    `expected_tensors`."""
+    """Contents of the tensors that a native engine reads. `expected_tensors` gives their names, dtypes and shapes."""
 
     def __init__(self, checkpoint: Weights, positions: int, head: TrainedHead | None) -> None:
         self.checkpoint, self.positions, self.head = checkpoint, positions, head
@@ -42,7 +41,7 @@ class Packer:
 
     @property
     def precision(self) -> str:
-        """Of the matrices."""
+        """The precision of the matrices."""
         if isinstance(self.checkpoint, QuantizedCheckpoint):
             return f"int{self.checkpoint.form.bits}"
         return self.checkpoint.precision if isinstance(self.checkpoint, RoundedCheckpoint) else "fp32"
@@ -69,7 +68,7 @@ class Packer:
         return contents
 
     def embedding(self, multiplier: float) -> Read:
-        """Multiplied here: the kernels look rows up and nothing more."""
+        """The embedding times its multiplier, because the kernels only look rows up."""
         if multiplier == 1:
             return lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT)
         return lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT).astype(np.float32) * np.float32(multiplier)
@@ -86,16 +85,16 @@ class Packer:
         return {ACCEPTANCE + name: partial(np.copy, array) for name, array in arrays.items()}
 
     def vector(self, sources: Sequence[str], join: Join = joined) -> Read:
-        """fp32, filled up to whole panels."""
+        """Read vectors as one, in fp32, padded to whole panels."""
         return lambda: flat(join([self.checkpoint.tensor(source) for source in sources]))
 
     def matrix(self, matrix: Matrix) -> dict[str, Read]:
-        """Panels of some matrices over one input, with scales where they are of integers; and their biases."""
+        """Read the panels of a merged matrix, the scales of its codes if it is quantised, and its bias."""
         name, weights, join = matrix.name, matrix.weights, in_turn if matrix.gated else joined
         contents = {f"{name}.bias": self.vector(matrix.biases, join)} if matrix.bias else {}
         if isinstance(self.checkpoint, QuantizedCheckpoint):
             checkpoint, bits = self.checkpoint, self.checkpoint.form.bits
-            waiting: list[Quantized] = []  # codes and scales are written one after the other: rounded once
+            waiting: list[Quantized] = []  # rounded once, but codes and scales are written one after the other
 
             def codes() -> NDArray[Any]:
                 parts = [checkpoint.quantized(weight) for weight in weights]
@@ -114,7 +113,7 @@ class Packer:
         return contents | {f"{name}.weights": packed}
 
     def stored(self, weights: NDArray[Any]) -> NDArray[Any]:
-        """As they lie in memory: numpy has no bf16, so 16-bit floats go as their bits."""
+        """Weights as the file stores them. 16-bit floats are stored as uint16, because numpy has no bf16."""
         if isinstance(self.checkpoint, RoundedCheckpoint):
             return weights.astype(self.checkpoint.dtype).view(np.uint16)
         return weights
@@ -128,7 +127,7 @@ def joined_blocks(parts: Sequence[Quantized], join: Join) -> Quantized:
 
 
 def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """The panels of gate and up alternate: one thread finishes both."""
+    """Alternate the panels of gate and up, so that one thread computes both."""
     first, second = parts
     return alternated(first, second)
 

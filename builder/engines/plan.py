@@ -32,7 +32,7 @@ from ...runtime.engines.compatibility import (
 from ..progress import Begin, Step
 from .tensorrt import builder_errors, polygraphy, progress_monitor, tensorrt_module
 
-PORTABLE = ("8.0", "8.6", "8.9", "12.0")  # what TensorRT-RTX compiles for when nothing is said
+PORTABLE = ("8.0", "8.6", "8.9", "12.0")  # compute capabilities that TensorRT-RTX compiles for by default
 TREE_ROWS = 16  # widest pass that is tuned as a token tree; wider ones as a piece of prompt
 TYPICAL_TREE = 8  # rows of the default proposal
 
@@ -41,12 +41,12 @@ TYPICAL_TREE = 8  # rows of the default proposal
 class CompileOptions:
     """What a plan is compiled for. Raises ConfigError for what the package cannot do, before anything is built.
 
-    widths: rows a pass may have. columns: speculative slots a pass may see, its own rows included. max_batch: sequences
-    that its rows may be of, which takes the kernel. compute_capabilities: "8.9"; TensorRT-RTX only, whose default is
-    `PORTABLE`. plugin: attention by our kernel instead of TensorRT's own; None takes it where Triton is there and
-    compiles it for every GPU. workspace: MiB of scratch
-    memory an engine may use at most; None sets no limit. timing_cache: a file that TensorRT reads and extends, so that
-    the next build measures less; TensorRT-RTX measures nothing.
+    widths: rows that a pass may have. columns: speculative slots that a pass may see, its own rows included. max_batch:
+    sequences that the rows of a pass may belong to; more than one need our kernel. compute_capabilities: "8.9";
+    TensorRT-RTX only, whose default is `PORTABLE`. plugin: whether our kernel computes attention instead of TensorRT's
+    own; None uses it when Triton is installed and can compile it for every GPU. workspace: the most MiB of scratch
+    memory that an engine may use; None sets no limit. timing_cache: a file that TensorRT reads and extends, so that the
+    next build measures less; TensorRT-RTX measures nothing.
     """
 
     backend: str
@@ -119,12 +119,12 @@ class CompileOptions:
 
     @property
     def families(self) -> tuple[WidthFamily, ...]:
-        """Profiles: token trees and what is smaller, pieces of a prompt."""
+        """Families of widths, one for each profile: token trees and smaller passes, and chunks of a prompt."""
         return width_families(self.widths)
 
     def takes_plugin(self, head_dim: int, targets: Sequence[str]) -> bool:
-        """Whether attention is to be computed by our kernel, in a plan for GPUs of these compute capabilities. Raises
-        ConfigError where several sequences need it and it cannot be had."""
+        """Whether our kernel computes attention in a plan for GPUs of these compute capabilities. Raises ConfigError
+        when several sequences need the kernel and it does not support the GPUs or the size of a head."""
         if self.plugin is not None:
             return self.plugin
         compilable = head_dim <= MAX_HEAD_DIM and {*map(as_number, targets)} <= {*CAPABILITIES}
@@ -137,7 +137,7 @@ class CompileOptions:
 
 
 def width_families(widths: Sequence[int]) -> tuple[WidthFamily, ...]:
-    """Up to 16 rows, and more, as far as `widths` (ascending) go.
+    """Divide ascending widths into families: those of up to 16 rows, and larger ones.
 
     Families are ranges even where `widths` has one member: a profile of one fixed shape gets weights of its own.
     """
@@ -242,6 +242,7 @@ def allow_decomposition(trt: ModuleType, network: Any) -> None:
 
 
 def count_layers(trt: ModuleType, network: Any) -> LayerReport:
+    """Count the layers of a network: all, plugins, attentions and cache updates."""
     kinds = Counter(network.get_layer(index).type for index in range(network.num_layers))
     kind = trt.LayerType
     return LayerReport(

@@ -1,4 +1,4 @@
-"""TensorRT's builder and Polygraphy made well-behaved: one logger, errors as text, progress, and an end on Ctrl-C."""
+"""Adapters of TensorRT's builder and Polygraphy: one logger, errors as text, progress, and interruption by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ...models.errors import ConfigError
 from ...plugins.tensorrt import PACKAGES, load_tensorrt, preload_rtx_libraries, tensorrt_logger
 from ..progress import Begin, Step
 
-OUTER_PHASES = 2  # depth of the builder's phases that are shown; below are thousands of one step
+OUTER_PHASES = 2  # depth of the builder's phases that are shown; deeper ones have one step each
 
 
 def tensorrt_module(backend: str) -> ModuleType:
     """The package, or a ConfigError that says how to install it.
 
-    TensorRT-RTX must not have been imported by anybody else: see `preload_rtx_libraries`.
+    TensorRT-RTX must not have been imported by other code: see `preload_rtx_libraries`.
     """
     if (
         backend == "tensorrt-rtx"
@@ -64,7 +64,8 @@ def polygraphy(backend: str) -> Iterator[None]:
 
 @contextmanager
 def builder_errors() -> Iterator[list[str]]:
-    """What TensorRT reports as an error while the block runs; its warnings are about things that were checked here."""
+    """Collect the errors that TensorRT reports while the block runs. Its warnings are dropped: they concern what was
+    checked before."""
     messages: list[str] = []
 
     class Collector(logging.Handler):
@@ -84,8 +85,8 @@ def builder_errors() -> Iterator[list[str]]:
 def progress_monitor(trt: ModuleType, begin: Begin, name: str) -> Any:
     """An IProgressMonitor that announces the builder's outer phases as steps of the build.
 
-    TensorRT calls it from its own threads and cannot pass an exception on, an interrupt for example: it is kept in
-    `interruption`, and the build is told to end.
+    TensorRT calls it from its own threads and cannot pass an exception on, an interrupt for example: the exception is
+    kept in `interruption`, and the build is told to end.
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc,name-defined]  # the package has no types

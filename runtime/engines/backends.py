@@ -1,6 +1,6 @@
-"""What is known of each backend, in one table. Nothing outside it and TensorRT's own files compares a backend's name.
+"""The table of backends. No other file compares the name of a backend, except TensorRT's own files.
 
-A backend that runs an exported graph or packed weights is one entry here and one file with its engine.
+A new backend over an exported graph or packed weights needs one entry here and one file with its engine.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .native import weights as native
 from .native.weights import check_weights
 from .onnx.file import check_graph
 
-BLOCKS = (128, 64, 32)  # inputs that share a scale: the largest that divides a matrix's inputs
-ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # of a number
+BLOCKS = (128, 64, 32)  # sizes of a block, of which the largest that divides a matrix's inputs is taken
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of a number
 GRAPH, WEIGHTS, PLAN = "onnx", "weights", "plan"  # what an engine's file holds, and its suffix
 REMOVED = ("openvino",)  # backends of older releases
 
 
 class Choice(NamedTuple):
-    """A backend, and why it was chosen, as a clause."""
+    """A chosen backend. reason: a clause that says why."""
 
     backend: str
     reason: str
 
 
 class Opening(NamedTuple):
-    """How an engine is opened. threads: 0 lets the backend choose. private: its weights are copied, where files would
-    be mapped."""
+    """Options for opening an engine. threads: 0 lets the backend choose. private: whether weights are copied into
+    memory instead of mapped from the file."""
 
     threads: int = 0
     provider: str = "cpu"
@@ -48,19 +48,21 @@ class Opening(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """precisions: what a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: inputs of a low-bit
-    matrix that share a scale, at most, by precision; scale_bytes: of such a scale; offsets: precisions whose blocks
-    have an offset, too. draft_precision: the default of a
-    draft; None takes the target's.
+    """A backend: what it stores, what it computes, and how it is opened.
 
-    form: of the graph, ADDITIVE or COMPACT. grows: caches grow, so that many sequences can share one. gathers: a cache
-    is read in panels of neighbouring slots. pads: a pass computes the rows that fill it up to a width, too.
-    prompt_widths: rows that only a pass over a prompt may have. shares_threads: target and draft run on the same
-    threads. most_threads: of one engine. providers: whether it computes elsewhere than on the CPU when asked to.
+    precisions: those that a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: the largest block
+    of a low-bit matrix (inputs that share a scale), by precision. scale_bytes: bytes of a scale. offsets: precisions
+    whose blocks have an offset, too. draft_precision: the default precision of a draft; None: that of the target.
 
-    open: opens an engine; check_file: compares a file with a spec and opens nothing; check_machine: what this machine
-    lacks, given the plan where there is one. All three raise EngineError naming the fix. release: its version, None
-    where it is not installed.
+    form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
+    gathers: whether attention reads a cache in panels of consecutive slots. pads: whether a pass also computes the rows
+    of padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
+    on the same threads. most_threads: threads of one engine. providers: whether it can compute on other devices than
+    the CPU.
+
+    open: opens an engine. check_file: compares a file with a spec and opens nothing. check_machine: checks that this
+    machine has what an engine needs, given the plan if there is one. All three raise EngineError that names the fix.
+    release: the installed version; None when the backend is not installed.
     """
 
     name: str
@@ -102,18 +104,20 @@ def open_native(path: Path, spec: EngineSpec, how: Opening) -> Engine:
 
 
 def open_tensorrt(path: Path, spec: EngineSpec, how: Opening) -> Engine:
-    """Threads and provider are the GPU's own matter."""
+    """Open a plan. The options have no effect: a plan runs on its GPU and is never mapped."""
     from .static.tensorrt import TensorRTEngine
 
     return TensorRTEngine(path, spec)
 
 
 def check_onnxruntime(plan: TensorRTPlan | None) -> None:
+    """See Backend.check_machine."""
     if find_spec("onnxruntime") is None:
         raise EngineError("onnxruntime is not installed: pip install 'draftwood[cpu]'")
 
 
 def check_native(plan: TensorRTPlan | None) -> None:
+    """See Backend.check_machine."""
     try:
         check_available()
     except (CompilerError, KernelError) as error:
@@ -121,6 +125,7 @@ def check_native(plan: TensorRTPlan | None) -> None:
 
 
 def check_tensorrt(plan: TensorRTPlan | None) -> None:
+    """See Backend.check_machine."""
     from .static.tensorrt import open_device
 
     if plan is not None:
@@ -128,7 +133,7 @@ def check_tensorrt(plan: TensorRTPlan | None) -> None:
 
 
 def check_no_file(path: Path, spec: EngineSpec) -> None:
-    """A plan can be read by TensorRT alone."""
+    """Check nothing: only TensorRT can read a plan."""
 
 
 def release_of(*packages: str) -> str | None:
@@ -150,7 +155,7 @@ ONNXRUNTIME = Backend(
     check_machine=check_onnxruntime,
     release=lambda: release_of("onnxruntime", "onnxruntime-gpu"),  # either provides the module
     blocks=dict.fromkeys(LOW_BIT, 32),
-    prompt_widths=(96, 128, 192, 256),  # its kernels are the faster the more rows there are
+    prompt_widths=(96, 128, 192, 256),  # its kernels are most efficient with many rows
     providers=True,
 )
 NATIVE = Backend(
@@ -160,8 +165,8 @@ NATIVE = Backend(
     open=open_native,
     check_file=check_weights,
     check_machine=check_native,
-    release=kernel_identity,  # what the kernels were compiled from, for and by
-    blocks=dict.fromkeys(LOW_BIT, BLOCK),  # activations share the blocks
+    release=kernel_identity,  # a digest of the kernels' sources, the processor and the compiler
+    blocks=dict.fromkeys(LOW_BIT, BLOCK),  # activations are rounded in blocks of the same size
     scale_bytes=2,
     offsets=native.OFFSETS,
     draft_precision="int8",
@@ -188,13 +193,13 @@ BACKENDS = {each.name: each for each in (ONNXRUNTIME, NATIVE, TENSORRT, TENSORRT
 AUTO = "auto"  # a build's default: `choose_backend`
 FAST = {"avx512f", "avx512_vnni"}  # instructions with which the native kernels are faster than ONNX Runtime
 COMPILED = tuple(each.name for each in BACKENDS.values() if each.is_compiled)
-# Of an engine that no bundle holds, the torch reference for instance: it shares nothing, and no package is asked.
+# The entry of an engine that is in no bundle, for instance the torch reference.
 UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, blocks={}, prompt_widths=(), grows=False)
 
 
 def bits_of_weight(spec: EngineSpec) -> float:
-    """Bits of a weight in the matrices that a pass multiplies with, their shares of scales and offsets included. The
-    embedding, whose rows are looked up, does not count."""
+    """Mean bits of a weight in the matrices that a pass multiplies with, scales and offsets included. The embedding
+    does not count, because its rows are only looked up."""
     backend, computed = describe_backend(spec.backend), activations(spec.precision, describe_backend(spec.backend).form)
     most = backend.blocks.get(spec.precision)
     if most is None:
@@ -212,12 +217,12 @@ def bits_of_weight(spec: EngineSpec) -> float:
 
 
 def describe_backend(name: str) -> Backend:
-    """Its entry in the table."""
+    """The entry of a backend; UNLISTED for an unknown name."""
     return BACKENDS.get(name, UNLISTED)
 
 
 def choose_backend() -> Choice:
-    """The native kernels where they can be compiled and are fast, ONNX Runtime elsewhere."""
+    """Choose the native engine when its kernels can be compiled here and are fast, and ONNX Runtime otherwise."""
     if missing := FAST - available(()):
         return Choice(ONNXRUNTIME.name, f"this processor has no {', '.join(sorted(missing))}")
     try:

@@ -1,8 +1,8 @@
-"""Native: a pass as our own kernels compute it, compiled for the processor at their first use on a machine.
+"""The native engine. Our own kernels compute its passes; they are compiled for the processor at their first use.
 
-Weights lie in memory as the kernels read them (plugins/native/packing.py). A row's logits have the same bits whatever
-other rows its pass has, however wide it is and wherever in the cache its ancestors lie: speculative text is plain
-decoding's bit for bit, in every precision.
+Weights have the layout that the kernels read (plugins/native/packing.py). The bits of a row's logits depend neither on
+the other rows of the pass, nor on its width, nor on the slots of the row's ancestors in the cache. Therefore greedy
+speculative text equals plain text bit for bit, in every precision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
 
 
 class Results(NamedTuple):
-    """Buffers of a pass that scores R rows, filled by every such pass; `wanted` points to them and to the cache."""
+    """Buffers of the passes that score R rows; each of these passes overwrites them. wanted: the C structure that
+    points to the buffers and to the cache. logits: [R, V]. acceptance: [R]. top_ids, top_logprobs: [R, K]."""
 
     wanted: Pass
     logits: NDArray[np.float32]
@@ -49,7 +50,7 @@ class NativeKVCache(GrowingKVCache):
         return min(int(self.values.shape[3]), self._limit)
 
     def results(self, outputs: int) -> Results:
-        """The buffers of a pass that scores so many rows, allocated on first use."""
+        """The buffers of a pass that scores `outputs` rows, allocated at the first use."""
         if outputs not in self._results:
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
@@ -77,7 +78,7 @@ class NativeKVCache(GrowingKVCache):
 
 
 class NativeSoftmax(NumpySoftmax):
-    """In float32, by the kernels; numpy reads logits that do not lie as an engine writes them."""
+    """A softmax in float32, which the kernels compute. numpy computes it for logits that are not contiguous float32."""
 
     dtype: type[np.floating[Any]] = np.float32
 
@@ -115,12 +116,12 @@ class NativeEngine(SoloEngine):
     """One role's weights and the kernels that read them."""
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
-        """Read `path`; the kernels come from this machine's cache. threads: 0 takes one for each core. private:
-        see `read_weights`. Raises EngineError when the weights are unusable, or the kernels cannot be had here."""
+        """path: a file of weights. threads: 0 takes one for each core. private: see `read_weights`. Raises EngineError
+        when the weights are unusable, or when this machine has no kernels and cannot compile them."""
         if threads < 0:
             raise EngineError(f"threads must be 0, for one on each core, or more, not {threads}")
         self._handle: int | None = None
-        self._lock = Lock()  # nobody closes an engine in the middle of a pass
+        self._lock = Lock()  # an engine is not closed during a pass
         self.spec = spec
         self._weights = read_weights(path, spec, private)
         try:
@@ -135,8 +136,8 @@ class NativeEngine(SoloEngine):
         return NativeKVCache(self)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        """See Engine.forward. Rows of padding are not computed: what the output holds for them is undefined. Raises
-        EngineError, too, for tokens and positions this engine does not have."""
+        """See Engine.forward. Rows of padding are not computed; their outputs are undefined. Also raises EngineError
+        for token ids and positions beyond those of the engine."""
         if batch.num_tokens > len(batch.mask):
             raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
         cache = check_cache(cache, NativeKVCache)
@@ -171,7 +172,7 @@ class NativeEngine(SoloEngine):
             self.close()
 
     def results(self, outputs: int, cache: NativeKVCache) -> Results:
-        """Buffers of a pass over a cache that scores so many rows."""
+        """Allocate the buffers of a pass over `cache` that scores `outputs` rows."""
         model, names = self.spec.model, self.spec.outputs
         columns = bindings.top_columns(model.vocab_size)
         ranked = bindings.TOP_IDS.name in names
@@ -188,7 +189,7 @@ class NativeEngine(SoloEngine):
         return Results(wanted, logits, acceptance, ids, logprobs)
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
-        """Copy these slots, in this order, behind the committed rows of every layer."""
+        """Copy the slots `rows`, int64 [n], in this order, to the slots after the committed rows, in every layer."""
         self._library.move(self._model, cache.keys, cache.values, cache.length, np.ascontiguousarray(rows))
 
 
@@ -198,7 +199,7 @@ def cores() -> int:
 
 
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
-    """The C structures that point into `weights`, which are those that the spec says."""
+    """The C structures of the model, which point into `weights`. `check_tensors` has compared these with the spec."""
     model, network = spec.model, packed_network(spec.model, spec.precision)
 
     def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:

@@ -1,7 +1,7 @@
 """The file of weights that the native engine reads: names, types and shapes of its tensors, and their memory.
 
-It is a safetensors file. What it must hold follows from the engine's spec alone; a file that holds anything else is
-refused before the kernels see a number of it.
+It is a safetensors file. Its content follows from the engine's spec alone. A file with any other content is refused
+before the kernels read it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ....plugins.native.library import BLOCK
 from ....plugins.native.packing import LAYOUT, PANEL, whole_panels
 from ..base import EngineSpec
 
-# By safetensors' names. 16-bit floats and scales are kept as their bits.
+# By safetensors' names. 16-bit floats and scales are stored as unsigned integers of the same bits.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
 OFFSETS = ("int4",)  # precisions whose blocks have an offset beside the scale
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
-ACCEPTANCE = "acceptance."  # a prefix of names
-ALIGNMENT = 64  # bytes: a vector
+ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
+ALIGNMENT = 64  # bytes of a vector
 LARGE_PAGE = 1 << 21  # bytes
 MOST_HEADER_BYTES = 100_000_000  # as safetensors itself has it
-MOST_BLOCKS = 64  # of an acceptance head: SpecDec++'s have 0 to 4
+MOST_BLOCKS = 64  # blocks of an acceptance head; those of SpecDec++ have 0 to 4
 
 Weights = dict[str, NDArray[Any]]
 
 
 class Stored(NamedTuple):
-    """How a tensor lies in the file. dtype: one of DTYPES."""
+    """Dtype and shape of a tensor in the file. dtype: a name in DTYPES."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,24 +51,24 @@ class Stored(NamedTuple):
 
 
 def packed_network(config: LlamaConfig, precision: str) -> Network:
-    """The description of a model whose matrices divide into blocks."""
-    block = BLOCK if precision in LOW_BIT else 1  # a feed-forward size is filled up to whole blocks
+    """The description of a model, with a feed-forward size that divides into blocks."""
+    block = BLOCK if precision in LOW_BIT else 1  # the feed-forward size is padded to whole blocks
     return network_of(replace(config, intermediate_size=-(-config.intermediate_size // block) * block))
 
 
 def packed_rows(matrix: Matrix) -> int:
-    """Outputs of a packed matrix, filled up to whole panels. The panels of a gated one's sources alternate, so that
-    each source is filled up."""
+    """Outputs of a packed matrix, padded to whole panels. The panels of the sources of a gated matrix alternate, so
+    each source is padded."""
     return sum(map(whole_panels, matrix.outputs)) if matrix.gated else whole_panels(sum(matrix.outputs))
 
 
 def expected_tensors(
     config: LlamaConfig, precision: str, positions: int, head_blocks: int | None
 ) -> Iterator[tuple[str, Stored]]:
-    """Name and form of every tensor, in the order a pass reads them; the embedding is last.
+    """Name, dtype and shape of every tensor, in the order in which a pass reads them; the embedding is last.
 
-    positions: of the rotary tables. head_blocks: of SpecDec++'s head, None without one. Raises EngineError where a
-    matrix divides into no blocks.
+    positions: positions in the rotary tables. head_blocks: blocks of the acceptance head, None without one. Raises
+    EngineError when the inputs of a matrix do not divide into blocks.
     """
 
     def vector(size: int) -> Stored:
@@ -107,16 +107,16 @@ def expected_tensors(
 
 
 def blocks_of(precision: str, name: str, inputs: int) -> int:
-    """Number of blocks whose inputs share a scale. Raises EngineError when no blocks divide the inputs."""
+    """Number of blocks in a row of a matrix. Raises EngineError when the inputs do not divide into blocks."""
     if inputs % BLOCK:
         raise EngineError(f"{name} has {inputs} inputs, which divide into no blocks of {precision}: rebuild the bundle")
     return inputs // BLOCK
 
 
 def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights:
-    """The tensors of a file. They are read into one piece of memory, which then has large pages; but the embedding, of
-    which a pass needs a few rows, is mapped. private: that is read, too, so that nothing which happens to the file
-    later can reach this process. Raises EngineError, also when the file is not what the spec says."""
+    """Read the tensors of a file into one piece of memory, for which the system can use large pages. The embedding is
+    mapped instead, because a pass needs only a few of its rows. private: whether the embedding is read, too; then later
+    changes of the file do not matter. Raises EngineError when the file cannot be read or differs from the spec."""
     tensors: Weights = {}
     try:
         with path.open("rb") as file:
@@ -143,7 +143,7 @@ def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights
 
 
 class Place(NamedTuple):
-    """A tensor and its bytes, counted from the end of the header."""
+    """A tensor and the range of its bytes, counted from the end of the header."""
 
     stored: Stored
     begin: int
@@ -161,7 +161,8 @@ def check_weights(path: Path, spec: EngineSpec) -> None:
 
 
 def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int) -> dict[str, Place]:
-    """Where each tensor lies. Raises ValueError for a header that does not describe a file of this size."""
+    """Read the place of each tensor. prefix: the first 8 bytes of the file. read: reads the next bytes. Raises
+    ValueError when the header does not describe a file of `file_bytes` bytes."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or not 0 < length <= min(file_bytes - 8, MOST_HEADER_BYTES):
         raise ValueError("its header is cut off")
@@ -186,7 +187,7 @@ def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int) ->
 
 
 def place_of(name: str, entry: Any) -> Place:
-    """One entry of the header. Raises ValueError."""
+    """Read one entry of the header. Raises ValueError."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     lists = all(isinstance(fields.get(field), list) for field in ("shape", "data_offsets"))
     numbers: list[Any] = [*fields["shape"], *fields["data_offsets"]] if lists else [None]
@@ -201,8 +202,7 @@ def place_of(name: str, entry: Any) -> Place:
 
 
 def check_tensors(file: str, found: Mapping[str, Stored], spec: EngineSpec) -> None:
-    """Raises EngineError unless a file has every tensor that the engine reads, of the type and shape that it reads, and
-    no other."""
+    """Raises EngineError unless a file has exactly the tensors that the spec requires, with their dtypes and shapes."""
     headed = ACCEPTANCE_OUTPUT.name in spec.outputs
     blocks = sum(name.startswith(f"{ACCEPTANCE}block.") and name.endswith(".weights") for name in found)
     if blocks > MOST_BLOCKS:
