@@ -32,7 +32,7 @@ def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factor
     linear = metadata.get(f"{prefix}scale_linear", float)  # how older files write linear scaling
     original = metadata.get(f"{prefix}{ORIGINAL_LENGTH}", int)
     scaled = {} if original is None else {"original_max_position_embeddings": original}
-    metadata.get(f"{prefix}scaling.finetuned", bool)  # not used: it only says how the model was trained
+    metadata.get(f"{prefix}scaling.finetuned", bool)  # known, and without effect here
     if LONG_FACTORS in factors or SHORT_FACTORS in factors:
         metadata.get(f"{prefix}scaling.attn_factor", float)  # not used: it follows from the two lengths
         for name, key in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
