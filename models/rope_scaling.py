@@ -49,7 +49,7 @@ class RopeScaling:
 
 
 def rope_settings(config: Settings) -> Settings:
-    """`rope_scaling` of transformers 4, or `rope_parameters` of 5; nothing when both are absent or null."""
+    """`rope_scaling` of transformers 4, or `rope_parameters` of 5; empty when both are absent or null."""
     found = {name: config.get(name) for name in ("rope_scaling", "rope_parameters")}
     for name, value in found.items():
         if value is not None and not isinstance(value, dict):

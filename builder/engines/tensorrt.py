@@ -53,7 +53,7 @@ def polygraphy(backend: str) -> Iterator[None]:
     if rtx != settings.USE_TENSORRT_RTX and "polygraphy.backend.trt" in sys.modules:
         raise ConfigError("one process compiles for TensorRT or for TensorRT-RTX, not for both: build them one by one")
     settings.USE_TENSORRT_RTX = rtx
-    # Polygraphy creates TensorRT-RTX's timing cache even where nobody asked for one, which is deprecated there.
+    # Polygraphy creates a timing cache even when none is requested. TensorRT-RTX has deprecated this.
     with warnings.catch_warnings(), G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
         warnings.simplefilter("ignore", DeprecationWarning)
         from polygraphy.backend.trt import util

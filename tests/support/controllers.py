@@ -16,12 +16,12 @@ DEAR_DRAFT = 3.0  # passes of the target
 
 
 def choices(plan: RoundPlan, accepted: int) -> list[VerifierChoice]:
-    """Along a chain of which so many tokens were accepted."""
+    """The verifier's choices along a chain of which `accepted` tokens were accepted."""
     return [*[VerifierChoice(0, 1)] * accepted, *[VerifierChoice(None, 1)] * (accepted < plan.depth)]
 
 
 def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -> list[RoundPlan]:
-    """Plans of a request whose draft's chain is accepted with probability alpha per token, at random."""
+    """The plans of a request whose drafted tokens are accepted at random, each with probability alpha."""
     controller, rng = Controller(costs, shapes, greedy=True), np.random.default_rng(0)
     plans = []
     for _ in range(rounds):
@@ -34,7 +34,7 @@ def settled(costs: CostModel, shapes: Shapes, alpha: float, rounds: int = 400) -
 
 
 def scaled(costs: CostModel, factor: float) -> CostModel:
-    """The same machine, by a clock of another unit."""
+    """The same costs in another unit of time: every time is multiplied by `factor`."""
 
     def passes(each: PassCosts) -> PassCosts:
         return replace(each, seconds=tuple(tuple(cost * factor for cost in row) for row in each.seconds))

@@ -48,7 +48,7 @@ def write_tokenizer(metadata: Metadata, destination: Path) -> Tokenizer:
                 raise CheckpointError(f"{metadata.file}: its chat template has {len(template)} characters; {AGAIN}")
             (destination / TEMPLATE).write_text(template, encoding="utf-8", newline="")
         return Tokenizer.load(destination)
-    except BaseException as error:  # the library raises nothing more specific, and panics
+    except BaseException as error:  # the library raises nothing more specific, and it may panic
         if isinstance(error, CheckpointError | OSError) or not is_failure(error):
             raise
         raise CheckpointError(f"the tokenizer of {metadata.file} cannot be used: {error}; {AGAIN}") from error

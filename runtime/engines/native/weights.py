@@ -33,7 +33,7 @@ METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
 ALIGNMENT = 64  # bytes of a vector
 LARGE_PAGE = 1 << 21  # bytes
-MOST_HEADER_BYTES = 100_000_000  # as safetensors itself has it
+MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 MOST_BLOCKS = 64  # blocks of an acceptance head; those of SpecDec++ have 0 to 4
 
 Weights = dict[str, NDArray[Any]]
