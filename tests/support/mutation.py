@@ -1,7 +1,7 @@
 """Mutation tests of the core: one small change at a time, each of which a test must detect.
 
 Each mutant (`mutants.py`) is tested in a copy of the source by the tests in TESTS. A mutant that makes tests hang
-counts as detected. `mutants_equivalent.json` lists mutants that no test can detect, each with the reason.
+counts as detected, and is named. `mutants_equivalent.json` lists mutants that no test can detect, each with the reason.
 
     python tests/support/mutation.py --mutants 300 --output build/mutation.json
     python tests/support/mutation.py --names build/mutation.json  # the survivors of that pass again
@@ -138,6 +138,7 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.hung = 0  # runs of tests that were ended because they took too long
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
         for name in filter(None, files.split("\0")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -185,6 +186,7 @@ class Tree:
             try:
                 return process.wait(seconds) == 0
             except subprocess.TimeoutExpired:
+                self.hung += 1
                 return False
             finally:
                 with suppress(ProcessLookupError):  # the tests, or what they left behind
@@ -193,7 +195,7 @@ class Tree:
 
 def tried(sample: list[Mutant], equivalent: dict[str, str]) -> dict[str, list[Mutant]]:
     """The sample by what became of it."""
-    ends: dict[str, list[Mutant]] = {"killed": [], "survived": [], "equivalent": []}
+    ends: dict[str, list[Mutant]] = {"killed": [], "hung": [], "survived": [], "equivalent": []}
     patience: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         tree = Tree(Path(folder))
@@ -205,8 +207,9 @@ def tried(sample: list[Mutant], equivalent: dict[str, str]) -> dict[str, list[Mu
                     begin = time.monotonic()
                     assert tree.passes(None, tests, 3600), f"{tests} fails without any mutant"
                     patience[tests] = 30 + 4 * (time.monotonic() - begin)
+                before = tree.hung
                 if not tree.passes(mutant, tests, patience[tests]):
-                    end = "killed"
+                    end = "killed" if tree.hung == before else "hung"
                     break
             ends[end].append(mutant)
             print(f"{number}/{len(sample)} {end}: {mutant.file}:{mutant.line} {mutant.old} -> {mutant.new}", flush=True)
@@ -238,7 +241,8 @@ def main() -> int:
         "seed": options.seed,
         "mutants_possible": len(every),
         **{end: len(found) for end, found in ends.items()},
-        "score": round(len(ends["killed"]) / possible, 4) if possible else None,
+        "score": round(1 - len(ends["survived"]) / possible, 4) if possible else None,
+        "names_hung": sorted(mutant.name for mutant in ends["hung"]),
         "survivors": sorted(mutant.name for mutant in ends["survived"]),
     }
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
