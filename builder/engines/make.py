@@ -61,6 +61,7 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
         outputs=output_names(source.role, source.head is not None, backend.form),
         max_batch=options.max_batch,
         prompt_widths=options.prompt_widths_of(source.role),
+        kept_tokens=() if source.checkpoint.kept_tokens is None else tuple(source.checkpoint.kept_tokens.tolist()),
     )
 
 

@@ -224,4 +224,7 @@ def checksum(content: Mapping[str, Any]) -> str:
 def spec_fields(spec: EngineSpec) -> dict[str, Any]:
     """JSON-ready content of a spec."""
     plan = None if spec.plan is None else spec.plan.to_json()
-    return asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
+    content = asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
+    if not spec.kept_tokens:  # older releases know no such field, and read bundles without one
+        del content["kept_tokens"]
+    return content

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from ...models.bindings import DTYPES, LOW_BIT, ROLES, output_names
+from ...models.bindings import DTYPES, LOW_BIT, ROLES, TARGET, output_names
 from ...models.config import LlamaConfig
 from ...models.errors import BundleError
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
@@ -89,6 +89,7 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     require(file in manifest.files, f"it lists no file {file!r}")
     model, widths = spec.model, spec.pass_widths
     check_model(role, model)
+    check_kept_tokens(role, spec)
     require(ascending(widths) and bool(spec.widths) and widths[0] >= 1, f"the {role}'s widths do not ascend from 1")
     require(widths[-1] <= MOST_ROWS, f"the {role}'s passes have {widths[-1]} rows")
     least = manifest.max_length + 2 * spec.max_width
@@ -131,6 +132,17 @@ def check_model(role: str, model: LlamaConfig) -> None:
     require(min(multipliers) > 0, f"the {role}'s multipliers are none")
     require(variant.window is None or variant.window >= 1, f"the {role}'s window is {variant.window}")
     require(scales_positions(model), f"the {role}'s rope_scaling is none")
+
+
+def check_kept_tokens(role: str, spec: EngineSpec) -> None:
+    """A trimmed draft names the token of each of its columns; a target predicts every token."""
+    model, kept = spec.model, spec.kept_tokens
+    require(role != TARGET or model.draft_vocab_size is None, "the target's vocabulary is trimmed")
+    require(len(kept) == (model.draft_vocab_size or 0), f"the {role} has other columns than kept tokens")
+    if model.draft_vocab_size is not None:
+        inside = ascending(kept) and kept[0] >= 0 and kept[-1] < model.vocab_size
+        require(bool(kept) and inside, f"the {role}'s kept tokens are none of its vocabulary, or do not ascend")
+        require(not model.tie_embeddings, f"the {role}'s projection is trimmed and tied to its embedding")
 
 
 def scales_positions(model: LlamaConfig) -> bool:

@@ -85,8 +85,9 @@ def total_variation(a: Distribution, b: Distribution) -> float:
     return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
 
 
-def pair(seed: int, vocab_size: int) -> tuple[FakeEngine, FakeEngine]:
+def pair(seed: int, vocab_size: int, kept_tokens: tuple[int, ...] = ()) -> tuple[FakeEngine, FakeEngine]:
+    """A target and a draft; kept_tokens: those that a trimmed draft predicts."""
     truth = random_model(seed, vocab_size)
     guess = mixture(truth, random_model(seed + 1000, vocab_size), 0.6)
-    draft = FakeEngine(guess, vocab_size, "draft", accept=random_head(seed))
+    draft = FakeEngine(guess, vocab_size, "draft", accept=random_head(seed), kept_tokens=kept_tokens)
     return FakeEngine(truth, vocab_size), draft

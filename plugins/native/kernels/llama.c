@@ -216,9 +216,10 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
     struct rows *normed = &engine->normed;
     for (int output; (output = claim(cursor, pass->outputs)) >= 0;)
         normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
-    linear(cursor, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE, model->logits_multiplier);
+    const int columns = model->head.outputs; /* fewer than tokens where a draft's vocabulary is trimmed */
+    linear(cursor, &model->head, normed, pass->outputs, pass->logits, columns, STORE, model->logits_multiplier);
     for (int output; pass->ids && (output = claim(cursor, pass->outputs)) >= 0;)
-        rank(pass->logits + (size_t)output * model->vocab, model->vocab, pass->top,
+        rank(pass->logits + (size_t)output * columns, columns, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
     if (pass->acceptance) judge(cursor, engine, pass);
 }

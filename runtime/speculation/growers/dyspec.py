@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 
 from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
-from ...sampling.sampler import Sampler
 from ..graph.token_graph import ROOT, Best, TokenGraph
 from ..planning.calibration import Estimate, uncorrected
+from .draft_vocabulary import DraftSampler
 from .drawing import Drawing, drawings
 from .gsd import NO_MERGER, Merger
 
@@ -54,7 +54,12 @@ class DySpecHeap:
         return [self._sites[0][2]] if self._sites and len(graph) <= self.m else []
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
             self._drawings[node] = drawing
@@ -120,7 +125,12 @@ class DySpecLayers:
         return useful[: self.width]
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         self._layer = []
         for node in nodes if self.head else ():
@@ -184,7 +194,12 @@ class DySpecThreshold:
         return sorted(useful, key=lambda node: -self._reach[node])[: self.width]
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         self._layer = []
         if self.head:
@@ -216,7 +231,7 @@ class DySpecThreshold:
 
 
 def open_sites(
-    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, reach: Mapping[int, float]
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: DraftSampler, reach: Mapping[int, float]
 ) -> tuple[dict[int, Drawing], list[tuple[float, int]]]:
     """The Drawing of each node of a layer, and the first site below each node as a heap of (-log v, node); sites of
     equal value are in creation order."""
