@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..models.bindings import DRAFT, ROLES, TARGET
+from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
@@ -25,6 +25,7 @@ from ..runtime.engines.passes import prefill
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler, SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig
+from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from .progress import Begin, Step
 
@@ -32,12 +33,13 @@ CONTEXTS = (64, 512, 1536)
 REPEATS = 9
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
 HOST_ROUNDS = 12
+LOOKUPS = 24  # measured rounds with a prompt lookup
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both engines, opened with the settings of their later use. max_length: most tokens of prompt and output. machine:
-    see `fingerprint` of `bundle/costs.py`."""
+    """The engines of a bundle by role, opened with the settings of their later use. max_length: most tokens of prompt
+    and output. machine: see `fingerprint` of `bundle/costs.py`."""
 
     engines: Mapping[str, Engine]
     max_length: int
@@ -64,10 +66,10 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
         raise ConfigError(
             f"no context of {list(contexts)} fits this bundle's {pair.max_length} tokens: name shorter ones"
         )
-    seconds: dict[str, list[tuple[float, ...]]] = {role: [] for role in ROLES}
+    seconds: dict[str, list[tuple[float, ...]]] = {role: [] for role in pair.engines}
     spreads: list[float] = []
     for context in fitting:
-        widths = sorted({*pair.engines[TARGET].spec.widths, *pair.engines[DRAFT].spec.widths})
+        widths = sorted({width for engine in pair.engines.values() for width in engine.spec.widths})
         advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
         for role, passes in measure_after(pair, context, widths, repeats, advance).items():
             seconds[role].append(passes.seconds)
@@ -78,7 +80,7 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
         role: PassCosts(engine.spec.widths, fitting, tuple(seconds[role]), describe_backend(engine.spec.backend).pads)
         for role, engine in pair.engines.items()
     }
-    return CostModel(costs[TARGET], costs[DRAFT], greedy, sampled, pair.machine, median(spreads))
+    return CostModel(costs[TARGET], costs.get(DRAFT), greedy, sampled, pair.machine, median(spreads))
 
 
 def measure_after(
@@ -133,27 +135,42 @@ def host(pair: Pair, temperature: float, advance: Callable[[], None]) -> HostCos
     """Measure the time outside the engines, per round and per proposed token, with a small chain and a larger tree:
     most proposals are between these sizes."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
-    frontier = min(4, pair.engines[DRAFT].spec.max_width)
-    chain = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
-    tree = SpeculativeConfig(max_total_draft_tokens=many, max_draft_len=4, frontier_width=frontier, budget="fixed")
     seconds = []
-    for config in (chain, tree, None):
+    for config in (*proposing(pair, few, many), None):
         seconds.append(host_seconds(pair, config, temperature))
         advance()
     token = max(0.0, seconds[1] - seconds[0]) / max(1, many - few)
     return HostCosts(seconds[2], max(seconds[2], seconds[0] - few * token), token)
 
 
+def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, SpeculativeConfig]:
+    """Configurations that always propose few and many tokens."""
+    if DRAFT not in pair.engines:
+        shorter, longer = (
+            SpeculativeConfig(LOOKUP, lookup_ngram=1, lookup_len=size, budget="fixed") for size in (few, many)
+        )
+        return shorter, longer
+    frontier = min(4, pair.engines[DRAFT].spec.max_width)
+    chain = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
+    tree = SpeculativeConfig(max_total_draft_tokens=many, max_draft_len=4, frontier_width=frontier, budget="fixed")
+    return chain, tree
+
+
 def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float) -> float:
-    """Median host seconds of a round with this configuration; None means a plain round."""
-    decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines[DRAFT], config, pair.max_length, ())
+    """Median host seconds of a round with this configuration; None means a plain round. Of a prompt lookup the first
+    round counts, whose prompt is a sequence of tokens that begins again."""
+    decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
+    given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
     per_round = []
-    for seed in range(3):
-        params = SamplingParams(max_tokens=HOST_ROUNDS, temperature=temperature, ignore_eos=True)
+    for seed in range(LOOKUPS if given else 3):
+        params = SamplingParams(max_tokens=max(HOST_ROUNDS, given + 1), temperature=temperature, ignore_eos=True)
         stats = SpecDecodeStats()
         prompt = [seed % vocab_size]
+        if given:
+            prompt = [token % vocab_size for token in (*range(given + 1), 0)]
         for _ in decoder.generate(prompt, Sampler(params, prompt, (), vocab_size), seeded_streams(seed), stats):
-            pass
+            if given:
+                break
         per_round.append(stats.host_seconds / stats.target_passes)
     return median(per_round)

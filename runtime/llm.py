@@ -79,7 +79,8 @@ class LLM:
     ) -> None:
         """Check and open a bundle. private_weights: copy the weights into memory, where otherwise files are mapped.
 
-        speculative: the default configuration; None decodes plainly and does not open the draft. threads: of the
+        speculative: the default configuration; None decodes plainly and does not open the draft. For a bundle without a
+        draft "auto" is prompt lookup. threads: of the
         target's engine; 0 lets the backend choose. draft_threads: 0 takes the fastest number for a small draft, see
         EngineBundle.open_draft. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
 
@@ -97,7 +98,8 @@ class LLM:
             self.speculative = fitted(speculative, self.bundle)
             self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
-            self._costs = measured or assumed(self._target.spec.model, self._draft.spec.model)
+            draft = None if self._draft is None else self._draft.spec.model
+            self._costs = measured or assumed(self._target.spec.model, draft)
         self._experience = Experience()
         self._idle: deque[SpeculativeDecoder] = deque()
 
@@ -162,7 +164,7 @@ class LLM:
             return self.speculative
         if speculative is None or speculative == self.speculative:
             return speculative
-        if self._draft is None:
+        if self._draft is None and self.bundle.has_draft:
             raise ConfigError("this LLM was opened without its draft: open it with a SpeculativeConfig")
         return fitted(speculative, self.bundle)
 

@@ -56,8 +56,10 @@ def check_names(files: Iterable[str]) -> None:
 
 def check_numbers(manifest: Manifest) -> None:
     """Check the numbers that do not belong to a single engine."""
-    require(set(manifest.engines) == set(ROLES) == set(manifest.parity), "it does not describe a target and a draft")
-    require(set(manifest.adapters) <= set(ROLES), "it names the adapter of another model")
+    roles = set(manifest.engines)
+    sound = roles in ({TARGET}, set(ROLES)) and roles == set(manifest.parity)
+    require(sound, "it does not describe a target, with a draft or without one")
+    require(set(manifest.adapters) <= roles, "it names the adapter of another model")
     require(len(manifest.files) <= MOST_FILES, f"it lists {len(manifest.files)} files")
     for name, record in manifest.files.items():
         sound = record.bytes >= 0 and re.fullmatch("[0-9a-f]{64}", record.sha256) is not None

@@ -28,6 +28,7 @@ from .loop import Job, drive
 from .request_state import RequestState
 from .round import (
     END_OF_ROOM,
+    LOOKED_UP,
     NO_SPECULATION,
     NOT_WORTH_IT,
     Observer,
@@ -46,7 +47,7 @@ def count_one() -> int:
 
 
 class SpeculativeDecoder:
-    """Decodes one request at a time with a target engine and, unless `config` is None, a draft engine.
+    """Decodes one request at a time with a target engine and, if `config` asks for one, a draft engine.
 
     The last committed token (the root) is in no cache. A round scores it together with the proposal below it.
     """
@@ -71,13 +72,14 @@ class SpeculativeDecoder:
         self._target = target
         self._costs = costs
         self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # by a plan's depth, size and chain
-        self._config = config if draft is not None else None
+        drafts = config is not None and config.drafts
+        self._config = config if draft is not None or not drafts else None
         self._max_length = max_length
         self._eos = frozenset(eos)
         self._proposer: DraftProposer | None = None
         self._cache = target.new_cache()
         try:
-            if draft is not None and config is not None:
+            if draft is not None and drafts:
                 self._proposer = DraftProposer(draft)
         except BaseException:
             self._cache.close()
@@ -176,15 +178,20 @@ class SpeculativeDecoder:
     def _plan(self, request: RequestState) -> RoundPlan | None:
         """The plan of the next round; None where rounds are not planned or no proposed token fits."""
         max_depth = request.tokens_left - 1
-        if request.controller is None or self._proposer is None or max_depth < 1:
+        if request.controller is None or max_depth < 1:
             return None
+        if self._proposer is None:  # the text so far says what would be proposed, and how much of it
+            found = 0 if request.lookup is None else len(request.lookup.propose())
+            return request.controller.plan(request.length, min(max_depth, found), request.sharing())
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
-        if self._proposer is None or self._config is None or max_depth < 1:
+        if self._config is None or max_depth < 1:
             return Proposal(graph, unroll(graph, 0, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
+        if self._proposer is None:
+            return self._look_up(request, plan, max_depth)
         config, greedy, depth, sampler = self._config, request.greedy, max_depth, request.sampler
         if plan is not None:
             if not plan.depth:
@@ -204,6 +211,14 @@ class SpeculativeDecoder:
         observed = request.observed
         reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if observed else ""
         return Proposal(graph, tree, reason)
+
+    def _look_up(self, request: RequestState, plan: RoundPlan | None, max_depth: int) -> Proposal:
+        """The proposal of a prompt lookup alone."""
+        graph = TokenGraph(request.root)
+        found = [] if request.lookup is None else request.lookup.propose()[:max_depth]
+        kept = found if plan is None else found[: plan.depth]
+        graft_chosen(graph, kept)
+        return Proposal(graph, unroll(graph, len(kept), max_depth), NOT_WORTH_IT if found and not kept else LOOKED_UP)
 
     def _limit(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
         """The configuration within the plan's limits; cached."""

@@ -69,6 +69,7 @@ GROWN: dict[str, dict[str, Any]] = {
     },
     "chain, lookup": {"grow": "chain", "lookup_ngram": 1, "lookup_len": 2},
     "dyspec, lookup": {"grow": "dyspec", "lookup_ngram": 1, "lookup_len": 1, "max_total_draft_tokens": 3},
+    "lookup": {"grow": "lookup", "lookup_ngram": 1, "lookup_len": 2},
     "topk, lookup": {"grow": "topk", "lookup_ngram": 1},
 }
 
