@@ -84,10 +84,8 @@ def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
     lora, draft_lora = (
         None if given is None else local_folder(given, ADAPTER, begin) for given in (options.lora, options.draft_lora)
     )
-    target, draft = (
-        local_folder(given, MODEL, begin) if isinstance(given, Path) else given
-        for given in (options.target, options.draft)
-    )
+    target, draft = local_folder(options.target, MODEL, begin), options.draft
+    draft = local_folder(draft, MODEL, begin) if isinstance(draft, Path) else draft
     return replace(options, target=target, draft=draft, lora=lora, draft_lora=draft_lora)
 
 

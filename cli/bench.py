@@ -81,21 +81,20 @@ def run(args: argparse.Namespace) -> int:
     prompts = [check_prompt(tokenizer.encode(text), bundle) for text in texts]
     asked = args.configs or (CONFIGS if bundle.has_draft else WITHOUT_DRAFT)
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
-    engines = (
-        bundle.open_engine(TARGET, args.threads, args.provider),
-        bundle.open_draft(args.threads, args.draft_threads, args.provider),
-    )
-    costs = costs_of(bundle, *engines, args)
+    target = bundle.open_engine(TARGET, args.threads, args.provider)
+    draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if bundle.has_draft else None
+    costs = costs_of(bundle, target, draft, args)
     decoders = {}
     for name, config in configs.items():
         decoders[name] = SpeculativeDecoder(
-            *engines,
+            target,
+            draft,
             None if config is None else fitted(config, bundle),
             bundle.manifest.max_length,
             bundle.manifest.eos_token_ids,
             costs,
         )
-    eos, vocab_size = bundle.manifest.eos_token_ids, engines[0].spec.model.vocab_size
+    eos, vocab_size = bundle.manifest.eos_token_ids, target.spec.model.vocab_size
     runs: dict[str, list[Run]] = {name: [] for name in configs}
     console = Console(stderr=args.json)
     for repeat in track(range(args.repeats + 1), "Measuring", console=console, transient=True):

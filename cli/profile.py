@@ -86,8 +86,7 @@ def bundle_draft(
     bundle: EngineBundle, threads: int, draft_threads: int, provider: str
 ) -> AbstractContextManager[Engine | None]:
     """The draft, closed at the end; None for a bundle without one."""
-    draft = bundle.open_draft(threads, draft_threads, provider)
-    return nullcontext() if draft is None else closing(draft)
+    return closing(bundle.open_draft(threads, draft_threads, provider)) if bundle.has_draft else nullcontext()
 
 
 def table(costs: CostModel) -> Table:

@@ -91,12 +91,13 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self.speculative = speculative
         self._target = self.bundle.open_engine(TARGET, threads, provider)
-        self._draft = None
+        self._draft: Engine | None = None
         self._costs: CostModel | None = None
         self.stale_costs: list[str] = []
         if speculative is not None:
             self.speculative = fitted(speculative, self.bundle)
-            self._draft = self.bundle.open_draft(threads, draft_threads, provider)
+            if self.bundle.has_draft:
+                self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
             draft = None if self._draft is None else self._draft.spec.model
             self._costs = measured or assumed(self._target.spec.model, draft)

@@ -63,7 +63,7 @@ class TrimmedVocabulary:
         if name != HEAD_WEIGHT:
             return stored_blocks(self._source, name)
         found = stored_blocks(self._source, self._head)
-        return None if found is None else Blocks(found.bits, *map(self._kept, found[1:]))
+        return None if found is None else Blocks(found.bits, *(self._kept(rows) for rows in found[1:]))
 
     def _rows(self, found: Stored) -> int:
         """Rows of the projection; another number than N, which is refused later, where it has too few."""

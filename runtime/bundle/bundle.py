@@ -170,12 +170,12 @@ class EngineBundle:
     def has_draft(self) -> bool:
         return DRAFT in self.manifest.engines
 
-    def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine | None:
-        """Open the draft, if there is one, beside a target with `threads`. draft_threads: 0 means one thread, because
-        waking threads costs more than the passes of a small draft; on the native engine 0 means as many as the
-        target's, because both share one team of threads."""
+    def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine:
+        """Open the draft beside a target with `threads`. draft_threads: 0 means one thread, because waking threads
+        costs more than the passes of a small draft; on the native engine 0 means as many as the target's, because both
+        share one team of threads. Raises ConfigError if there is no draft."""
         if not self.has_draft:
-            return None
+            raise ConfigError(f"{self.folder} was built with --draft none: build it with a draft")
         shared = BACKENDS[self.manifest.engines[DRAFT].backend].shares_threads
         return self.open_engine(DRAFT, draft_threads or (threads if shared else 1), provider)
 

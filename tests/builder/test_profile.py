@@ -38,7 +38,7 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
     longest = bundle.manifest.max_length
     costs = measure(Pair(engines, longest, {"threads": 1}), begin, contexts=(16, 8, 16, longest + 1), repeats=2)
     for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
-        assert passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
+        assert passes is not None and passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
         assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
     assert costs.machine == {"threads": 1} and costs.spread is not None and costs.spread >= 1
     assert costs.greedy.round > 0 or costs.greedy.token > 0
@@ -50,7 +50,7 @@ def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
     for engine, backend in zip(engines.values(), ("native", "onnxruntime"), strict=True):
         engine.spec = replace(engine.spec, backend=backend)
     costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts=(8,), repeats=1)
-    assert not costs.target.padded and costs.draft.padded
+    assert not costs.target.padded and costs.draft is not None and costs.draft.padded
 
 
 @pytest.mark.parametrize("contexts", [(0,), (8, -5)])

@@ -151,6 +151,7 @@ def test_no_plan_is_deeper_than_there_is_room() -> None:
 
 def test_costs_follow_the_context() -> None:
     costs = table(1.0, 0.1)
+    assert costs.draft is not None
     dearer = PassCosts(costs.draft.widths, (0, 1000), (costs.draft.seconds[0], (9.0,) * len(costs.draft.widths)))
     longer = CostModel(costs.target, dearer, FREE, FREE, {})
     controller = Controller(longer, CHAIN, greedy=True)
