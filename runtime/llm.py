@@ -80,9 +80,9 @@ class LLM:
         """Check and open a bundle. private_weights: copy the weights into memory, where otherwise files are mapped.
 
         speculative: the default configuration; None decodes plainly and does not open the draft. For a bundle without a
-        draft "auto" is prompt lookup. threads: of the
-        target's engine; 0 lets the backend choose. draft_threads: 0 takes the fastest number for a small draft, see
-        EngineBundle.open_draft. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
+        draft "auto" is prompt lookup. threads: of the target's engine; 0 lets the backend choose. draft_threads: 0
+        takes the fastest number for a small draft, see EngineBundle.open_draft. provider: "cpu" or "cuda". Raises
+        BundleError, EngineError or ConfigError.
 
         Sets `stale_costs` to the differences between this machine and bundle and those of the stored cost table.
         `draftwood profile` measures a new table.
@@ -242,8 +242,8 @@ class LLM:
     @property
     def kv_cache_bytes(self) -> int:
         """An upper bound on the size of one request's caches, in bytes, at four bytes per number."""
-        engines = [self._target] if self._draft is None else [self._target, self._draft]
-        models = [(engine.spec.capacity, engine.spec.model) for engine in engines]
+        specs = [engine.spec for engine in (self._target, self._draft) if engine is not None]
+        models = [(spec.capacity, spec.model) for spec in specs]
         return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
 
     def close(self) -> None:
