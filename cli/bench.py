@@ -38,7 +38,7 @@ from .options import add_engines, add_sampling, integers, positive, read_options
 PLAIN = "plain"
 SIZES = {"chain": "max_draft_len", LOOKUP: "lookup_len"}  # the setting that a grower's size is; else of a tree
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
-CONFIGS, WITHOUT_DRAFT = "plain,chain:4,topk:12,auto", "plain,lookup:4,auto"
+CONFIGS, WITHOUT_DRAFT = "plain,chain:4,topk:12,auto", "plain,lookup:8,auto"
 
 
 class Row(NamedTuple):

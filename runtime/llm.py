@@ -242,8 +242,7 @@ class LLM:
     @property
     def kv_cache_bytes(self) -> int:
         """An upper bound on the size of one request's caches, in bytes, at four bytes per number."""
-        specs = [engine.spec for engine in (self._target, self._draft) if engine is not None]
-        models = [(spec.capacity, spec.model) for spec in specs]
+        models = [(each.spec.capacity, each.spec.model) for each in (self._target, self._draft) if each is not None]
         return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
 
     def close(self) -> None:

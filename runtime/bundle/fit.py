@@ -11,7 +11,7 @@ from ..speculation.config import AUTO, WITHOUT_DRAFT, SpeculativeConfig
 from ..speculation.growers.kinds import LOOKUP
 from .bundle import EngineBundle
 
-LOOKUP_NGRAM = 2  # tokens that a prompt lookup compares where nothing else is said
+LOOKUP_NGRAM, LOOKUP_LEN = 2, 8  # tokens that a prompt lookup compares and proposes where nothing else is said
 
 
 def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeConfig:
@@ -19,15 +19,16 @@ def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeC
     ConfigError for explicit settings beyond them, and for settings of a draft where the bundle has none. There "auto"
     becomes prompt lookup."""
     if not bundle.has_draft:
-        speculative = without_draft(speculative)
+        speculative = without_draft(speculative, bundle.manifest.engines[TARGET].max_width)
     if not speculative.shaped:
         speculative = replace(speculative, **lower_defaults(speculative, bundle))
     refuse_too_large(speculative, bundle)
     return speculative
 
 
-def without_draft(speculative: SpeculativeConfig) -> SpeculativeConfig:
-    """The configuration for a bundle without a draft. Raises ConfigError if it needs one."""
+def without_draft(speculative: SpeculativeConfig, max_width: int) -> SpeculativeConfig:
+    """The configuration for a bundle without a draft, whose target scores up to `max_width` rows in a pass. Raises
+    ConfigError if it needs a draft."""
     if not speculative.drafts:
         return speculative
     settings = {name: getattr(speculative, name) for name in WITHOUT_DRAFT}
@@ -38,7 +39,10 @@ def without_draft(speculative: SpeculativeConfig) -> SpeculativeConfig:
             f"{name}={getattr(speculative, name)!r} needs a draft, and this bundle was built with --draft none: use "
             f"grow={LOOKUP!r} (or leave {name} out), or build the bundle with a draft"
         )
-    return replace(speculative, grow=LOOKUP, lookup_ngram=speculative.lookup_ngram or LOOKUP_NGRAM)
+    if speculative.lookup_ngram:
+        return replace(speculative, grow=LOOKUP)
+    length = max(1, min(LOOKUP_LEN, max_width - 1))
+    return replace(speculative, grow=LOOKUP, lookup_ngram=LOOKUP_NGRAM, lookup_len=length)
 
 
 def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_no_draft(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     assert main([*bench, "--temperature", "0", "--max-tokens", "12"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["config"] for row in rows] == ["plain", "lookup:4", "auto"]
+    assert [row["config"] for row in rows] == ["plain", "lookup:8", "auto"]
     assert all(row["same_text"] == 1 and row["draft_passes_per_token"] == 0 for row in rows)
     write_model(alone, tmp_path / "repository", "model", ModelSettings(str(alone)), Placement(), copy_bundle=False)
 

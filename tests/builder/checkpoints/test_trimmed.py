@@ -15,14 +15,20 @@ from bundling import resigned
 from checkpoints import VOCAB_SIZE, edit_weights, transformers_logits, write_checkpoint, write_tokenizer
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines.export import export
+from draftwood.builder.head import data
+from draftwood.builder.head.data import load_frozen, soft_labels
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.models.bindings import DRAFT
+from draftwood.models.bindings import COMPACT, DRAFT, output_names
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, EngineError
 from draftwood.models.layers import HEAD_WEIGHT
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.base import EngineSpec
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import causal_batch
+from draftwood.runtime.engines.torch import TorchEngine
 
 KEPT = [*range(3, 60), 70, 100, 280]  # ascending, with gaps
 TEXT = [1, 20, 33, 47, 5, 100, 7]
@@ -198,3 +204,34 @@ def test_a_number_of_tokens_that_makes_no_sense_is_refused(count: int, message: 
     with pytest.raises(ConfigError, match=message):
         options = BuildOptions(folder, folder, tmp_path / "bundle", draft_vocabulary=count)
         build(options, lambda step: lambda: None)
+
+
+def test_the_graph_that_tensorrt_reads_computes_the_kept_columns(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write_trimmed(tmp_path / "draft", "tied"))
+    export(checkpoint, DRAFT, 128, tmp_path / "draft.onnx", lambda name: None, form=COMPACT)
+    kept, outputs = tuple(KEPT), output_names(DRAFT, form=COMPACT)
+    spec = EngineSpec(DRAFT, "", "", checkpoint.config, (1, 8), 128, "fp32", outputs, kept_tokens=kept)
+    engine, reference = OnnxRuntimeEngine(tmp_path / "draft.onnx", spec), TorchEngine(checkpoint.tensor, spec)
+    found, expected = (
+        each.score(causal_batch(spec, TEXT, 0), each.new_cache()).logits.copy() for each in (engine, reference)
+    )
+    assert found.shape == (1, len(KEPT))
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def test_a_head_is_trained_on_tokens_that_the_draft_can_draw(tmp_path: Path) -> None:
+    """p_acc of an untrimmed draft's tokens would teach the head what never happens."""
+    checkpoint = Checkpoint(write_trimmed(tmp_path / "draft", kept=[5, 200]))
+    draft, whole = load_frozen(checkpoint, 64), load_frozen(Checkpoint(target(tmp_path)), 64)
+    generator = torch.Generator().manual_seed(0)
+    seen: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def recorded(p: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Any:
+            labels = soft_labels(p, q, generator)
+            seen.append(labels.y)
+            return labels
+
+        patch.setattr(data, "soft_labels", recorded)
+        examples = data.collect(whole, draft, [[1, 5], [1, 9, 3]], 12, 1.0, None, generator, checkpoint.kept_tokens)
+    assert set(seen[0].flatten().tolist()) == {5, 200} and len(examples.p_acc) == 24
