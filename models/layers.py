@@ -105,8 +105,8 @@ class Layer:
 class Network(NamedTuple):
     """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier.
 
-    embedding: [V, H], whose rows are looked up. head: [V, H]; it reads the embedding's tensor when both are tied. The head
-    of a trimmed draft has one row for each token that it predicts, and is never tied.
+    embedding: [V, H], whose rows are looked up. head: [V, H]; it reads the embedding's tensor when both are tied. The
+    head of a trimmed draft has one row for each token that it predicts, and is never tied.
     """
 
     embedding: Matrix

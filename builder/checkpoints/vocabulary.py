@@ -1,5 +1,5 @@
-"""A checkpoint whose vocabulary is cut or trimmed. Many embeddings have additional rows that belong to no token: they are
-cut off. A trimmed draft reads every token and predicts some of them."""
+"""A checkpoint whose vocabulary is cut or trimmed. Many embeddings have additional rows that belong to no token: they
+are cut off. A trimmed draft reads every token and predicts some of them."""
 
 from __future__ import annotations
 
