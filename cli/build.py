@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..builder.profile import CONTEXTS
+from ..builder.profile import BRIEF_SECONDS, brief_contexts
 from ..models.errors import DraftwoodError, EngineError
 from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
@@ -131,7 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-profile",
         dest="profile",
         action="store_false",
-        help="do not measure the costs of passes at the end (draftwood profile measures them later)",
+        help="do not measure the costs of passes at the end, which is done briefly (draftwood profile measures them "
+        "later, or again and longer)",
     )
     parser.set_defaults(run=run)
 
@@ -173,7 +174,8 @@ def run(args: argparse.Namespace) -> int:
         bundle = build(options, begin)
     if args.profile:
         try:
-            profile(bundle, THREADS, DRAFT_THREADS, provider=PROVIDER, contexts=CONTEXTS, console=console)
+            contexts = brief_contexts(bundle.manifest.max_length)
+            profile(bundle, THREADS, DRAFT_THREADS, PROVIDER, contexts, console, BRIEF_SECONDS)
         except DraftwoodError as error:  # the bundle is complete, and may be intended for another machine
             console.print(f"Costs were not measured: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print(describe(bundle))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -53,9 +54,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def profile(
-    bundle: EngineBundle, threads: int, draft_threads: int, provider: str, contexts: tuple[int, ...], console: Console
+    bundle: EngineBundle,
+    threads: int,
+    draft_threads: int,
+    provider: str,
+    contexts: tuple[int, ...],
+    console: Console,
+    seconds: float = math.inf,
 ) -> CostModel:
-    """Measure and store the costs of a bundle. Raises EngineError, ConfigError or BundleError."""
+    """Measure and store the costs of a bundle. seconds: see `measure`. Raises EngineError, ConfigError or
+    BundleError."""
     with (
         closing(bundle.open_engine(TARGET, threads, provider)) as target,
         bundle_draft(bundle, threads, draft_threads, provider) as draft,
@@ -64,7 +72,7 @@ def profile(
         machine = fingerprint(bundle.manifest, provider, threads, draft_threads)
         engines = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
         pair = Pair(engines, bundle.manifest.max_length, machine)
-        costs = measure(pair, begin, contexts)
+        costs = measure(pair, begin, contexts, seconds=seconds)
     try:
         write_costs(costs, bundle.folder)
     except OSError as error:

@@ -26,12 +26,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 class Codes(NamedTuple):
-    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K] from 0 to 15; scales and
-    offsets: float32 [N, K / 32], fp16 numbers."""
+    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K], from 0 to 15 where there
+    are offsets; scales and offsets: float32 [N, K / 32], fp16 numbers. offsets: None adds nothing."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
-    offsets: NDArray[np.float32]
+    offsets: NDArray[np.float32] | None = None
 
 
 class KernelError(ValueError):
@@ -127,6 +127,8 @@ class NativeLibrary:
             *(c_void_p, c_int, c_int, c_void_p, c_int),
             *[c_void_p] * 5,
         ]
+        self._library.draftwood_round8.restype = None
+        self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
         self._brief = ctypes.PyDLL(str(path.resolve()))
@@ -170,15 +172,21 @@ class NativeLibrary:
             raise KernelError(f"no memory for {len(rows)} rows")
         return result
 
-    def round_to_codes(self, matrix: NDArray[np.float32]) -> Codes:
-        """A matrix [N, K] in blocks of 32 inputs, each with the scale and the offset, among many, that leave the
-        smallest square error."""
+    def round_to_codes(self, matrix: NDArray[np.float32], bits: int) -> Codes:
+        """A matrix [N, K] in blocks of 32 inputs. bits: 8 for signed codes with the scale by which a block's largest
+        weight fits; 4 for codes with the scale and the offset, among many, that leave the smallest square error. Other
+        Python threads go on meanwhile."""
         matrix = np.ascontiguousarray(matrix, np.float32)
         outputs, inputs = matrix.shape
         if inputs % BLOCK:
             raise KernelError(f"{inputs} inputs are no blocks of {BLOCK}")
-        result = empty_codes(outputs, inputs)
-        self._round(matrix, None, result, None)
+        result = empty_codes(outputs, inputs, offsets=bits == 4)
+        if bits == 4:
+            self._round(matrix, None, result, None)
+        else:
+            self._library.draftwood_round8(
+                address(matrix), outputs, inputs, address(result.codes), address(result.scales)
+            )
         return result
 
     def round_block(
@@ -227,10 +235,14 @@ class NativeLibrary:
         return ids[:count], weights[:count]
 
 
-def empty_codes(outputs: int, inputs: int) -> Codes:
+def empty_codes(outputs: int, inputs: int, offsets: bool = True) -> Codes:
     """Room for a matrix of that shape."""
     blocks = (outputs, inputs // BLOCK)
-    return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
+    return Codes(
+        np.empty((outputs, inputs), np.int8),
+        np.empty(blocks, np.float32),
+        np.empty(blocks, np.float32) if offsets else None,
+    )
 
 
 def available(wanted: tuple[str, ...]) -> set[str]:

@@ -7,20 +7,23 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 from costs import table
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.profile import Pair, measure, monotone, spread
+from draftwood.builder.profile import Pair, brief_contexts, measure, monotone, spread
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
-from draftwood.models.bindings import ROLES
+from draftwood.models.bindings import ROLES, TARGET
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import COSTS, EngineBundle
 from draftwood.runtime.bundle.costs import fingerprint, read_costs, write_costs
+from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
 
 
 def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
@@ -43,6 +46,43 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
     assert costs.machine == {"threads": 1} and costs.spread is not None and costs.spread >= 1
     assert costs.greedy.round > 0 or costs.greedy.token > 0
     assert len(units) == 3 and set(units.values()) == {0}
+
+
+def test_a_build_measures_briefly() -> None:
+    """Three repeats of everything, where the time is up at once; and the shortest and the longest context."""
+    assert [brief_contexts(length) for length in (10, 64, 1024, 9000)] == [(64,), (64,), (64, 512), (64, 1536)]
+    engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
+    units: list[int] = []
+
+    def begin(step: Step) -> Callable[[], None]:
+        units.append(step.units)
+
+        def advance() -> None:
+            units[-1] -= 1
+
+        return advance
+
+    for repeats, passes in ((9, 4), (2, 3)):  # one to begin with
+        for engine in engines.values():
+            engine.seen.clear()
+        costs = measure(Pair(engines, 200, {}), begin, (64,), repeats, seconds=0)
+        assert costs.target.contexts == (64,) and costs.target.widths == engines[TARGET].spec.widths
+        for engine in engines.values():
+            before = [width for length, width in engine.seen if length == 64]
+            assert before.count(engine.spec.max_width) == passes
+    assert not any(units)
+
+
+class Counting(FakeEngine):
+    """Remembers the tokens before each pass, and its rows."""
+
+    def score(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
+        self.seen.append((cache.length, batch.num_tokens))
+        return super().score(batch, cache)
+
+    @cached_property
+    def seen(self) -> list[tuple[int, int]]:
+        return []
 
 
 def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
