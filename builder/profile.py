@@ -34,6 +34,7 @@ CONTEXTS = (64, 512, 1536)
 REPEATS = 9
 BRIEF_SECONDS = 3.0  # of a build, for the passes behind one context: after these, only so many repeats as are needed
 NEEDED_REPEATS = 3  # for a median
+LONG_REPEATS = 2  # where measuring each width once takes all these seconds: long passes vary less
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
 HOST_ROUNDS, HOST_SEEDS = 12, 3
 LOOKUPS = 24  # measured rounds with a prompt lookup
@@ -88,7 +89,7 @@ def measure(
     for context in fitting:
         widths = sorted({width for engine in pair.engines.values() for width in engine.spec.widths})
         advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
-        for role, passes in measure_after(pair, context, widths, repeats, seconds, advance).items():
+        for role, passes in measure_after(pair, context, widths, repeats, advance, seconds).items():
             medians[role].append(passes.seconds)
             spreads += passes.spreads
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
@@ -102,7 +103,12 @@ def measure(
 
 
 def measure_after(
-    pair: Pair, context: int, widths: Sequence[int], repeats: int, limit: float, advance: Callable[[], None]
+    pair: Pair,
+    context: int,
+    widths: Sequence[int],
+    repeats: int,
+    advance: Callable[[], None],
+    limit: float = math.inf,
 ) -> dict[str, Passes]:
     """Measure each engine's passes after `context` committed rows."""
     caches: dict[str, Any] = {}
@@ -112,11 +118,13 @@ def measure_after(
     times: dict[str, dict[int, list[float]]] = {
         role: {width: [] for width in engine.spec.widths} for role, engine in pair.engines.items()
     }
-    start, first = perf_counter(), 1  # the first pass of a width binds its buffers, and does not count
+    # The first pass of a width binds its buffers, and does not count, unless passes are long: that is little of them.
+    start, first, needed = perf_counter(), 1, NEEDED_REPEATS
     for repeat in range(repeats + 1):
-        if repeat == 1 and perf_counter() - start > limit / 2:  # that is little of passes which take so long
-            first = 0
-        enough = repeat >= first + NEEDED_REPEATS and perf_counter() - start > limit
+        spent = perf_counter() - start
+        if repeat == 1 and spent > limit / 2:
+            first, needed = 0, NEEDED_REPEATS if spent < limit else LONG_REPEATS
+        enough = repeat >= first + needed and spent > limit
         for width in widths:
             if enough:
                 advance()

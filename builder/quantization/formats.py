@@ -97,10 +97,10 @@ class WeightFormat:
         zero = 0 if bits == 8 else 8
         return Quantized(codes - np.int8(zero), scales) if np.array_equal(offsets, -zero * scales) else None
 
-    def quantize(self, name: str, matrix: NDArray[np.float32]) -> Quantized:
-        """Round [N, K] to codes; each block takes the scale, and the offset where the format has one, among a few, that
-        leave the smallest square error. Raises KernelError or CompilerError where the native kernels cannot be had,
-        which round to their own formats."""
+    def quantize(self, name: str, matrix: NDArray[Any]) -> Quantized:
+        """Round a matrix of floats [N, K] to codes. Each block takes the scale, and the offset where the format has
+        one, among a few, that leave the smallest square error. Raises KernelError or CompilerError where the native
+        kernels cannot be had, which round to their own formats."""
         rows, inputs = matrix.shape
         block = self.block_of(name, inputs)
         shape = (rows, inputs // block)
@@ -108,12 +108,13 @@ class WeightFormat:
         result = Quantized(np.empty((rows, inputs), np.int8), np.empty(shape, np.float32), offsets)
         library = open_kernels() if self.scale_bytes == 2 else None
 
+        def rounded(part: NDArray[np.float32]) -> Quantized:
+            if library is None:
+                return rounded_by_numpy(part, self.bits, block)
+            return Quantized(*(library.round_to_codes(part) if self.offset else library.round_to_bytes(part)))
+
         def fill(part: slice) -> None:
-            found = (
-                rounded(matrix[part], self.bits, block)
-                if library is None
-                else library.round_to_codes(matrix[part], self.bits)
-            )
+            found = rounded(matrix[part].astype(np.float32, copy=False))
             for whole, own in zip(result, found, strict=True):
                 if whole is not None and own is not None:
                     whole[part] = own
@@ -122,7 +123,7 @@ class WeightFormat:
         return result
 
 
-def rounded(matrix: NDArray[np.float32], bits: int, block: int) -> Quantized:
+def rounded_by_numpy(matrix: NDArray[np.float32], bits: int, block: int) -> Quantized:
     """A matrix [N, K] with a float32 scale for each block of inputs: at 8 bits the one by which the largest weight
     fits, at 4 the best of a few smaller ones."""
     largest = 2 ** (bits - 1) - 1
@@ -188,7 +189,7 @@ class QuantizedCheckpoint:
         if any(layer_of(other) != layer_of(name) for other in self._recent):
             self._recent.clear()
         kept = self._kept(name)
-        self._recent[name] = self.form.quantize(name, self.stored(name)) if kept is None else kept
+        self._recent[name] = self.form.quantize(name, self._filled(name)) if kept is None else kept
         return self._recent[name]
 
     def _kept(self, name: str) -> Quantized | None:
@@ -205,7 +206,11 @@ class QuantizedCheckpoint:
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""
-        stored = widened(self.source.tensor(stored_name(self.source, name)))
+        return widened(self._filled(name))
+
+    def _filled(self, name: str) -> NDArray[Any]:
+        """The same in the type that the source has it in."""
+        stored = self.source.tensor(stored_name(self.source, name))
         padding = [(0, size - have) for size, have in zip(self._shapes[name], stored.shape, strict=True)]
         return np.pad(stored, padding) if any(map(any, padding)) else stored
 

@@ -26,12 +26,19 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 class Codes(NamedTuple):
-    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K], from 0 to 15 where there
-    are offsets; scales and offsets: float32 [N, K / 32], fp16 numbers. offsets: None adds nothing."""
+    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K] from 0 to 15; scales and
+    offsets: float32 [N, K / 32], fp16 numbers."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
-    offsets: NDArray[np.float32] | None = None
+    offsets: NDArray[np.float32]
+
+
+class SignedCodes(NamedTuple):
+    """A matrix [N, K] in blocks of 32 inputs: codes * scales. codes: int8 [N, K]; scales: as those of Codes."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
 
 
 class KernelError(ValueError):
@@ -172,22 +179,21 @@ class NativeLibrary:
             raise KernelError(f"no memory for {len(rows)} rows")
         return result
 
-    def round_to_codes(self, matrix: NDArray[np.float32], bits: int) -> Codes:
-        """A matrix [N, K] in blocks of 32 inputs. bits: 8 for signed codes with the scale by which a block's largest
-        weight fits; 4 for codes with the scale and the offset, among many, that leave the smallest square error. Other
-        Python threads go on meanwhile."""
-        matrix = np.ascontiguousarray(matrix, np.float32)
-        outputs, inputs = matrix.shape
-        if inputs % BLOCK:
-            raise KernelError(f"{inputs} inputs are no blocks of {BLOCK}")
-        result = empty_codes(outputs, inputs, offsets=bits == 4)
-        if bits == 4:
-            self._round(matrix, None, result, None)
-        else:
-            self._library.draftwood_round8(
-                address(matrix), outputs, inputs, address(result.codes), address(result.scales)
-            )
+    def round_to_codes(self, matrix: NDArray[np.float32]) -> Codes:
+        """Round a matrix [N, K] to 4 bits in blocks of 32 inputs. Each block gets the scale and the offset, among many,
+        that leave the smallest square error."""
+        matrix = whole_blocks(matrix)
+        result = empty_codes(*matrix.shape)
+        self._round(matrix, None, result, None)
         return result
+
+    def round_to_bytes(self, matrix: NDArray[np.float32]) -> SignedCodes:
+        """Round a matrix [N, K] to 8 bits in blocks of 32 inputs. Each block gets the scale by which its largest weight
+        fits."""
+        matrix = whole_blocks(matrix)
+        codes, scales, _ = empty_codes(*matrix.shape)
+        self._library.draftwood_round8(address(matrix), *matrix.shape, address(codes), address(scales))
+        return SignedCodes(codes, scales)
 
     def round_block(
         self, block: NDArray[np.float32], feedback: NDArray[np.float32]
@@ -235,14 +241,17 @@ class NativeLibrary:
         return ids[:count], weights[:count]
 
 
-def empty_codes(outputs: int, inputs: int, offsets: bool = True) -> Codes:
+def whole_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a matrix [N, K] as C reads it. Raises KernelError if its inputs do not divide into blocks."""
+    if matrix.shape[1] % BLOCK:
+        raise KernelError(f"{matrix.shape[1]} inputs are no blocks of {BLOCK}")
+    return np.ascontiguousarray(matrix, np.float32)
+
+
+def empty_codes(outputs: int, inputs: int) -> Codes:
     """Room for a matrix of that shape."""
     blocks = (outputs, inputs // BLOCK)
-    return Codes(
-        np.empty((outputs, inputs), np.int8),
-        np.empty(blocks, np.float32),
-        np.empty(blocks, np.float32) if offsets else None,
-    )
+    return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
 
 
 def available(wanted: tuple[str, ...]) -> set[str]:

@@ -206,7 +206,7 @@ def blocks_of_gguf(rng: np.random.Generator, kind: str, rows: int, blocks: int) 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_weights_of_4_bits_that_were_rounded_before_are_not_rounded_again(kind: str, library: NativeLibrary) -> None:
     matrix = blocks_of_gguf(np.random.default_rng(7), kind, 37, 3)
-    found = Quantized(*library.round_to_codes(matrix, 4))
+    found = Quantized(*library.round_to_codes(matrix))
     np.testing.assert_array_equal(found.dequantized(), matrix)
 
 
@@ -218,7 +218,7 @@ def test_the_search_finds_scales_and_offsets_at_least_as_good_as_a_plain_one(
     """Which tries the same shares of a block's span, but does not fit lines. Numbers are fp16 numbers."""
     rng = np.random.default_rng(seed)
     matrix = np.ldexp(rng.standard_t(4, (outputs, 32 * blocks)).clip(-9, 9), size).astype(np.float32)
-    found = library.round_to_codes(matrix, 4)
+    found = library.round_to_codes(matrix)
     assert found.codes.min() >= 0 and found.codes.max() <= 15 and (found.scales > 0).all()
     for numbers in (found.scales, found.offsets):
         np.testing.assert_array_equal(numbers, numbers.astype(np.float16))
@@ -239,7 +239,7 @@ def test_the_search_finds_scales_and_offsets_at_least_as_good_as_a_plain_one(
 
 def test_blocks_of_one_number_are_exact_to_fp16(library: NativeLibrary) -> None:
     for number in (0.0, 1.0, -0.75, 2.0**-24, 60000.0):
-        stored = Quantized(*library.round_to_codes(np.full((3, 64), number, np.float32), 4))
+        stored = Quantized(*library.round_to_codes(np.full((3, 64), number, np.float32)))
         np.testing.assert_array_equal(stored.dequantized(), np.full((3, 64), number, np.float32))
 
 
@@ -249,7 +249,7 @@ def test_what_is_left_of_an_input_is_taken_from_later_ones(library: NativeLibrar
     block, feedback = rng.normal(size=(19, 32)).astype(np.float32), np.triu(rng.normal(0, 0.1, (32, 32)), 1)
     found, left = library.round_block(block, feedback.astype(np.float32))
     codes, scales, offsets = found
-    np.testing.assert_array_equal(scales, library.round_to_codes(block, 4).scales)
+    np.testing.assert_array_equal(scales, library.round_to_codes(block).scales)
     wanted = block.astype(np.float64)
     for k in range(32):
         rest = wanted[:, k] - (codes[:, k] * scales[:, 0] + offsets[:, 0])
@@ -258,13 +258,13 @@ def test_what_is_left_of_an_input_is_taken_from_later_ones(library: NativeLibrar
         assert (np.abs(rest[inside]) <= 0.5001 * scales[inside, 0]).all()
         wanted[:, k + 1 :] -= rest[:, None] * feedback[k, k + 1 :]
     plain, _ = library.round_block(block, np.zeros((32, 32), np.float32))
-    np.testing.assert_array_equal(plain.codes, library.round_to_codes(block, 4).codes)
+    np.testing.assert_array_equal(plain.codes, library.round_to_codes(block).codes)
     assert (plain.codes != codes).any()
 
 
 def test_a_width_without_blocks_is_no_matrix_of_4_bits(library: NativeLibrary) -> None:
     with pytest.raises(KernelError, match="48 inputs are no blocks of 32"):
-        library.round_to_codes(np.ones((1, 48), np.float32), 4)
+        library.round_to_codes(np.ones((1, 48), np.float32))
     for shape in ((1, 64), (1, 16)):
         with pytest.raises(KernelError, match="is no block of 32 inputs"):
             library.round_block(np.ones(shape, np.float32), np.zeros((32, 32), np.float32))
