@@ -66,9 +66,10 @@ def test_packing_needs_the_memory_of_one_layer(precision: str, tmp_path: Path) -
     assert peaks[1] < 1.3 * peaks[0] + 100_000
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_what_is_not_finite_is_found(dtype: type) -> None:
-    largest = {np.float32: 3.4028235e38, np.float16: 65504.0}.get(dtype, 3.3895314e38)
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(np.float32, 3.4028235e38), (np.float16, 65504.0), (ml_dtypes.bfloat16, 3.3895314e38)]
+)
+def test_what_is_not_finite_is_found(dtype: type, largest: float) -> None:
     numbers: NDArray[Any] = np.array([[0.0, -0.0, largest, -largest, 1e-7, -1.0]], dtype)
     assert is_finite(numbers) and is_finite(numbers[:, :0])
     for wrong in (np.nan, -np.nan, np.inf, -np.inf):
