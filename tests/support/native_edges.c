@@ -109,6 +109,12 @@ static void check_rounding(int outputs, int blocks, float size) {
         for (int at = 0; at < outputs * blocks; at++)
             check(scales[at] > 0 && isfinite(scales[at]) && isfinite(offsets[at]), "scales", outputs);
     }
+    draftwood_round8(weights, outputs, (int)inputs, (int8_t *)codes, scales);
+    for (size_t at = 0; at < count; at++) {
+        const float scale = scales[at / CODE_BLOCK], error = fabsf((int8_t)codes[at] * scale - weights[at]);
+        check(scale > 0 && isfinite(scale), "scales of 8 bits", outputs);
+        check(!(size > 1e-3f && size < 1e3f) || error <= size / 200, "an error of 8 bits", outputs);
+    }
     free(weights), free(feedback), free(left), free(scales), free(offsets), free(codes);
 }
 
