@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +60,19 @@ def test_packing_needs_the_memory_of_one_layer(precision: str, tmp_path: Path) -
         followed: list[int] = []
         write_weights(weights, 64, tmp_path / "warm", follow=followed.append)
         assert followed == list(range(layers))
-        tracemalloc.start()
-        try:
-            write_weights(weights, 64, tmp_path / "file")
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-    assert peaks[1] < 1.3 * peaks[0] + 100_000
+        peaks.append(min(peak_of(partial(write_weights, weights, 64, tmp_path / "file")) for _ in range(3)))
+    assert peaks[1] < 1.5 * peaks[0]  # with all of twelve layers it is more than four times as much
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that numpy and Python have at most while `work` runs."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
