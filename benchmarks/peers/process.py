@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +27,13 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "draftwood": Program("draftwood", ("fp32", "int8", "int4")),
+    "draftwood": Program("draftwood", ("fp32", "bf16", "int8", "int4")),
     "huggingface": Program("huggingface", ("fp32", "bf16")),
     "llama.cpp": Program("llama_cpp", ("fp32", "bf16", "int8", "int4")),
+    "ik_llama.cpp": Program("ik_llama_cpp", ("fp32", "bf16", "int8", "int4")),
     "onnxruntime-genai": Program("onnxruntime_genai", ("fp32", "int8", "int4")),
     "openvino-genai": Program("openvino_genai", ("fp32", "int8", "int4")),
+    "vllm": Program("vllm", ("fp32", "bf16")),
 }
 
 
@@ -105,12 +108,17 @@ class PeerProcess:
             raise
         self.version: str = hello["version"]
         self.methods: list[str] = hello["methods"]
+        self.at_a_time: int = hello["at_a_time"]
 
-    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
-        """Ask for one text. Raises PeerError with the peer's message."""
+    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation:
+        """Ask for texts that are written at the same time. Raises PeerError with the peer's message."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"method": method, "prompt": prompt, "max_tokens": max_tokens}) + "\n")
-        self._process.stdin.flush()
+        request = json.dumps({"method": method, "prompts": prompts, "max_tokens": max_tokens})
+        try:
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+        except OSError as error:  # the program has ended
+            raise PeerError(f"ended without an answer; see {self._log}") from error
         return Generation(**self._read())
 
     def processor_seconds(self) -> float:
@@ -119,7 +127,8 @@ class PeerProcess:
 
     def close(self) -> None:
         """End the program and wait for its end."""
-        with self._process:  # closes the pipes, which ends the program
+        # A program that has ended already leaves a broken pipe.
+        with suppress(BrokenPipeError), self._process:  # closes the pipes, which ends the program
             pass
 
     def _read(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from benchmarks.tools.record import rows_to_json
 
 
 def generation(seconds: float, tokens: tuple[int, ...] = (1, 2), **counters: float) -> Generation:
-    return Generation(list(tokens), seconds, counters)
+    return Generation([list(tokens)], seconds, counters)
 
 
 def runs_of(*seconds: float, tokens: tuple[int, ...] = (1, 2)) -> list[MethodRun]:
