@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.peers.protocol import Generation, PeerOptions
@@ -20,17 +21,20 @@ SETUP = ROOT / "benchmarks" / "peers" / "setup"
 
 
 class Program(NamedTuple):
-    """The module of a peer, and its precisions on a CPU."""
+    """The module of a peer, and its precisions on a CPU. variants: the precisions of those that have others."""
 
     module: str
     precisions: tuple[str, ...]
+    variants: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
+EVERY = ("fp32", "bf16", "int8", "int4")
+RECIPES = MappingProxyType({"pure": ("int4",), "q4_1": ("int4",), "q4_k_m": ("int4",)})
 PROGRAMS = {
-    "draftwood": Program("draftwood", ("fp32", "bf16", "int8", "int4")),
+    "draftwood": Program("draftwood", ("fp32", "int8", "int4"), MappingProxyType({"native": EVERY})),
     "huggingface": Program("huggingface", ("fp32", "bf16")),
-    "llama.cpp": Program("llama_cpp", ("fp32", "bf16", "int8", "int4")),
-    "ik_llama.cpp": Program("ik_llama_cpp", ("fp32", "bf16", "int8", "int4")),
+    "llama.cpp": Program("llama_cpp", EVERY, RECIPES),
+    "ik_llama.cpp": Program("ik_llama_cpp", EVERY, RECIPES),
     "onnxruntime-genai": Program("onnxruntime_genai", ("fp32", "int8", "int4")),
     "openvino-genai": Program("openvino_genai", ("fp32", "int8", "int4")),
     "vllm": Program("vllm", ("fp32", "bf16")),
@@ -64,7 +68,8 @@ def parse_entries(names: list[str], precisions: list[str]) -> list[Entry]:
         program = PROGRAMS.get(Entry(name, "").peer)
         if program is None:
             raise RequestError(f"{name!r} is not a peer; choose of {', '.join(PROGRAMS)}")
-        found += [Entry(name, precision) for precision in precisions if precision in program.precisions]
+        own = program.variants.get(Entry(name, "").variant, program.precisions)
+        found += [Entry(name, precision) for precision in precisions if precision in own]
     return found
 
 

@@ -316,7 +316,7 @@ def test_bad_input_ends_with_2_and_a_reason(
 @pytest.mark.full
 def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -> None:
     """The two programs that run in the project's own environment, on real models."""
-    prompt = Tokenizer.load(tiny / "target").encode("abcdefgh")
+    prompt, other = map(Tokenizer.load(tiny / "target").encode, ("abcdefgh", "ij"))
     texts, passes = {}, {}
     for module in ("draftwood", "huggingface"):
         command = [sys.executable, "-m", f"benchmarks.peers.programs.{module}"]
@@ -327,6 +327,11 @@ def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -
                 answer = peer.generate(method, [prompt], 80)
                 (texts[module, method],) = answer.texts
                 passes[module, method] = answer.num_tokens / answer.counters["target_passes"]
+                if peer.at_a_time > 1:
+                    together = peer.generate(method, [prompt, other, prompt], 80)
+                    assert together.texts[0] == together.texts[2] == answer.texts[0] != together.texts[1]
+                    assert together.num_tokens == 240 and together.seconds > 0
+                    assert 0 < together.counters["target_passes"] <= 240
         finally:
             peer.close()
     assert len(set(map(tuple, texts.values()))) == 1 and len(texts["draftwood", PLAIN]) == 80

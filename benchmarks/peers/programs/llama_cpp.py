@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from benchmarks.peers.protocol import MANY, PLAIN, Generation, PeerOptions, serve, split_method
 
 TYPES = {"fp32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-RECIPES = ("q4_1", "q4_k_m")  # variants of int4
 CONTEXT = 1024  # tokens; a slot has a multiple
 SECONDS_TO_LOAD = 120
 
@@ -125,9 +124,8 @@ class LlamaCpp:
         return make_converter(Path(sys.executable), self._options.work)
 
     def _convert(self, folder: Path) -> None:
-        precision, variant = TYPES[self._options.precision], self._options.variant
-        if precision == TYPES["int4"] and variant in RECIPES:
-            precision = variant.upper()
+        variant = self._options.variant
+        precision = variant.upper() if variant.startswith("q4_") else TYPES[self._options.precision]
         for role, source in self._options.checkpoints.items():
             whole = folder / f"{role}-F32.gguf"
             convert = [*self._converter(), str(source), "--outfile", str(whole), "--outtype", "f32"]
