@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from time import perf_counter, sleep
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.progress import Progress
 
 from benchmarks.peers.figures import MethodKey, MethodRun, choose_fastest, measure_speeds
 from benchmarks.peers.process import Entry, PeerError, PeerProcess, make_command
-from benchmarks.peers.protocol import PLAIN, PeerOptions
+from benchmarks.peers.protocol import PLAIN, PeerOptions, split_method
 from benchmarks.peers.settings import Setting
 from benchmarks.tools.processor import read_busy_seconds
 
@@ -53,21 +54,29 @@ class Comparison:
         return text
 
     def measure(
-        self, setting: Setting, max_tokens: int, repeats: int, candidates: int
+        self, setting: Setting, methods: Collection[str], max_tokens: int, repeats: int, candidates: int
     ) -> dict[MethodKey, list[MethodRun]]:
         """Run every method once as a trial, then the fastest `candidates` of each entry `repeats` times. Programs that
-        cannot write as many texts at a time have no turn.
+        cannot write as many texts at a time have no turn. methods: those that have turns besides plain decoding; all of
+        them if empty.
 
-        Runs of the trial do not count: they would favour the methods that they selected.
+        Runs of the trial do not count: they would favour the methods that they selected. There is no trial if no entry
+        has more candidates.
         """
         able = {entry: program for entry, program in self._programs.items() if program.at_a_time >= setting.at_a_time}
-        turns = [(entry, method) for entry, program in able.items() for method in program.methods]
+        turns = [
+            (entry, method)
+            for entry, program in able.items()
+            for method in program.methods
+            if not methods or method in methods or method == PLAIN
+        ]
         first = setting._replace(batches=setting.batches[:1])
         self._run_all("Warming up", first, turns, min(WARM_UP, max_tokens), 1)
-        trial = self._run_all("Trying", setting, turns, max_tokens, 1)
-        self.tried |= measure_speeds(trial)
-        kept = choose_fastest(trial, candidates)
-        turns = [(entry, method) for entry, method in turns if make_key(entry, method, setting) in kept]
+        if max(Counter(entry for entry, method in turns if split_method(method)[1]).values(), default=0) > candidates:
+            trial = self._run_all("Trying", setting, turns, max_tokens, 1)
+            self.tried |= measure_speeds(trial)
+            kept = choose_fastest(trial, candidates)
+            turns = [(entry, method) for entry, method in turns if make_key(entry, method, setting) in kept]
         return self._run_all("Measuring", setting, turns, max_tokens, repeats)
 
     def close(self) -> None:

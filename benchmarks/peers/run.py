@@ -57,6 +57,8 @@ def main() -> None:
     left_out = "entries that do not fit, as NAME:PRECISION, separated by commas"
     parser.add_argument("--leave-out", type=split_names, default=[], metavar="ENTRIES", help=left_out)
     parser.add_argument("--draft-tokens", type=integers, default=(2, 3, 5, 8), help="lengths to try (default 2,3,5,8)")
+    named = "besides plain, separated by commas: auto,chain:3,draft:3 (default: all)"
+    parser.add_argument("--methods", type=split_names, default=[], help=named)
     kept = "fastest methods of each entry in a trial that are measured, besides those without a length (default 2)"
     parser.add_argument("--candidates", type=int, default=2, help=kept)
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per text (default %(default)s)")
@@ -88,7 +90,7 @@ def main() -> None:
                 comparison.load(entry, PeerOptions(*folders, args.threads, args.draft_tokens, entry.variant))
             settings = settings or choose_settings(args, texts, comparison)
             for setting in settings:
-                runs |= comparison.measure(setting, args.max_tokens, args.repeats, args.candidates)
+                runs |= comparison.measure(setting, args.methods, args.max_tokens, args.repeats, args.candidates)
         except (DraftwoodError, PeerError) as error:
             parser.error(str(error))
         finally:
@@ -124,7 +126,7 @@ def write_comparison(
 ) -> None:
     """Write the results and the picture. load: of the machine before the run."""
     rows = summarise(runs)
-    names = ("max_tokens", "repeats", "threads", "draft_tokens", "leave_out", "prompt_tokens", "at_a_time")
+    names = ("max_tokens", "repeats", "threads", "draft_tokens", "methods", "leave_out", "prompt_tokens", "at_a_time")
     given = {name: getattr(args, name) for name in names} | {"full_draft": (args.pair / FULL_DRAFT).is_dir()}
     loads = {"load_before": load, "load_after": os.getloadavg()[0]}
     figures: dict[str, Any] = {"pair": args.pair.name, "prompts": len(settings[0].batches)} | given | loads

@@ -254,7 +254,8 @@ def test_settings_have_lengths_and_texts_at_the_same_time(
         (pair / role / "chat_template.jinja").write_text(template, encoding="utf-8")
     prompts = [{"prompt": f"{word} and more words"} for word in ascii_lowercase]
     (pair / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts), encoding="utf-8")
-    arguments = ["--pair", pair, "--peers", "llama.cpp", "--precisions", "bf16,fp32", "--draft-tokens", 6]
+    arguments = ["--pair", pair, "--peers", "llama.cpp", "--precisions", "bf16,fp32"]
+    arguments += ["--draft-tokens", "5,6", "--methods", "draft:6,auto"]
     arguments += ["--prompt-tokens", "6,12", "--at-a-time", "1,4", "--limit", 2, "--max-tokens", 4, "--repeats", 2]
     arguments += ["--work", tmp_path, "--output", tmp_path / "results"]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
@@ -270,6 +271,7 @@ def test_settings_have_lengths_and_texts_at_the_same_time(
     assert {speeds[setting, PLAIN] for setting in alone} == {1000.0} and speeds["4 at a time", PLAIN] == 4000.0
     assert {row["acceptance"] for row in rows.values()} == {None, 0.5}
     assert (figures["prompts"], figures["full_draft"], figures["at_a_time"]) == (2, False, [1, 4])
+    assert figures["tried"] == []  # nothing was to be chosen
     lines = to_markdown(read_rows([file])).splitlines()
     headings = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith("| **p") or " at a time" in line]
     assert headings == [f"**{setting}, {precision}**" for setting, precision in groups]
