@@ -69,7 +69,8 @@ class LlamaCpp:
         return Generation(texts, seconds, count([reply["timings"] for reply in replies]))
 
     def close(self) -> None:
-        for _, process in self._servers.values():
+        for connection, process in self._servers.values():
+            connection.close()
             process.terminate()
             process.wait()
         self._servers = {}
