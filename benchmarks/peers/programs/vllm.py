@@ -6,10 +6,11 @@ to the first cores, one each.
 
 from __future__ import annotations
 
+import json
 import os
 from importlib import import_module
 from importlib.metadata import version
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
@@ -18,6 +19,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 AT_A_TIME = 16
 CONTEXT = 4096  # tokens of a text
 CACHE_GB = 1  # of every engine
+POLLING = 1.2  # seconds; its worker polls for a second after its last step, and would take a core from the next peer
 
 
 class Vllm:
@@ -39,6 +41,7 @@ class Vllm:
         answers = engine.generate(given, params, use_tqdm=False)
         texts = [list(answer.outputs[0].token_ids) for answer in answers]
         seconds = perf_counter() - start
+        sleep(POLLING)
         return Generation(texts, seconds, {name: value - before[name] for name, value in count(engine).items()})
 
     def _engine(self, method: str) -> Any:
@@ -54,10 +57,12 @@ class Vllm:
                 }
             elif kind != PLAIN:
                 raise ValueError(f"method {method!r} is not one of {', '.join(self.methods)}")
+            target = self._options.checkpoints["target"]
+            config = json.loads((target / "config.json").read_text(encoding="utf-8"))
             self._engines[method] = self._library.LLM(
-                str(self._options.checkpoints["target"]),
+                str(target),
                 dtype=DTYPES[self._options.precision],
-                max_model_len=CONTEXT,
+                max_model_len=min(CONTEXT, config["max_position_embeddings"]),
                 max_num_seqs=AT_A_TIME,
                 enable_prefix_caching=False,
                 disable_log_stats=False,
