@@ -52,10 +52,7 @@ class OpenVinoGenAI:
         result = pipeline.generate(inputs, config)
         tokens = [int(token) for token in result.tokens[0]]
         seconds = perf_counter() - start
-        counters = {}
-        if kind == "draft":
-            counters = {"accepted": result.extended_perf_metrics.get_num_accepted_tokens()}
-        return Generation([tokens], seconds, counters)
+        return Generation([tokens], seconds, count(result))
 
     def _generate_all(self, kind: str, prompts: list[list[int]], config: Any) -> Generation:
         pipeline = self._batching(kind)
@@ -64,12 +61,12 @@ class OpenVinoGenAI:
         results = pipeline.generate(ids, [config] * len(prompts))
         texts = [[int(token) for token in result.m_generation_ids[0]] for result in results]
         seconds = perf_counter() - start
-        return Generation(texts, seconds, {})
+        return Generation(texts, seconds, count(results[0]))  # each result has the counts of all texts together
 
     def _pipeline(self, kind: str) -> Any:
         """For one text at a time."""
         if kind not in self._loaded:
-            # Without a scheduler's configuration a prefix cache is on, and prompts recur.
+            # Prompts recur: the scheduler's configuration leaves no doubt that there is no prefix cache.
             settings = self._settings(kind) | {"scheduler_config": self._scheduler()}
             self._loaded[kind] = self._library.LLMPipeline(str(self._models / "target"), "CPU", **settings)
         return self._loaded[kind]
@@ -93,6 +90,14 @@ class OpenVinoGenAI:
         scheduler = self._library.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_GB, False
         return scheduler
+
+
+def count(result: Any) -> dict[str, float]:
+    """The protocol's counters; none of plain decoding."""
+    metrics = result.extended_perf_metrics
+    if metrics is None:
+        return {}
+    return {"drafted": metrics.get_num_draft_tokens(), "accepted": metrics.get_num_accepted_tokens()}
 
 
 def convert(options: PeerOptions, folder: Path) -> None:
