@@ -36,7 +36,7 @@ from draftwood.runtime.text.tokenizer import Tokenizer
 
 PRECISIONS = ("fp32", "int8", "int4")
 WORK = Path("build/peers")
-WIDTH = 120  # of the table where the output is no terminal
+WIDTH = 130  # of the table where the output is no terminal
 
 
 def main() -> None:
