@@ -1,6 +1,6 @@
 /* Weights rounded to 8 and to 4 bits, in blocks of inputs. At 8 bits a block has an fp16 scale by which its largest
- * weight fits. At 4 bits it has the scale and the offset, both fp16, that leave the smallest square error. Sixteen
- * outputs at a time: a lane belongs to one of them, so nothing is added across lanes. */
+ * weight fits. At 4 bits it has the scale and the offset, both fp16, that leave the smallest square error. A
+ * vector of outputs at a time: a lane belongs to one of them, so nothing is added across lanes. */
 #pragma once
 #include "matrix.h"
 
@@ -8,17 +8,9 @@
 #define SMALLEST_SCALE 0x1p-24f /* of fp16 */
 #define REFITS 2 /* of scale and offset to the codes that they gave */
 
-#if defined(__AVX512F__)
-INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm512_min_ps((__m512)a, (__m512)b); }
-#define KEEP_APART(value) __asm__("" : "+v"(value)) /* in its register: the search does this for each candidate */
-#else
-INLINE f32 smaller(f32 a, f32 b) { return -larger(-a, -b); }
-#define KEEP_APART(value) __asm__("" : "+m"(value))
-#endif
-
 /* To the nearest integer, as `nearest` does and for the same numbers, but still floats. */
 INLINE f32 whole(f32 value) {
-    KEEP_APART(value);
+    value = settled(value);
     return (value + WHOLE_ZERO) - WHOLE_ZERO;
 }
 
@@ -67,7 +59,7 @@ INLINE struct affine refitted(const f32 *weights, struct affine by) {
     return (struct affine){choose(fits, scale, by.scale), choose(fits, offset, by.offset)};
 }
 
-/* One block of sixteen outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
+/* One block of WIDTH outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
 static struct affine search_affine(const f32 *weights, const float *shares, int count) {
     f32 least = weights[0], most = weights[0];
     for (int k = 1; k < CODE_BLOCK; k++) least = smaller(least, weights[k]), most = larger(most, weights[k]);
@@ -90,7 +82,7 @@ static struct affine search_affine(const f32 *weights, const float *shares, int 
     return best;
 }
 
-/* A block of up to sixteen outputs, by inputs; lanes without an output are zero. */
+/* A block of up to WIDTH outputs, by inputs; lanes without an output are zero. */
 INLINE void gather_block(const float *weights, int lanes, int inputs, f32 *block) {
     memset(block, 0, CODE_BLOCK * sizeof *block);
     for (int lane = 0; lane < lanes; lane++)
@@ -101,9 +93,9 @@ INLINE void gather_block(const float *weights, int lanes, int inputs, f32 *block
  * of fp16 numbers. */
 void draftwood_round8(const float *weights, int outputs, int inputs, int8_t *codes, float *scales) {
     const int blocks = inputs / CODE_BLOCK;
-    for (int output = 0; output < outputs; output += LANES)
+    for (int output = 0; output < outputs; output += WIDTH)
         for (int b = 0; b < blocks; b++) {
-            const int lanes = outputs - output < LANES ? outputs - output : LANES;
+            const int lanes = outputs - output < WIDTH ? outputs - output : WIDTH;
             const size_t first = (size_t)output * inputs + b * CODE_BLOCK;
             f32 block[CODE_BLOCK], peak = {0};
             gather_block(weights + first, lanes, inputs, block);
@@ -125,9 +117,9 @@ void draftwood_round8(const float *weights, int outputs, int inputs, int8_t *cod
 void draftwood_round(const float *weights, int outputs, int inputs, const float *shares, int count,
                      const float *feedback, uint8_t *codes, float *scales, float *offsets, float *left) {
     const int blocks = inputs / CODE_BLOCK;
-    for (int output = 0; output < outputs; output += LANES)
+    for (int output = 0; output < outputs; output += WIDTH)
         for (int b = 0; b < blocks; b++) {
-            const int lanes = outputs - output < LANES ? outputs - output : LANES;
+            const int lanes = outputs - output < WIDTH ? outputs - output : WIDTH;
             const size_t first = (size_t)output * inputs + b * CODE_BLOCK;
             f32 block[CODE_BLOCK];
             gather_block(weights + first, lanes, inputs, block);
