@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,12 @@ BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 512  # likely tokens
 CPUINFO = Path("/proc/cpuinfo")
+X86 = ("x86_64", "AMD64")  # names of the machine
+FUSED = frozenset(("avx2", "fma", "f16c"))  # what the kernels need of x86; every 64-bit ARM has its like
+WITHOUT = (
+    "and the native kernels need AVX2 with FMA and F16C, or 64-bit ARM: run the bundle on such a processor, or build "
+    "it with --backend onnxruntime"
+)
 
 
 class Codes(NamedTuple):
@@ -260,4 +267,11 @@ def available(wanted: tuple[str, ...]) -> set[str]:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         return set(wanted)
-    return {word for line in lines if line.startswith("flags") for word in line.split()[2:]} or set(wanted)
+    listed = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]  # on x86, on ARM
+    return {word for line in listed for word in line.split()} or set(wanted)
+
+
+def check_processor() -> None:
+    """Raises KernelError where the processor cannot multiply and add in one step: sums would have other bits."""
+    if platform.machine() in X86 and (missing := FUSED - available(tuple(FUSED))):
+        raise KernelError(f"this processor has no {', '.join(sorted(missing))}, {WITHOUT}")

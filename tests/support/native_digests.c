@@ -41,7 +41,8 @@ static void digest_passes(struct shape shape, int most, int capacity) {
         for (int row = 0; row < rows; row++) {
             tokens[row] = (row * 5 + rows) % shape.vocab, outputs[row] = rows - 1 - row;
             positions[row] = (length + row) % shape.positions;
-            for (int column = 0; column <= row; column++) mask[row * rows + column] = column == row || column % 3 < rows % 3;
+            for (int column = 0; column <= row; column++)
+                mask[row * rows + column] = column == row || column % 3 < rows % 3;
         }
         struct pass pass = {rows, rows, length, length, rows, capacity, 8, tokens, positions, outputs, mask, keys,
                             values, logits, shape.blocks ? accepted : NULL, logprobs, ids};

@@ -67,7 +67,8 @@ INLINE i32 add_small(i32 sum, i32 codes, i32 row) { return add_bytes(sum, codes,
 INLINE i32 small_sums(i32 sum) { return sum; }
 #else
 #define BYTE_ZERO 128
-INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) { /* |code| times the row's number with the code's sign: fits 16 bits */
+/* |code| times the row's number with the code's sign: pairs fit 16 bits. */
+INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
     const __m256i code = _mm256_xor_si256((__m256i)codes, _mm256_set1_epi8((char)0x80));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8((__m256i)row, code));
     return sum + (i32)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));

@@ -58,7 +58,8 @@ INLINE i32 add_small(i32 sum, i32 codes, i32 row) { return add_bytes(sum, codes,
 INLINE i32 small_sums(i32 sum) { return sum; }
 #else
 #define BYTE_ZERO 128
-INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) { /* |code| times the row's number with the code's sign: fits 16 bits */
+/* |code| times the row's number with the code's sign: pairs fit 16 bits. */
+INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
     const __m512i code = _mm512_xor_si512((__m512i)codes, _mm512_set1_epi8((char)0x80)), zero = _mm512_setzero_si512();
     const __m512i other = _mm512_mask_sub_epi8((__m512i)row, _mm512_movepi8_mask(code), zero, (__m512i)row);
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(code), other);

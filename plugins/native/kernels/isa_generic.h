@@ -15,7 +15,11 @@ INLINE void store_bytes(int8_t *to, i32 value) {
     memcpy(to, &narrow, sizeof narrow);
 }
 
-INLINE u32 wide_words(const uint16_t *at) { u16 words; memcpy(&words, at, sizeof words); return __builtin_convertvector(words, u32); }
+INLINE u32 wide_words(const uint16_t *at) {
+    u16 words;
+    memcpy(&words, at, sizeof words);
+    return __builtin_convertvector(words, u32);
+}
 
 /* Numbers of 16 bits as fp32. Exponent and mantissa of fp16 move up; the product corrects the bias, and makes
  * subnormals normal. */

@@ -36,3 +36,20 @@ INLINE i32 add_small(i32 sum, i32 codes, i32 row) {
 }
 INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) { return add_small(sum, codes ^ (int32_t)0x80808080, row); }
 INLINE i32 small_sums(i32 sum) { return sum; }
+
+/* Of two rows and four outputs, products of eight inputs: `one` sums the first two outputs of both rows, `two` the
+ * others, until they become each row's sums. The panels' order is no matter: registers are arranged. */
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define PAIRS 1
+INLINE void add_pairs(i32 *one, i32 *two, i32 low, i32 high, const int8_t *row, const int8_t *other, const int bits) {
+    const int32_t zero = bits == 8 ? (int32_t)0x80808080 : 0;
+    const int8x16_t rows = vcombine_s8(vld1_s8(row), vld1_s8(other));
+    const int32x4_t first = (int32x4_t)(low ^ zero), second = (int32x4_t)(high ^ zero);
+    *one = (i32)vmmlaq_s32((int32x4_t)*one, rows, vreinterpretq_s8_s32(vzip1q_s32(first, second)));
+    *two = (i32)vmmlaq_s32((int32x4_t)*two, rows, vreinterpretq_s8_s32(vzip2q_s32(first, second)));
+}
+INLINE void split_pairs(i32 *one, i32 *two) {
+    const int64x2_t first = (int64x2_t)*one, second = (int64x2_t)*two;
+    *one = (i32)vzip1q_s64(first, second), *two = (i32)vzip2q_s64(first, second);
+}
+#endif

@@ -248,7 +248,7 @@ void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
-    free(engine->mask.bits), free(engine->units), free(engine->scores), free(engine);
+    release(engine->mask.bits), release(engine->units), release(engine->scores), release(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
@@ -312,7 +312,7 @@ int draftwood_move(const struct model *model, float *keys, float *values, int ca
             for (int panel = 0; panel < panels; panel++)
                 memcpy(VALUE(first + row, panel), kept + (row * panels + panel) * LANES, LANES * sizeof(float));
     }
-    free(kept);
+    release(kept);
     return 0;
 }
 

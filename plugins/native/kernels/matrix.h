@@ -80,43 +80,54 @@ INLINE size_t panel_bytes(const struct matrix *matrix) {
     return matrix->inputs / inputs_of_step * step_bytes(matrix->format);
 }
 
-/* Products of one block of inputs in integers, from input `k` of `values` and of the codes on. */
+/* Eight inputs of a vector of outputs, from `codes` on: bytes of the first four in `low`, of the others in `high`. */
+INLINE void load_codes(const uint8_t *codes, const int bits, i32 *low, i32 *high) {
+    memcpy(low, codes, sizeof *low);
+    if (bits == 8) memcpy(high, codes + LANES * 4, sizeof *high);
+    if (bits == 8) return;
+    *high = (i32)((u32)*low >> 4) & 0x0f0f0f0f;
+    *low &= 0x0f0f0f0f;
+}
+
+INLINE i32 add_products(i32 sum, i32 codes, const int8_t *values, const int bits) {
+    return bits == 8 ? add_bytes(sum, codes, repeated(values)) : add_small(sum, codes, repeated(values));
+}
+
+/* whole[r][v] += one block's products in integers, from input `k` of `values` and of the codes on. */
 INLINE void block_products(const int R, const int P, const int8_t *const *values, const uint8_t *codes, size_t panel,
                            int k, struct ahead ahead, const int bits, i32 whole[][VECTORS]) {
-    const int V = P * PARTS;
+    const int V = P * PARTS, paired = PAIRS ? R / 2 * 2 : 0; /* rows that are multiplied two by two */
 #pragma GCC unroll 4
-    for (const int end = k + CODE_BLOCK; k < end; k += 32 / bits) {
+    for (const int end = k + CODE_BLOCK; k < end; k += 8) {
         i32 low[VECTORS], high[VECTORS]; /* all low ones first: no product waits for the one before it */
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
-            const size_t at = v / PARTS * panel + (size_t)k * LANES * bits / 8 + v % PARTS * sizeof low[v];
-            memcpy(&low[v], codes + at, sizeof low[v]);
-            if (v % PARTS == 0) fetch(ahead, v / PARTS * panel, (size_t)k * bits / 32);
-            if (bits == 4) {
-                high[v] = (i32)((u32)low[v] >> 4) & 0x0f0f0f0f;
-                low[v] &= 0x0f0f0f0f;
-            }
+            const size_t first = v / PARTS * panel, at = first + (size_t)k * LANES * bits / 8;
+            load_codes(codes + at + v % PARTS * sizeof low[v], bits, &low[v], &high[v]);
+            if (v % PARTS == 0) fetch(ahead, first, (size_t)k * bits / 32);
+            if (v % PARTS == 0 && bits == 8) fetch(ahead, first, k / 4 + 1);
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const i32 row = repeated(values[r] + k);
+        for (int r = 0; r < paired; r += 2)
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++)
-                whole[r][v] = bits == 8 ? add_bytes(whole[r][v], low[v], row) : add_small(whole[r][v], low[v], row);
-        }
-        if (bits == 4)
+                add_pairs(&whole[r][v], &whole[r + 1][v], low[v], high[v], values[r] + k, values[r + 1] + k, bits);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const i32 row = repeated(values[r] + k + 4);
+        for (int r = paired; r < R; r++)
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++) whole[r][v] = add_small(whole[r][v], high[v], row);
-            }
+            for (int v = 0; v < V; v++) whole[r][v] = add_products(whole[r][v], low[v], values[r] + k, bits);
+#pragma GCC unroll 8
+        for (int r = paired; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) whole[r][v] = add_products(whole[r][v], high[v], values[r] + k + 4, bits);
     }
-    if (bits == 4)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) whole[r][v] = small_sums(whole[r][v]);
+        for (int v = 0; v < V; v++) {
+            if (r < paired && r % 2 == 0) split_pairs(&whole[r][v], &whole[r + 1][v]);
+            if (bits == 4) whole[r][v] = small_sums(whole[r][v]);
+        }
 }
 
 /* The same over codes: whole blocks in integers, then one product with both scales. A code of 8 bits is 128 too large:

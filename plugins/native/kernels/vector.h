@@ -1,7 +1,7 @@
-/* Numbers in the registers of the processor at hand: the words of its instruction set, isa_*.h, and what is said in them
- * everywhere. A register holds WIDTH numbers, a panel's sixteen lie in PARTS of them. Sums over numbers are kept by
- * sixteen lanes on every processor, and nothing depends on a lane's place, so results have the same bits everywhere and
- * a row's never depend on its neighbours. */
+/* Numbers in the registers of the processor at hand: the words of its instruction set, isa_*.h, and what is said in
+ * them everywhere. A register holds WIDTH numbers, a panel's sixteen lie in PARTS of them. Sums over numbers are kept
+ * by sixteen lanes on every processor, and nothing depends on a lane's place, so results have the same bits everywhere
+ * and a row's never depend on its neighbours. */
 #pragma once
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "isa_avx512.h"
@@ -11,6 +11,12 @@
 #include "isa_neon.h"
 #else
 #include "isa_generic.h"
+#endif
+
+#ifndef PAIRS /* instructions that multiply two rows at once */
+#define PAIRS 0
+INLINE void add_pairs(i32 *one, i32 *two, i32 low, i32 high, const int8_t *row, const int8_t *other, const int bits) {}
+INLINE void split_pairs(i32 *one, i32 *two) {}
 #endif
 
 #define LOG2_E 1.44269504f
