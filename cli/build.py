@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default=AUTO,
         help=f"backend of the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this "
-        "processor, if there is a C compiler and the processor has AVX-512, else onnxruntime",
+        "processor, if there is a C compiler and the processor has AVX2, else onnxruntime",
     )
     parser.add_argument(
         "--precision",

@@ -70,9 +70,9 @@ def test_lesser_instructions_of_this_processor_compute_the_same_bits(
 def test_other_processors_compute_the_same_bits(
     cross: str, flags: tuple[str, ...], emulator: tuple[str, ...], expected: list[str], tmp_path: Path
 ) -> None:
-    for program in (emulator[0], *([cross] if cross else [])):
-        if shutil.which(program) is None:
-            pytest.skip(f"there is no {program}: apt-get install qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross")
+    for needed in (emulator[0], *([cross] if cross else [])):
+        if shutil.which(needed) is None:
+            pytest.skip(f"there is no {needed}: apt-get install qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross")
     if not cross and platform.machine() not in X86:
         pytest.skip("this machine's compiler is not one for x86")
     program = compiled([cross] if cross else compiler(), (*flags, "-static"), tmp_path / "digests")
