@@ -80,6 +80,8 @@ static void digest_rounding(int outputs, int blocks) {
                     blocks == 1 ? left : NULL);
     take(codes, count), take(scales, count / CODE_BLOCK * sizeof(float)), take(left, count * sizeof(float));
     take(offsets, count / CODE_BLOCK * sizeof(float));
+    draftwood_round8(weights, outputs, (int)inputs, (int8_t *)codes, scales);
+    take(codes, count), take(scales, count / CODE_BLOCK * sizeof(float));
     tell("rounding", outputs);
     free(weights), free(feedback), free(left), free(scales), free(offsets), free(codes);
 }

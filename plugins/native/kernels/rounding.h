@@ -1,6 +1,6 @@
 /* Weights rounded to 8 and to 4 bits, in blocks of inputs. At 8 bits a block has an fp16 scale by which its largest
- * weight fits. At 4 bits it has the scale and the offset, both fp16, that leave the smallest square error. A
- * vector of outputs at a time: a lane belongs to one of them, so nothing is added across lanes. */
+ * weight fits. At 4 bits it has the scale and the offset, both fp16, that leave the smallest square error. A vector
+ * of outputs at a time: a lane belongs to one of them, so nothing is added across lanes. */
 #pragma once
 #include "matrix.h"
 
@@ -9,10 +9,7 @@
 #define REFITS 2 /* of scale and offset to the codes that they gave */
 
 /* To the nearest integer, as `nearest` does and for the same numbers, but still floats. */
-INLINE f32 whole(f32 value) {
-    value = settled(value);
-    return (value + WHOLE_ZERO) - WHOLE_ZERO;
-}
+INLINE f32 whole(f32 value) { return (settled(value) + WHOLE_ZERO) - WHOLE_ZERO; }
 
 /* The nearest fp16 numbers, ties to even, at most the largest one. */
 INLINE f32 halved(f32 value) {
