@@ -222,7 +222,7 @@ def describe_backend(name: str) -> Backend:
 
 
 def choose_backend() -> Choice:
-    """Choose the native engine when its kernels can be compiled here and were found fast, and ONNX Runtime otherwise."""
+    """Choose the native engine where its kernels compile and were found fast, and ONNX Runtime otherwise."""
     if platform.machine() not in X86:
         return Choice(ONNXRUNTIME.name, "the native kernels were timed on x86 alone: --backend native takes them here")
     if missing := FUSED - available(()):
