@@ -23,8 +23,9 @@ from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.backends import describe_backend
 from ..runtime.engines.base import Engine, TokenBatch
 from ..runtime.engines.passes import prefill
+from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.random import seeded_streams
-from ..runtime.sampling.sampler import Sampler, SamplingParams
+from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts

@@ -25,8 +25,9 @@ from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.base import Engine
 from ..runtime.prompt import check_prompt
+from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.random import seeded_streams
-from ..runtime.sampling.sampler import Sampler, SamplingParams
+from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel, assumed

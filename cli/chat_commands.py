@@ -14,7 +14,7 @@ from ..models.errors import RequestError, shown
 from ..runtime.chat import ChatSession
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.llm import Speculation
-from ..runtime.sampling.sampler import SamplingParams
+from ..runtime.sampling.params import SamplingParams
 from .files import unwritable
 from .live import running
 

@@ -7,7 +7,7 @@ from .decoding.scheduler import QueueFullError
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM
 from .requests.async_llm import AsyncLLM
-from .sampling.sampler import SamplingParams
+from .sampling.params import SamplingParams
 from .speculation.config import SpeculativeConfig
 from .text.result import GenerationResult
 from .text.writer import StreamChunk, TextPiece

@@ -28,8 +28,9 @@ from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine
 from .prompt import check_prompt, too_long_error
+from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
-from .sampling.sampler import Sampler, SamplingParams
+from .sampling.sampler import Sampler
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.controller import Experience
 from .speculation.planning.cost import CostModel, assumed

@@ -14,8 +14,9 @@ from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.round import Round
 from ..decoding.stats import SpecDecodeStats
 from ..llm import LLM, Prompt
+from ..sampling.params import SamplingParams
 from ..sampling.random import seeded_streams
-from ..sampling.sampler import Sampler, SamplingParams
+from ..sampling.sampler import Sampler
 
 NOISE = 1e-3  # greatest difference of logits between passes of different widths, whose sums have different orders
 

@@ -15,7 +15,7 @@ from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING, Loop
 from ..decoding.scheduler import QueueFullError, Scheduler
 from ..llm import LLM, PREFIX_CACHE_SLOTS, Prompt, Speculation
-from ..sampling.sampler import SamplingParams
+from ..sampling.params import SamplingParams
 from ..text.writer import StreamChunk
 from .engine_thread import EngineThread
 from .stream import DeadlineError, Request, RequestStream, ShutdownError

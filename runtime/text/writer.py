@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..decoding.chunk import TokenChunk, TokenLogprob
 from ..decoding.stats import SpecDecodeStats
-from ..sampling.sampler import SamplingParams
+from ..sampling.params import SamplingParams
 from .detokenizer import IncrementalDetokenizer, StopChecker, StopResult
 from .tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import LOSSLESS, SpeculativeConfig
 
 SETTINGS = {

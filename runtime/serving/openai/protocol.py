@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 
 from ....models.errors import RequestError, shown
 from ...llm import Prompt, Speculation, is_batch
-from ...sampling.sampler import (
+from ...sampling.params import (
     LARGEST_COUNT,
     LARGEST_SEED,
     MAX_STOP_LENGTH,

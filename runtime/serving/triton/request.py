@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import RequestError, shown
-from ...sampling.sampler import SamplingParams
+from ...sampling.params import SamplingParams
 from ...speculation.bounds import MAX_PROPOSAL, check_bounds
 from ...speculation.config import SpeculativeConfig
 from ..json_text import parse

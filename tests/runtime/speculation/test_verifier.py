@@ -13,8 +13,9 @@ from enumeration import PROMPT, decoded, outcomes, pair, total_variation
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStream, RandomStreams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_graph import Edge, TokenGraph
 from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
