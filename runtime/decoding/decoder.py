@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from ...models.bindings import TOP_IDS
 from ..engines.base import Engine, ForwardOutput
 from ..engines.passes import Passes, Steps, forward, prefill_passes
 from ..sampling.random import RandomStreams
-from ..sampling.sampler import Sampler, largest
+from ..sampling.sampler import Sampler, largest, log_softmax
 from ..sampling.softmax import softmax_of
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
@@ -126,7 +124,7 @@ class SpeculativeDecoder:
             with decoding:
                 outcome = yield from self._round(request)
                 kept, finish_reason = request.cut(outcome.token_ids)
-                logprobs = top_logprobs(outcome, kept, sampler.params.logprobs)
+                logprobs = top_logprobs(outcome, kept, sampler)
                 self._record(stats, request, outcome)
             if observe is not None:
                 observe(self._describe_round(request, outcome, kept, finish_reason, decoding))
@@ -198,6 +196,7 @@ class SpeculativeDecoder:
                 return Proposal(graph, unroll(graph, 0, 0), NOT_WORTH_IT)
             config, depth = self._limit(config, plan), min(max_depth, plan.depth)
         found = [] if request.lookup is None else request.lookup.propose()[:depth]
+        found = found[: sampler.processing.count_allowed(found)]
         if not config.chooses(greedy):
             graft_given(graph, found)
         estimate = request.calibration or uncorrected
@@ -280,16 +279,14 @@ class SpeculativeDecoder:
         return Round(proposal, probs, acceptance, token_ids[:kept], finish_reason, draft, target, host)
 
 
-def top_logprobs(outcome: Outcome, kept: int, count: int | None) -> list[TokenLogprob]:
-    """Log-probabilities of the `kept` tokens of a round, each with the `count` most probable tokens. Empty when `count`
-    is None."""
+def top_logprobs(outcome: Outcome, kept: int, sampler: Sampler) -> list[TokenLogprob]:
+    """Log-probabilities of the `kept` tokens of a round, if the request wants them."""
+    count = sampler.params.logprobs
     if count is None:
         return []
-    results = []
-    for row, token in zip((0, *outcome.acceptance.rows)[:kept], outcome.token_ids[:kept], strict=True):
-        scores = outcome.logits[row].astype(np.float64)
-        scores -= scores.max()
-        scores -= np.log(np.exp(scores).sum())
+    results, tokens = [], outcome.token_ids[:kept]
+    for index, (row, token) in enumerate(zip((0, *outcome.acceptance.rows)[:kept], tokens, strict=True)):
+        scores = log_softmax(sampler.processing.constrain(outcome.logits[row], tokens[:index]))
         best = largest(scores, count).tolist()
         results.append(TokenLogprob(token, float(scores[token]), {index: float(scores[index]) for index in best}))
     return results

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import RequestError, shown
+from .structured import StructuredOutput
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
 REPETITION_PENALTIES = (1e-6, 1e6)  # beyond this range logits overflow
@@ -28,6 +29,7 @@ ACCEPTED_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int | None": ((Integral, NoneType), "None or a whole number"),
     "float": ((Real,), "a number"),
     "bool": ((bool,), "True or False"),
+    "StructuredOutput | None": ((StructuredOutput, NoneType), "None or a StructuredOutput"),
 }
 
 
@@ -40,8 +42,8 @@ class SamplingParams:
     penalties count only the output. A stop string or stop token ends the text and is not part of the text; the token
     that ended the text is the last of the output tokens. logprobs: number of alternatives to report per token; None
     reports no log-probabilities. A logits processor gets the output tokens so far, the path included, and float64
-    logits [V]; it returns logits [V], which are copied. A setting that is a tuple also accepts a list, one value, and
-    None.
+    logits [V]; it returns logits [V], which are copied. structured: the form of the text; the text ends where
+    nothing can follow. A setting that is a tuple also accepts a list, one value, and None.
     """
 
     max_tokens: int = 128
@@ -59,6 +61,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         for name, kind in ((field.name, str(field.type)) for field in fields(self)):
@@ -94,6 +97,8 @@ class SamplingParams:
         require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
         seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
         require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
+        free = self.structured is None or not self.ignore_eos
+        require("ignore_eos", self.ignore_eos, free, "False with a structured output, which ends the text")
         require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "None or in [0, 20]")
 
     @property

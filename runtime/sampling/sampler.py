@@ -1,11 +1,12 @@
 """Sampler: from the logits of a node to the distribution, or to the token, after the node's path.
 
-The order of operations is vLLM's: logits processors, min_tokens, penalties, (greedy: arg-max) temperature, min-p,
-top-k, top-p. The logits of draft and target go through the same Sampler, so the request's settings apply to p and q.
+The order of operations is vLLM's: `processing.py`, (greedy: arg-max) temperature, min-p, top-k, top-p. The logits of
+draft and target go through the same Sampler, so the request's settings apply to p and q.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.errors import RequestError
+from .constraint import Constraint
 from .params import SamplingParams, require
+from .processing import Processing, checked
 from .random import RandomStream
 from .softmax import NumpySoftmax, Softmax, Weights, best
 
-LARGEST_LOGIT = float(np.finfo(np.float32).max)  # the softmax of engines reads fp32
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
 
@@ -42,29 +43,39 @@ class Candidates(NamedTuple):
         return float(self.probs[self.ids == token].sum())
 
 
+NO_CANDIDATES = Candidates(np.zeros(0, np.int64), np.zeros(0))
+
+
 class Sampler:
     """Applies one request's settings to logits. A path is the list of tokens from the committed text to a node."""
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], eos: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        eos: Sequence[int],
+        vocab_size: int,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """constraint: the grammar of `params.structured`, at its beginning."""
         for token in params.stop_token_ids:
             require("stop_token_ids", token, token < vocab_size, f"below the vocabulary size {vocab_size}")
         self.params = params
-        self.output: list[int] = []
-        ending = {token for token in (*eos, *params.stop_token_ids) if 0 <= token < vocab_size}
-        self._ending = np.array(sorted(ending), np.int64)
-        self._prompt = np.array(sorted(set(prompt)), np.int64)
-        self._counts = np.zeros(vocab_size, np.int64)
+        self.processing = Processing(params, prompt, eos, vocab_size, constraint)
+        self._vocab_size = vocab_size
         self._softmax: Softmax = NumpySoftmax()
         self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length
         self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
-        self._penalises = (
-            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        )
+
+    @property
+    def output(self) -> list[int]:
+        """The committed tokens."""
+        return self.processing.output
 
     @property
     def follows_path(self) -> bool:
         """Whether the settings change logits depending on earlier tokens."""
-        return self._penalises or bool(self.params.logits_processors) or self.params.min_tokens > len(self.output)
+        return self.processing.follows_path
 
     def use(self, softmax: Softmax) -> None:
         """Use this softmax from now on, instead of numpy's."""
@@ -72,9 +83,7 @@ class Sampler:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output."""
-        self.output.extend(tokens)
-        for token in tokens:
-            self._counts[token] += 1
+        self.processing.commit(tokens)
 
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], stream: RandomStream) -> int:
         """The next token after `path`, from logits [V]."""
@@ -104,23 +113,37 @@ class Sampler:
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
         """The distribution from which the draft draws the token after `path`, above temperature 0: `distribution`
-        without its tail. The draft may draw from any distribution, as long as verification uses the same one as q."""
-        return self._likely(self._scores(logits, path), max(self.params.min_p, NEGLIGIBLE))
+        without its tail. The draft may draw from any distribution, as long as verification uses the same one as q.
+        Empty where the constraint allows none of the tokens that the draft predicts: the branch ends there."""
+        scores = self.processing.apply(logits, path)
+        if self.processing.is_closed(scores, path):
+            return NO_CANDIDATES
+        return self._likely(checked(scores), max(self.params.min_p, NEGLIGIBLE))
+
+    def ranking(
+        self, logits: NDArray[np.float32], path: Sequence[int], count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The `count` most probable tokens after `path`, best first, and their log-probabilities before temperature and
+        truncation. A token that may not follow has -inf; where `candidates` is empty, every token has."""
+        scores = self.processing.apply(logits, path)
+        ids = largest(scores, count)
+        if self.processing.is_closed(scores, path):
+            return ids, np.full(len(ids), -np.inf)
+        peak, total = float(scores[ids[0]]), self._softmax.weights(checked(scores), 1.0, self._buffer(path)).total
+        return ids, scores[ids].astype(np.float64) - peak - math.log(total)
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
-        """Log-probabilities [V] after processors and penalties, before temperature and truncation."""
-        scores = self._process(logits, path)
-        scores -= scores.max()
-        return np.asarray(scores - np.log(np.exp(scores).sum()))
+        """Log-probabilities [V] after processors, penalties and constraint, before temperature and truncation."""
+        return log_softmax(self._scores(logits, path))
 
     def _scores(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """Logits [V] after processors, min_tokens and penalties, if the request has any."""
-        return self._process(logits, path) if self.follows_path else logits
+        """Logits [V] after processing, if the request has any. Raises RequestError if no token is left."""
+        return checked(self.processing.apply(logits, path)) if self.follows_path else logits
 
     def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
         """A buffer [V] for the row after `path`. Verifiers use at most one row of each path length at a time."""
         while len(self._buffers) <= len(path):
-            self._buffers.append(np.empty(len(self._counts), self._softmax.dtype))
+            self._buffers.append(np.empty(self._vocab_size, self._softmax.dtype))
         return self._buffers[len(path)]
 
     def _truncate(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
@@ -157,42 +180,13 @@ class Sampler:
             ids, weights = ids[kept], weights[kept]
         return Candidates(ids, weights / weights.sum())
 
-    def _process(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
-        """Logits [V] in float64 after processors, min_tokens and penalties."""
-        params = self.params
-        scores: NDArray[np.float64] = logits.astype(np.float64)
-        for processor in params.logits_processors:
-            # A copy, because the processor may keep the array that it returned, and the code below writes into it.
-            scores = np.array(processor([*self.output, *path], scores), np.float64)
-            if scores.shape != logits.shape:
-                raise RequestError(f"a logits processor returned shape {scores.shape} instead of {logits.shape}")
-        if len(self.output) + len(path) < params.min_tokens:
-            scores[self._ending] = -np.inf
-        if self._penalises:
-            with np.errstate(over="ignore"):  # the check below refuses overflows
-                scores = self._penalise(scores, path)
-        highest = scores.max()
-        if highest == -np.inf:
-            raise RequestError("no token is left to choose from: logits processors or min_tokens removed all of them")
-        if not abs(highest) <= LARGEST_LOGIT:
-            raise RequestError(
-                f"the largest logit became {highest}: logits processors must return numbers of fp32, or -inf"
-            )
-        scores[scores < -LARGEST_LOGIT] = -np.inf  # as in fp32
-        return scores
 
-    def _penalise(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:
-        params = self.params
-        counts = self._counts
-        if path:
-            counts = counts + np.bincount(path, minlength=len(counts))
-        if params.repetition_penalty != 1:
-            seen = counts > 0
-            seen[self._prompt] = True
-            penalised = np.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-            scores = np.where(seen, penalised, scores)
-        charge = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        return np.asarray(scores - charge)
+def log_softmax(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Log-probabilities [V]."""
+    logprobs: NDArray[np.float64] = scores.astype(np.float64)
+    logprobs -= logprobs.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    return logprobs
 
 
 def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:

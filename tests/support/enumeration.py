@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.constraint import Constraint
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -66,12 +67,15 @@ def decoded(
     config: SpeculativeConfig | None,
     params: SamplingParams,
     costs: CostModel | None = None,
+    constraint: Callable[[], Constraint] | None = None,
+    eos: tuple[int, ...] = (),
 ) -> Distribution:
-    """The exact distribution of the decoder's output."""
+    """The exact distribution of the decoder's output. constraint: makes the grammar of each text."""
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
-        sampler = Sampler(params, PROMPT, (), target.spec.model.vocab_size)
-        decoder = SpeculativeDecoder(target, draft, config, 4096, (), costs)
+        grammar = None if constraint is None else constraint()
+        sampler = Sampler(params, PROMPT, eos, target.spec.model.vocab_size, grammar)
+        decoder = SpeculativeDecoder(target, draft, config, 4096, eos, costs)
         chunks = decoder.generate(PROMPT, sampler, streams, SpecDecodeStats())
         return tuple(token for chunk in chunks for token in chunk.token_ids)
 
