@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import closing
 from functools import cache
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Literal, NamedTuple, TypeGuard, cast, overload
+from typing import Literal, TypeGuard, cast, overload
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError
@@ -17,23 +17,25 @@ from .bundle.bundle import EngineBundle
 from .bundle.costs import stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
-from .decoding.decoder import SpeculativeDecoder, count_one
+from .decoding.decoder import SpeculativeDecoder
 from .decoding.loop import MAX_RUNNING, Job, Loop, drive
 from .decoding.round import Observer
 from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend
-from .engines.base import Engine
 from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine
 from .prompt import check_prompt, too_long_error
+from .request_engines import Engines, SharedEngines
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler
+from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.controller import Experience
 from .speculation.planning.cost import CostModel, assumed
+from .structured.grammars import Grammar, Grammars
 from .text.conversation import Conversation, is_conversations, to_template
 from .text.result import GenerationResult, result_of
 from .text.tokenizer import Tokenizer
@@ -42,28 +44,6 @@ from .text.writer import StreamChunk, TextWriter
 PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
 Prompt = str | Sequence[int]  # text, or token ids without further encoding
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None decodes plainly, "own" is the LLM's
-
-
-class Engines(NamedTuple):
-    """The engines of a request; draft None decodes plainly. sharing: returns how many requests share passes."""
-
-    target: Engine
-    draft: Engine | None
-    sharing: Callable[[], int] = count_one
-
-
-class SharedEngines(NamedTuple):
-    """Engines for several requests at a time. pools: the engines with a shared cache. budget: the slots of these caches
-    that requests may use."""
-
-    engines: Engines
-    pools: tuple[PooledEngine, ...]
-    budget: CacheBudget
-
-    def close(self) -> None:
-        """Free the shared caches. The engines stay open."""
-        for pool in self.pools:
-            pool.close()
 
 
 class LLM:
@@ -103,6 +83,8 @@ class LLM:
             draft = None if self._draft is None else self._draft.spec.model
             self._costs = measured or assumed(self._target.spec.model, draft)
         self._experience = Experience()
+        model = self._target.spec.model
+        self._grammars = Grammars(self.tokenizer, model.vocab_size, self.bundle.manifest.eos_token_ids)
         self._idle: deque[SpeculativeDecoder] = deque()
 
     @overload
@@ -146,11 +128,13 @@ class LLM:
         observe: Observer | None = None,
         speculative: Speculation = "own",
         engines: Engines | None = None,
+        grammar: Grammar | None = None,
     ) -> Job[StreamChunk]:
-        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines."""
+        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. grammar:
+        that of `params.structured`, if the caller has compiled it."""
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
-        sampler = Sampler(params, tokens, self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size)
+        sampler = self.sampler(params, tokens, grammar)
         stats = SpecDecodeStats()
         steps = self._rounds(tokens, sampler, stats, config, observe, engines)
 
@@ -159,6 +143,18 @@ class LLM:
             return TextWriter(self.tokenizer, tokens, params)
 
         return Job(steps=steps, write=lambda chunk: writer().write(chunk, stats), stats=stats)
+
+    def sampler(self, params: SamplingParams, prompt: Sequence[int], grammar: Grammar | None = None) -> Sampler:
+        """The sampler of a request. grammar: see `job`. Raises RequestError."""
+        if grammar is None and params.structured is not None:
+            grammar = self.compile(params.structured)
+        constraint = None if grammar is None else grammar.start()
+        vocab_size = self._target.spec.model.vocab_size
+        return Sampler(params, prompt, self.bundle.manifest.eos_token_ids, vocab_size, constraint)
+
+    def compile(self, structured: StructuredOutput, given_up: Event | None = None) -> Grammar:
+        """The grammar of a structured output, see Grammars.compile. The latest ones are kept."""
+        return self._grammars.compile(structured, given_up)
 
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
         """The configuration of a request, with limits that fit the engines. "own" is the LLM's. Raises ConfigError."""
@@ -247,8 +243,9 @@ class LLM:
         return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
 
     def close(self) -> None:
-        """Close both engines, and end the processes of the chat template."""
+        """Close both engines, and end the processes of the chat template and of grammars."""
         self.tokenizer.close()
+        self._grammars.close()
         while (decoder := self._idle_decoder()) is not None:
             decoder.close()
         self._target.close()

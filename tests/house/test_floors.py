@@ -43,6 +43,7 @@ RUNTIME_ROOMS = (
     "speculation",
     "decoding",
     "text",
+    "structured",
     "bundle",
     ".",  # llm.py and what it is made of
     "inspection",
