@@ -17,8 +17,9 @@ CPU_SECONDS = 10
 # Limits of llguidance, where they are below its defaults: they bound a mask's time, and a grammar's memory (up to 2 kB
 # per state), which requests with the same grammar share.
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 30_000, "max_lexer_states": 20_000, "max_grammar_size": 100_000}
-# Between the tokens of JSON. Without a bound, a weak model may write blanks until max_tokens.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Between the tokens of JSON: a blank, or a new line with its indentation. Without a bound, a weak model may write blanks
+# until max_tokens.
+WHITESPACE = r" |\n {0,32}|\n\t{0,16}"
 
 
 def prepare(setting: dict[str, Any]) -> LLTokenizer:
