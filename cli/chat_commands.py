@@ -19,7 +19,11 @@ from .files import unwritable
 from .live import running
 
 SPECULATION = "speculation"
-UNSETTABLE = ("logits_processors", "logprobs")  # nothing of a conversation in a terminal shows log-probabilities
+UNSETTABLE = (
+    "logits_processors",
+    "structured",
+    "logprobs",
+)  # nothing of a conversation in a terminal shows log-probabilities
 
 
 @dataclass

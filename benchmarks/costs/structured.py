@@ -57,7 +57,7 @@ def main() -> None:
     with LLM(arguments.bundle, SpeculativeConfig()) as llm:
         grammars = {name: time_grammar(llm, form) for name, form in FORMS.items() if form is not None}
         prompts = PEOPLE[: arguments.prompts]
-        speeds = []
+        speeds: list[dict[str, Any]] = []
         for temperature, form, way in product(TEMPERATURES, FORMS, WAYS):
             runs = [speed(llm, prompts, form, way, temperature) for _ in range(arguments.repeats)]
             middle = sorted(runs, key=itemgetter("tokens_per_second"))[len(runs) // 2]

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 10
-# Limits of llguidance, where they are below its defaults: they bound a mask's time, and a grammar's memory (up to 2 kB
-# per state), which requests with the same grammar share.
-LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 30_000, "max_lexer_states": 20_000, "max_grammar_size": 100_000}
 # Between the tokens of JSON: a blank, or a new line with its indentation. Without a bound, a weak model may write blanks
 # until max_tokens.
 WHITESPACE = r" |\n {0,32}|\n\t{0,16}"
@@ -65,7 +62,16 @@ def open_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher at the beginning of a grammar; it may be in its error state."""
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+    # Below the library's defaults: they bound the time of a mask, and the memory of a grammar (up to 2 kB per state),
+    # which requests with the same grammar share.
+    limits = LLParserLimits(
+        step_lexer_fuel=100_000,
+        step_max_items=30_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
 def first_problem(matcher: LLMatcher) -> str:

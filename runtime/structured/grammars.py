@@ -138,11 +138,12 @@ class Grammars:
                 raise RequestError(
                     f"structured outputs need the package {LIBRARY}: install draftwood[structured] beside this model"
                 )
-            setting = {"tokenizer": self._json(), "vocab_size": self._vocab_size, "eos": self._eos}
+            content = self._json()
+            setting = {"tokenizer": content, "vocab_size": self._vocab_size, "eos": self._eos}
             line = (json.dumps(setting) + "\n").encode()
             pool = WorkerPool(WORKER, line, refusal, PROCESSES, COMPILE_SECONDS, CROWDED_SECONDS)
             try:
-                tokenizer = open_tokenizer(**setting)
+                tokenizer = open_tokenizer(content, self._vocab_size, self._eos)
             except BaseException as error:
                 if not is_failure(error):
                     raise

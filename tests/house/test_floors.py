@@ -25,6 +25,7 @@ RESERVED = {
         "runtime/engines/torch.py",
         "builder/",
     ),
+    "llguidance": ("runtime/structured/",),
     "huggingface_hub": ("builder/checkpoints/hub.py",),
     "draftwood.models.llama": ("runtime/engines/torch.py", "builder/"),
 }

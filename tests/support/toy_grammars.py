@@ -70,7 +70,7 @@ def constrained(predict: Predict, name: str, max_tokens: int) -> Distribution:
     """The distribution of plain constrained decoding, from its definition: at each token the model's distribution over
     the allowed tokens."""
     texts: Distribution = defaultdict(float)
-    open_texts = [((), 1.0)]
+    open_texts: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while open_texts:
         text, probability = open_texts.pop()
         grammar = ToyGrammar(name)

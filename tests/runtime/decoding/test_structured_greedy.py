@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bundling import built_native
@@ -15,7 +16,7 @@ from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig, Structured
 
 pytest.importorskip("llguidance", reason="needs the [structured] extra")
 
-ORDER = {
+ORDER: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 6},
@@ -101,7 +102,7 @@ def has_form(name: str, text: str) -> bool:
         return text in form.choice
     content = json.loads(text)
     return (
-        list(content) == list(ORDER["properties"])  # type: ignore[call-overload]
+        list(content) == list(ORDER["properties"])
         and len(content["name"]) <= 6
         and content["size"] in ("small", "large")
         and all(type(item) is int and 0 <= item < 100 for item in content["counts"])
