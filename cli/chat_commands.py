@@ -19,11 +19,8 @@ from .files import unwritable
 from .live import running
 
 SPECULATION = "speculation"
-UNSETTABLE = (
-    "logits_processors",
-    "structured",
-    "logprobs",
-)  # nothing of a conversation in a terminal shows log-probabilities
+# Nothing of a conversation in a terminal shows log-probabilities, and a schema is no word.
+UNSETTABLE = ("logits_processors", "logprobs", "structured")
 
 
 @dataclass

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 10
-# Between the tokens of JSON: a blank, or a new line with its indentation. Without a bound, a weak model may write blanks
-# until max_tokens.
+# Between the tokens of JSON: a blank, or a new line with its indentation. Without a bound, a weak model may write
+# blanks until max_tokens.
 WHITESPACE = r" |\n {0,32}|\n\t{0,16}"
 
 
