@@ -84,7 +84,7 @@ class LLM:
             self._costs = measured or assumed(self._target.spec.model, draft)
         self._experience = Experience()
         model = self._target.spec.model
-        self._grammars = Grammars(self.tokenizer, model.vocab_size, self.bundle.manifest.eos_token_ids)
+        self.grammars = Grammars(self.tokenizer, model.vocab_size, self.bundle.manifest.eos_token_ids)
         self._idle: deque[SpeculativeDecoder] = deque()
 
     @overload
@@ -153,8 +153,8 @@ class LLM:
         return Sampler(params, prompt, self.bundle.manifest.eos_token_ids, vocab_size, constraint)
 
     def compile(self, structured: StructuredOutput, given_up: Event | None = None) -> Grammar:
-        """The grammar of a structured output, see Grammars.compile. The latest ones are kept."""
-        return self._grammars.compile(structured, given_up)
+        """The grammar of a structured output, see Grammars.compile."""
+        return self.grammars.compile(structured, given_up)
 
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
         """The configuration of a request, with limits that fit the engines. "own" is the LLM's. Raises ConfigError."""
@@ -245,7 +245,7 @@ class LLM:
     def close(self) -> None:
         """Close both engines, and end the processes of the chat template and of grammars."""
         self.tokenizer.close()
-        self._grammars.close()
+        self.grammars.close()
         while (decoder := self._idle_decoder()) is not None:
             decoder.close()
         self._target.close()

@@ -6,7 +6,6 @@ python -m benchmarks.costs.structured bundles/smollm2 --output benchmarks/result
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -38,13 +37,12 @@ FORMS = {"none": None, "schema": StructuredOutput(json=PERSON), "any object": St
 PEOPLE = ("a teacher in Paris", "a sailor from Hamburg", "a young doctor", "a retired farmer", "a student of music")
 WAYS = {
     "plain": None,
-    "auto": SpeculativeConfig(),
     "chain of 4": SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
     "tree of 15": SpeculativeConfig("dyspec", max_total_draft_tokens=15, max_draft_len=6, budget="fixed"),
     "merged tree of 15": SpeculativeConfig("dyspec-threshold", "gsd", max_draft_len=6, budget="fixed"),
 }
 TEMPERATURES = (0.0, 0.8)
-MAX_TOKENS = 96
+MAX_TOKENS = 64
 
 
 def main() -> None:
@@ -57,12 +55,13 @@ def main() -> None:
     with LLM(arguments.bundle, SpeculativeConfig()) as llm:
         grammars = {name: time_grammar(llm, form) for name, form in FORMS.items() if form is not None}
         prompts = PEOPLE[: arguments.prompts]
+        Console().print(grammars)
         speeds: list[dict[str, Any]] = []
         for temperature, form, way in product(TEMPERATURES, FORMS, WAYS):
             runs = [speed(llm, prompts, form, way, temperature) for _ in range(arguments.repeats)]
             middle = sorted(runs, key=itemgetter("tokens_per_second"))[len(runs) // 2]
             speeds.append({"form": form, "way": way, "temperature": temperature, **middle})
-    Console().print_json(json.dumps({"grammars": grammars, "speeds": speeds}))
+            Console().print(speeds[-1])
     write_results(arguments.output, arguments.name, {"grammars": grammars, "speeds": speeds})
 
 

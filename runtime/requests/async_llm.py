@@ -121,7 +121,8 @@ class AsyncLLM(EngineThread):
         """LLM.compile in another thread; None for None. Cancelling the task gives the grammar up."""
         if structured is None:
             return None
-        return await self._texts.write(lambda given_up: self.llm.compile(structured, given_up))
+        known = self.llm.grammars.find(structured)
+        return known or await self._texts.compile(lambda given_up: self.llm.compile(structured, given_up))
 
     @property
     def texts(self) -> TextThreads:

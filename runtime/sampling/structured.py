@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,7 +26,7 @@ class StructuredOutput:
     json: str | Mapping[str, Any] | None = None
     json_object: bool = False
     regex: str | None = None
-    choice: tuple[str, ...] = ()
+    choice: Sequence[str] = ()
     grammar: str | None = None
 
     def __post_init__(self) -> None:

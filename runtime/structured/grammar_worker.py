@@ -49,8 +49,8 @@ def translate(kind: str, text: str) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if kind in ("json", "json_object"):
-        pattern = {"whitespace_pattern": WHITESPACE}
-        return LLMatcher.grammar_from_json_schema(text, defaults=pattern, overrides={"lenient": False})
+        defaults: Any = {"whitespace_pattern": WHITESPACE}
+        return LLMatcher.grammar_from_json_schema(text, defaults=defaults, overrides={"lenient": False})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":

@@ -99,18 +99,25 @@ class Grammars:
         """vocab_size: of the model. eos: the tokens that end a text."""
         self._json = tokenizer.to_json
         self._vocab_size, self._eos = vocab_size, [token for token in eos if 0 <= token < vocab_size]
-        self._lock = Lock()
+        self._lock, self._opening = Lock(), Lock()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._opened: tuple[WorkerPool, LLTokenizer] | None = None
+
+    def find(self, form: StructuredOutput) -> Grammar | None:
+        """The grammar of a form, if it is kept."""
+        with self._lock:
+            known = self._kept.pop(form, None)
+            if known is None or not known.usable:
+                return None
+            self._kept[form] = known
+            return known
 
     def compile(self, form: StructuredOutput, given_up: Event | None = None) -> Grammar:
         """The grammar of a form of text. given_up: see WorkerPool.ask. Raises RequestError if the form is wrong or not
         supported, exceeds a limit, or needs a package that is not installed."""
-        with self._lock:
-            known = self._kept.pop(form, None)
-            if known is not None and known.usable:
-                self._kept[form] = known
-                return known
+        if (known := self.find(form)) is not None:
+            return known
+        with self._opening:
             workers, tokenizer = self._open()
         answer = workers.ask((json.dumps({"kind": form.kind, "text": form.text}) + "\n").encode(), given_up)
         if "text" not in answer:
@@ -126,7 +133,7 @@ class Grammars:
 
     def close(self) -> None:
         """End the processes."""
-        with self._lock:
+        with self._opening:
             opened, self._opened = self._opened, None
         if opened is not None:
             opened[0].close()
