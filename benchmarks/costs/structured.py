@@ -33,7 +33,12 @@ PERSON = {
     "required": ["name", "age", "city", "languages", "employed"],
     "additionalProperties": False,
 }
-FORMS = {"none": None, "schema": StructuredOutput(json=PERSON), "any object": StructuredOutput(json_object=True)}
+GRAMMARS = {
+    "schema": StructuredOutput(json=PERSON),
+    "any object": StructuredOutput(json_object=True),
+    "regular expression": StructuredOutput(regex="[A-Z][a-z]+( [A-Z][a-z]+){0,2}, [0-9]{1,3} years"),
+}
+FORMS = {"none": None, "schema": GRAMMARS["schema"]}
 PEOPLE = ("a teacher in Paris", "a sailor from Hamburg", "a young doctor", "a retired farmer", "a student of music")
 WAYS = {
     "plain": None,
@@ -53,7 +58,8 @@ def main() -> None:
     add_output(parser, "costs_structured")
     arguments = parser.parse_args()
     with LLM(arguments.bundle, SpeculativeConfig()) as llm:
-        grammars = {name: time_grammar(llm, form) for name, form in FORMS.items() if form is not None}
+        llm.compile(StructuredOutput(choice=["a"]))  # starts the process
+        grammars = {name: time_grammar(llm, form) for name, form in GRAMMARS.items()}
         prompts = PEOPLE[: arguments.prompts]
         Console().print(grammars)
         speeds: list[dict[str, Any]] = []

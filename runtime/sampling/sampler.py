@@ -129,8 +129,10 @@ class Sampler:
         ids = largest(scores, count)
         if self.processing.is_closed(scores, path):
             return ids, np.full(len(ids), -np.inf)
-        peak, total = float(scores[ids[0]]), self._softmax.weights(checked(scores), 1.0, self._buffer(path)).total
-        return ids, scores[ids].astype(np.float64) - peak - math.log(total)
+        left = scores[checked(scores) > -np.inf]
+        peak = scores[best(scores)]
+        total = float(np.exp(left - peak).sum(dtype=np.float64))
+        return ids, scores[ids].astype(np.float64) - float(peak) - math.log(total)
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities [V] after processors, penalties and constraint, before temperature and truncation."""
@@ -193,8 +195,11 @@ def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     """Indices of the `count` largest scores, best first; the earlier of equal scores comes first."""
     likely = (scores > scores.max() - LIKELY).nonzero()[0]
     if len(likely) < count:
-        likely = np.arange(len(scores))
-    return np.asarray(likely[np.argsort(-scores[likely], kind="stable")[:count]])
+        likely = (scores > -np.inf).nonzero()[0]
+    found = likely[np.argsort(-scores[likely], kind="stable")[:count]]
+    if len(found) < min(count, len(scores)):
+        found = np.concatenate((found, (scores == -np.inf).nonzero()[0][: count - len(found)]))
+    return np.asarray(found)
 
 
 def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
