@@ -124,14 +124,15 @@ class Sampler:
         self, logits: NDArray[np.float32], path: Sequence[int], count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The `count` most probable tokens after `path`, best first, and their log-probabilities before temperature and
-        truncation. A token that may not follow has -inf; where `candidates` is empty, every token has."""
+        truncation; the mass of unlikely tokens is neglected. A token that may not follow has -inf; where `candidates`
+        is empty, every token has."""
         scores = self.processing.apply(logits, path)
         ids = largest(scores, count)
         if self.processing.is_closed(scores, path):
             return ids, np.full(len(ids), -np.inf)
-        left = scores[checked(scores) > -np.inf]
+        checked(scores)
         peak = scores[best(scores)]
-        total = float(np.exp(left - peak).sum(dtype=np.float64))
+        total = float(np.exp(scores[scores > peak - LIKELY] - peak).sum(dtype=np.float64))
         return ids, scores[ids].astype(np.float64) - float(peak) - math.log(total)
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
@@ -196,6 +197,9 @@ def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     likely = (scores > scores.max() - LIKELY).nonzero()[0]
     if len(likely) < count:
         likely = (scores > -np.inf).nonzero()[0]
+    if len(likely) > count > 0:
+        values = scores[likely]
+        likely = likely[at_least(values, np.partition(values, -count)[-count], count)]
     found = likely[np.argsort(-scores[likely], kind="stable")[:count]]
     if len(found) < min(count, len(scores)):
         found = np.concatenate((found, (scores == -np.inf).nonzero()[0][: count - len(found)]))
@@ -209,7 +213,7 @@ def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
     return at_least(weights, descending[count - 1], count)
 
 
-def at_least(weights: NDArray[np.float64], least: np.float64, count: int) -> NDArray[np.int64]:
+def at_least(weights: NDArray[np.floating[Any]], least: np.floating[Any], count: int) -> NDArray[np.int64]:
     """Indices, ascending, of the `count` largest weights that are at least `least`; the first of equal weights are
     taken."""
     places = (weights >= least).nonzero()[0]
