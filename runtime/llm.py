@@ -23,6 +23,7 @@ from .decoding.round import Observer
 from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend
+from .engines.base import Engine
 from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine

@@ -179,8 +179,9 @@ class SpeculativeDecoder:
         if request.controller is None or max_depth < 1:
             return None
         if self._proposer is None:  # the text so far says what would be proposed, and how much of it
-            found = 0 if request.lookup is None else len(request.lookup.propose())
-            return request.controller.plan(request.length, min(max_depth, found), request.sharing())
+            found = [] if request.lookup is None else request.lookup.propose()
+            depth = min(max_depth, request.sampler.processing.count_allowed(found))
+            return request.controller.plan(request.length, depth, request.sharing())
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
@@ -215,6 +216,7 @@ class SpeculativeDecoder:
         """The proposal of a prompt lookup alone."""
         graph = TokenGraph(request.root)
         found = [] if request.lookup is None else request.lookup.propose()[:max_depth]
+        found = found[: request.sampler.processing.count_allowed(found)]
         kept = found if plan is None else found[: plan.depth]
         graft_chosen(graph, kept)
         return Proposal(graph, unroll(graph, len(kept), max_depth), NOT_WORTH_IT if found and not kept else LOOKED_UP)

@@ -44,11 +44,11 @@ class Processing:
     @property
     def follows_path(self) -> bool:
         """Whether there is anything to change now."""
-        return self._masks is not None or self._changes
+        return self._masks is not None or self.changes_logits
 
     @property
-    def _changes(self) -> bool:
-        """The same without the constraint."""
+    def changes_logits(self) -> bool:
+        """Whether processors, min_tokens or penalties change logits now; a constraint only removes tokens."""
         params = self._params
         return self._penalises or bool(params.logits_processors) or params.min_tokens > len(self.output)
 
@@ -63,7 +63,7 @@ class Processing:
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
         """The changed logits [V] after `path`; float64 unless only the constraint changes them. All may be -inf, see
         `checked`."""
-        return self.constrain(self._changed(logits, path) if self._changes else logits, path)
+        return self.constrain(self._changed(logits, path) if self.changes_logits else logits, path)
 
     def constrain(self, logits: NDArray[F], path: Sequence[int]) -> NDArray[F]:
         """The logits [V] with -inf for each token that the constraint does not allow after `path`. The same array
@@ -79,6 +79,13 @@ class Processing:
         """Whether the constraint ends a branch of the proposal behind `path`: no token can follow, or none that the
         draft predicts. scores [V]: what `apply` made of the draft's logits."""
         return self._masks is not None and (self._masks.after(path) is None or scores.max() == -np.inf)
+
+    def allows_any(self, tokens: NDArray[np.int64], path: Sequence[int]) -> bool:
+        """Whether one of these tokens [N] may follow `path`."""
+        if self._masks is None:
+            return True
+        mask = self._masks.after(path)
+        return mask is not None and bool(mask[tokens].any())
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """How many tokens of a continuation the constraint allows, counted from the first one."""

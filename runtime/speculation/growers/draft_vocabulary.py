@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engines.base import EngineSpec, ForwardOutput
-from ...sampling.sampler import Candidates, Sampler
+from ...sampling.sampler import NO_CANDIDATES, Candidates, Sampler
 
 # Logits processors and penalties read rows of V logits. There a token that the draft does not predict is this many nats
 # less probable than the least probable one: finite, since a processor may compute a mean; and below
@@ -32,8 +32,10 @@ class DraftSampler(Protocol):
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
         """See Sampler.candidates."""
 
-    def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
-        """See Sampler.log_probabilities: [V], one for each token of the target."""
+    def ranking(
+        self, logits: NDArray[np.float32], path: Sequence[int], count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """See Sampler.ranking."""
 
 
 class TrimmedSampler:
@@ -47,17 +49,25 @@ class TrimmedSampler:
         return self._sampler.follows_path
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
+        if not self._sampler.processing.allows_any(self._tokens, path):
+            return NO_CANDIDATES
         if self.follows_path:
             return self._sampler.candidates(self._widened(logits), path)
         columns, probs = self._sampler.candidates(logits, path)
         return Candidates(self._tokens[columns], probs)
 
-    def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
-        return self._sampler.log_probabilities(self._widened(logits), path)
+    def ranking(
+        self, logits: NDArray[np.float32], path: Sequence[int], count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        ids, logprobs = self._sampler.ranking(self._widened(logits), path, count)
+        if not self._sampler.processing.allows_any(self._tokens, path):
+            return ids, np.full(len(ids), -np.inf)
+        return ids, logprobs
 
     def _widened(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The row [V] of a row [N]."""
-        wide = np.full(self._vocab_size, logits.min() - UNLIKELY, logits.dtype)
+        least = logits.min() - UNLIKELY if self._sampler.processing.changes_logits else -np.inf
+        wide = np.full(self._vocab_size, least, logits.dtype)
         wide[self._tokens] = logits
         return wide
 

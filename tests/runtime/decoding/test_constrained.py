@@ -17,6 +17,7 @@ from toy_grammars import EOS, TABLES, ToyGrammar, constrained
 
 from draftwood.runtime.decoding.chunk import COMPLETE, STOP
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.round import Round
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.constraint import PathMasks
 from draftwood.runtime.sampling.params import SamplingParams
@@ -61,21 +62,32 @@ def test_every_legal_pair_is_exact(grower: str, verify: str, grammar: str, setti
     assert total_variation(decode(target, draft, speculative(grower, verify)), decode(target, None, None)) < 1e-12
 
 
-def trimmed(engine: FakeEngine, kept: Sequence[int]) -> FakeEngine:
-    """A draft that predicts the kept tokens only."""
-    columns = np.isin(np.arange(3), kept)
-    return FakeEngine(lambda context: engine.predict(context) * columns, 3, "draft", accept=engine.accept)
-
-
 @pytest.mark.parametrize("kept", [(0,), (1,), pytest.param((0, EOS), marks=FULL)])
+@pytest.mark.parametrize("setting", ["plain", "penalties", "greedy"])
 @pytest.mark.parametrize(("grower", "verify"), [*BEST, ("dyspec-heap", "traversal"), ("static", "traversal")])
 def test_a_branch_ends_where_draft_and_grammar_have_no_token_in_common(
-    grower: str, verify: str, kept: tuple[int, ...]
+    grower: str, verify: str, setting: str, kept: tuple[int, ...]
 ) -> None:
-    target, draft = pair(1, 3)
-    decode = partial(decoded, params=SETTINGS["plain"], constraint=partial(ToyGrammar, "brackets"), eos=(EOS,))
-    found = decode(target, trimmed(draft, kept), speculative(grower, verify))
+    """The draft has a trimmed vocabulary."""
+    target, draft = pair(1, 3, kept)
+    decode = partial(decoded, params=SETTINGS[setting], constraint=partial(ToyGrammar, "brackets"), eos=(EOS,))
+    found = decode(target, draft, speculative(grower, verify))
     assert total_variation(found, decode(target, None, None)) < 1e-12
+
+
+@pytest.mark.parametrize("setting", ["plain", "penalties", "greedy"])
+def test_no_token_is_proposed_that_the_draft_does_not_predict(setting: str) -> None:
+    """In "brackets" the first token is 0, which this draft does not predict: nothing is proposed in the first round."""
+    target, draft = pair(1, 3, (1, EOS))
+    rounds: list[Round] = []
+    sampler = Sampler(SETTINGS[setting], PROMPT, (EOS,), 3, ToyGrammar("brackets"))
+    decoder = SpeculativeDecoder(target, draft, speculative("k-ary", "auto"), 4096, (EOS,))
+    tokens = [
+        token
+        for chunk in decoder.generate(PROMPT, sampler, seeded_streams(0), SpecDecodeStats(), rounds.append)
+        for token in chunk.token_ids
+    ]
+    assert tokens[0] == 0 and len(rounds[0].proposal.tree) == 1 and rounds[0].token_ids == [0]
 
 
 class OneUnmasked(PathMasks):

@@ -15,8 +15,8 @@ from draftwood.models.errors import ConfigError
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import LOOKED_UP, NOT_WORTH_IT, Round
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.params import SamplingParams
+from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.cost import CostModel

@@ -14,8 +14,8 @@ from proposals import LEGAL, SETTINGS, speculative
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
-from draftwood.runtime.sampling.random import RandomStream, seeded_streams
 from draftwood.runtime.sampling.params import SamplingParams
+from draftwood.runtime.sampling.random import RandomStream, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.growers import drawing
