@@ -127,6 +127,23 @@ def test_second_choices_count_where_they_were_offered() -> None:
     )
 
 
+def test_the_first_choices_of_a_tree_teach_the_chain() -> None:
+    """Trees whose first choices were accepted at two depths and rejected at the third: so would a chain's tokens be."""
+    shapes = Shapes((3, 6), 3, 2, True, 0)
+    estimate = AcceptanceEstimate(shapes)
+    first, nothing = VerifierChoice(0, 2), VerifierChoice(None, 2)
+    for _ in range(60):
+        estimate.observe(6, 3, [1, 2], [first, first, nothing])
+    one, two, three = estimate.expected_accepted()[0]
+    assert one > 0.9 and two - one > 0.85 and three - two < 0.2
+    # What lies below a rejected first choice says nothing about a chain, so the prior stays.
+    parted = AcceptanceEstimate(shapes)
+    for _ in range(60):
+        parted.observe(6, 3, [2, 4], [VerifierChoice(1, 2), first, nothing])
+    one, two, _ = parted.expected_accepted()[0]
+    assert one < 0.1 and two - one < 0.1 * one + 0.1
+
+
 def test_a_request_starts_from_the_estimate_of_the_one_before() -> None:
     experience = Experience()
     first = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
