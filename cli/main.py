@@ -16,10 +16,10 @@ from ..models.errors import DraftwoodError
 from ..models.printable import printable
 from ..runtime.bundle.costs import release
 from ..runtime.engines.backends import BACKENDS
-from . import bench, build, chat, generate, inspect, profile, serve, train_head, triton
+from . import bench, build, chat, distill, generate, inspect, profile, serve, train_head, triton
 from .termination import termination_unwinds
 
-COMMANDS = (build, inspect, profile, generate, chat, bench, train_head, serve, triton)
+COMMANDS = (build, inspect, profile, generate, chat, bench, distill, train_head, serve, triton)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

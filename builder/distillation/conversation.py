@@ -1,0 +1,77 @@
+"""The parts of a conversation between which a target writes: what its chat template puts before a question, between
+question and answer, and between an answer and the next question."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...models.errors import ConfigError, RequestError
+from ...runtime.text.tokenizer import Tokenizer
+
+FIRST, REPLY, SECOND = "QXJ1", "RYK2", "SZL3"  # texts that no template contains
+
+
+class Layout(NamedTuple):
+    """Token ids. before: what stands before the first question. after: between a question and its answer. between:
+    between an answer and the next question; None where a text has one question. A base model's text has no questions:
+    `before` is its first token, and the others are empty."""
+
+    before: list[int]
+    after: list[int]
+    between: list[int] | None
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.after)
+
+
+def layout_of(tokenizer: Tokenizer, asked: bool = False) -> Layout:
+    """The layout of a model's texts. asked: the user gives the questions. Raises ConfigError for a model with neither a
+    usable chat template nor, unless there are questions, a begin-of-text token."""
+    if not tokenizer.has_chat_template:
+        if tokenizer.bos_token_id is None:
+            if asked:
+                return Layout([], [], None)
+            raise ConfigError(
+                "this target has no chat template and no begin-of-text token, so it cannot begin a text: give it "
+                "--prompts FILE"
+            )
+        return Layout([tokenizer.bos_token_id], [], None)
+    try:
+        one = tokenizer.apply_chat_template([{"role": "user", "content": FIRST}])
+        before, after = split(one, FIRST)
+    except RequestError as error:
+        raise ConfigError(f"{error}; give the target a template that takes one question of the user") from error
+    return Layout(encode(tokenizer, before), encode(tokenizer, after), between(tokenizer))
+
+
+def between(tokenizer: Tokenizer) -> list[int] | None:
+    """What stands between an answer and the next question; None where the template refuses a second question."""
+    messages = [
+        {"role": "user", "content": FIRST},
+        {"role": "assistant", "content": REPLY},
+        {"role": "user", "content": SECOND},
+    ]
+    try:
+        text = tokenizer.apply_chat_template(messages)
+        return encode(tokenizer, split(split(text, REPLY)[1], SECOND)[0])
+    except (RequestError, ConfigError):
+        return None
+
+
+def split(text: str, mark: str) -> tuple[str, str]:
+    """The text before and after the only `mark`."""
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise ConfigError("the target's chat template does not copy a question into its text: correct the template")
+    return before, after
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A part of a template, which contains the special tokens."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def questions_of(tokenizer: Tokenizer, prompts: list[str]) -> list[list[int]]:
+    """The user's prompts as token ids, to stand behind `Layout.before`."""
+    return [ids for prompt in prompts if (ids := tokenizer.encode(prompt, add_special_tokens=False))]

@@ -1,0 +1,221 @@
+"""The distillation of a draft: the target writes text, a small LLaMA learns from it, and the best one is written.
+
+The state folder holds texts (`texts/`), the compiled target (`target/`), the seconds spent on text (`text.json`), and
+the checkpoint of the training (`training.safetensors`). The same command goes on where an earlier one ended.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...models.errors import ConfigError
+from ...models.plain_files import read_object
+from ...plugins.native.library import available
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.hub import MODEL, local_folder
+from ..pipeline import end_of_text
+from ..progress import Begin, Step
+from .acceptance import Acceptance
+from .batches import Batch, pack, training_batches
+from .card import origin_of
+from .conversation import layout_of, questions_of
+from .distributions import COLUMNS
+from .draft import FIGURES, Report, write_draft
+from .network import DraftNetwork, DraftShape, initialise
+from .options import SIZES, DistillOptions
+from .plot import acceptance_svg
+from .progress_file import locked, read_seconds, write_json, write_text
+from .shards import ANSWER, ANSWER_TEMPERATURES, TextStore, WrittenText
+from .target import TextTarget, compile_target, open_tokenizer
+from .text import TextCounts, TextLimits, TextWriter
+from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
+from .vocabulary import expected_counts, kept_tokens
+
+TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
+MOST_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
+LONGEST = 2048  # tokens of a text that the target writes
+HELD_OUT_SEQUENCES = 8  # of a batch
+HALF_PRODUCTS = ("avx512_bf16", "amx_bf16")
+MOST_STATES = 4096  # hidden states from which the rows of untrained tokens are made
+
+
+class Watch(NamedTuple):
+    """What a caller hears. text: after each text, with the seconds spent on text. training: after each estimate, with
+    the progress. step: after each step, see Schedule. clock: the present time in
+    seconds; tests count steps instead. measured: seconds between two estimates."""
+
+    text: Callable[[TextCounts, float], None] = lambda counts, seconds: None
+    training: Callable[[Acceptance, Progress], None] = lambda found, progress: None
+    step: Callable[[float, float], None] = lambda seconds, divergence: None
+    clock: Callable[[], float] = monotonic
+    measured: float = MEASURED_SECONDS
+    limits: TextLimits = TextLimits()
+
+
+class DistillResult(NamedTuple):
+    """figures: the content of distillation.json; empty where only text was written."""
+
+    output: Path
+    figures: dict[str, Any]
+
+
+def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> DistillResult:  # noqa: B008 - a NamedTuple
+    """Write text, train, and write the draft. Raises CheckpointError and ConfigError."""
+    target = Checkpoint(local_folder(options.target, MODEL, begin))
+    shape = DraftShape(options.layers, *(getattr(options, name) for name in SIZES))
+    shape.config(target.config)  # refuses impossible sizes before hours of text
+    write_training_text(options, target, begin, watch)
+    if not options.training_seconds:
+        return DistillResult(options.output, {})
+    with locked(options.folder / "training"), torch_settings(options.threads):
+        return train(options, target, shape, begin, watch)
+
+
+def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begin, watch: Watch) -> None:
+    """Let the target write until the time for text is spent."""
+    folder = options.folder
+    spent = read_seconds(folder / TEXT_SECONDS)
+    if spent >= options.text_seconds:
+        return
+    with locked(folder / "texts"):
+        spec = compile_target(target, folder / "target", min(target.config.longest, LONGEST), begin)
+        with open_tokenizer(folder / "target") as tokenizer:
+            questions = questions_of(tokenizer, list(options.questions))
+            layout = layout_of(tokenizer, asked=bool(questions))
+        longest = watch.limits.longest(layout, questions)
+        if longest > spec.capacity - spec.max_width:
+            raise ConfigError(
+                f"the longest text would have {longest} tokens, and the target holds {spec.capacity - spec.max_width}: "
+                "shorten the longest of the --prompts"
+            )
+        store = TextStore(folder / "texts", target.config.vocab_size, COLUMNS)
+        eos = end_of_text(target, begin)
+        with TextTarget(folder / "target", spec, options.requests, eos, options.threads) as engine:
+            writer = TextWriter(engine, layout, store, questions, options.requests, options.seed, watch.limits)
+            started = watch.clock() - spent
+            for counts in writer.write(lambda: watch.clock() - started >= options.text_seconds):
+                seconds = watch.clock() - started
+                write_json(folder / TEXT_SECONDS, {"seconds": seconds})
+                watch.text(counts, seconds)
+        write_json(folder / TEXT_SECONDS, {"seconds": options.text_seconds})
+
+
+def train(options: DistillOptions, target: Checkpoint, shape: DraftShape, begin: Begin, watch: Watch) -> DistillResult:
+    """Train on the stored texts, and write the draft whenever it has become better."""
+    store = TextStore(options.folder / "texts", target.config.vocab_size, COLUMNS)
+    advance = begin(Step("Reading the texts", 1))
+    counts = expected_counts(store.read(), target.config.vocab_size)
+    kept = kept_tokens(counts, options.vocabulary, special_tokens(options, target, begin))
+    held_out = held_out_batches(store, options.context)
+    advance()
+    network = DraftNetwork(shape.config(target.config), options.context, kept)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trainer = Trainer(network, options.learning_rate, device, is_half_fast(device))
+    file = options.folder / "training" / CHECKPOINT
+    if file.is_file():
+        trainer.load(file)
+    else:
+        initialise(network, target, options.seed)
+    batches = training_batches(store, options.batch, options.context, options.seed + trainer.progress.steps)
+    schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
+    origin, figures = origin_of(target.path), dict[str, Any]()
+    coverage = float(counts[kept].sum() / max(counts.sum(), 1e-30))
+    for found in trainer.run(batches, held_out, schedule, store.num_tokens):
+        better = trainer.improve(found)
+        if better or not (options.output / FIGURES).is_file():
+            figures = figures_of(trainer, found, coverage)
+            states = some_states(network, held_out) if options.full_vocabulary else None
+            report = Report(figures, acceptance_svg(trainer.progress.curve))
+            write_draft(options.output, network, target, origin, report, states)
+        trainer.save(file)
+        write_json(options.folder / LOG, {"curve": [point._asdict() for point in trainer.progress.curve]})
+        write_text(options.folder / PLOT, acceptance_svg(trainer.progress.curve))
+        watch.training(found, trainer.progress)
+    if not trainer.progress.steps:
+        raise ConfigError(
+            f"{options.folder / 'texts'} has too little text for one step of {options.batch} x {options.context} "
+            "tokens: give more --minutes, or lower --batch or --context"
+        )
+    return DistillResult(options.output, figures or read_object(options.output / FIGURES, own=True))
+
+
+def special_tokens(options: DistillOptions, target: Checkpoint, begin: Begin) -> set[int]:
+    """Tokens that the draft can write however rare they are in the text."""
+    with tempfile.TemporaryDirectory() as folder, target.write_tokenizer(Path(folder)) as tokenizer:
+        return {*tokenizer.special_token_ids, *end_of_text(target, begin)}
+
+
+def held_out_batches(store: TextStore, context: int) -> list[Batch]:
+    """The first texts that are kept from training, up to MOST_HELD_OUT answer tokens at each temperature. The same
+    texts as in earlier runs, so that estimates compare. Raises ConfigError where there is none."""
+    counts, chosen = dict.fromkeys(range(ANSWER, ANSWER + len(ANSWER_TEMPERATURES)), 0), list[WrittenText]()
+    for text in store.read():
+        kind = int(text.kinds.max())
+        if text.is_held_out and counts[kind] < MOST_HELD_OUT:
+            counts[kind] += len(text.tokens)
+            chosen.append(text)
+    if not chosen:
+        raise ConfigError(
+            "no text is held out yet, and without one the draft cannot be judged: give more --minutes, or more "
+            "--prompts"
+        )
+    return list(pack(chosen, HELD_OUT_SEQUENCES, context, fill=True))
+
+
+@torch.no_grad()
+def some_states(network: DraftNetwork, batches: Sequence[Batch]) -> Tensor:
+    """Hidden states [at most MOST_STATES, H] of held-out text."""
+    found = list[Tensor]()
+    for batch in batches:
+        if sum(map(len, found)) < MOST_STATES:
+            found.append(network.hidden(batch.to(network.kept.device)))
+    return torch.cat(found)[:MOST_STATES]
+
+
+def figures_of(trainer: Trainer, found: Acceptance, coverage: float) -> dict[str, Any]:
+    """distillation.json. coverage: the target's probability on the tokens that the draft writes."""
+    now, config = trainer.progress, trainer.network.llama.config
+    last = now.curve[-1]
+    return {
+        "acceptance": found.to_dict(),
+        "text_tokens": last.text_tokens,
+        "tokens_seen": now.tokens,
+        "steps": now.steps,
+        "training_minutes": round(now.seconds / 60, 2),
+        "vocabulary": len(trainer.network.kept),
+        "vocabulary_coverage": round(coverage, 4),
+        "layers": config.num_layers,
+        "hidden": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "curve": [point._asdict() for point in now.curve],
+    }
+
+
+def is_half_fast(device: torch.device) -> bool:
+    """Whether matrix products in bf16 are faster: on a GPU, and on a CPU with instructions for them."""
+    return device.type == "cuda" or bool(available(HALF_PRODUCTS))
+
+
+@contextmanager
+def torch_settings(threads: int) -> Iterator[None]:
+    """Use so many threads of torch inside the block; 0: torch's own choice. Subnormal numbers count as 0 there: on a
+    CPU, gradients with such numbers take several times as long."""
+    before = torch.get_num_threads()
+    for kind in (np.float16, np.float32, np.float64):
+        np.finfo(kind)  # numpy looks for subnormal numbers once, and warns where there are none
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)

@@ -1,0 +1,149 @@
+"""The finished draft: an ordinary Hugging Face folder in bf16, trimmed or with the full vocabulary.
+
+A trimmed draft's config.json has `draft_vocab_size` N, and its safetensors hold `d2t`, int64 [N]: output i stands for
+the target's token i + d2t[i], as in EAGLE-3 and in vLLM's speculators. The embedding is complete, and the vocabulary
+projection is its rows of these tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...models.config import LlamaConfig
+from ...models.errors import ConfigError
+from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from ...runtime.bundle.staging import staging_folder
+from ...runtime.text.tokenizer import TOKENIZER
+from ..checkpoints.checkpoint import Checkpoint
+from .card import Origin, card
+from .network import DraftNetwork
+from .vocabulary import offsets
+
+FIGURES = "distillation.json"
+WEIGHTS = "model.safetensors"
+PICTURE = "acceptance.svg"
+MARGIN = 30.0  # nats by which a token without training should lie below the lowest best logit
+RIDGE = 1e-3
+
+
+class Report(NamedTuple):
+    """What stands beside the weights. figures: JSON-ready. picture: SVG."""
+
+    figures: Mapping[str, Any]
+    picture: str
+
+
+class Losing(NamedTuple):
+    """The row [H] of the projection for tokens that the draft never writes, and the largest probability of all of
+    these tokens together at the states from which the row was made."""
+
+    row: Tensor
+    probability: float
+
+
+def write_draft(
+    folder: Path,
+    network: DraftNetwork,
+    target: Checkpoint,
+    origin: Origin,
+    report: Report,
+    states: Tensor | None = None,
+) -> None:
+    """Write a draft, replacing an older one. states: hidden states [M, H] of some text; with them the draft gets the
+    full vocabulary. Raises ConfigError when it cannot be written."""
+    config = network.llama.config
+    tensors = {name: parameter.detach().cpu().float() for name, parameter in network.llama.named_parameters()}
+    kept = network.kept.cpu()
+    fields = config_fields(config)
+    figures = dict(report.figures)
+    if states is None:
+        tensors["d2t"] = torch.from_numpy(offsets(kept.numpy()))
+        fields["draft_vocab_size"] = len(kept)
+    elif len(kept) < config.vocab_size:
+        projection = tensors[EMBEDDING_WEIGHT][kept]
+        losing = losing_row(projection, states.cpu().float(), config.vocab_size - len(kept))
+        head = losing.row.repeat(config.vocab_size, 1)
+        head[kept] = projection
+        tensors[HEAD_WEIGHT] = head
+        fields["tie_word_embeddings"] = False
+        figures["probability_of_untrained_tokens"] = round(losing.probability, 6)
+    stored = {
+        name: tensor if tensor.dtype == torch.int64 else tensor.bfloat16().contiguous()
+        for name, tensor in tensors.items()
+    }
+    with staging_folder(folder, FIGURES, ConfigError) as staging:
+        target.write_tokenizer(staging)
+        compact(staging / TOKENIZER)
+        save_file(stored, staging / WEIGHTS, {"format": "pt"})
+        write_json(staging / "config.json", fields)
+        eos = target.eos_token_ids()
+        write_json(staging / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": eos})
+        write_json(staging / FIGURES, figures)
+        (staging / PICTURE).write_text(report.picture, encoding="utf-8")
+        trimmed = None if states is not None else len(kept)
+        (staging / "README.md").write_text(card(origin, config, trimmed, figures), encoding="utf-8")
+        if origin.licence_text is not None:
+            (staging / "LICENSE").write_text(origin.licence_text, encoding="utf-8")
+
+
+@torch.no_grad()
+def losing_row(projection: Tensor, states: Tensor, tokens: int) -> Losing:
+    """A row whose logit is nearly constant and far below the best logit at every state, by ridge regression.
+
+    projection: [N, H] of the trained tokens. states: [M, H]. tokens: the number of tokens that get the row. A row of
+    zeros would not do: a best logit may lie near 0, and many tokens at 0 together have much probability.
+    """
+    logits = states @ projection.T
+    wanted = float(logits.amax(-1).min()) - MARGIN
+    gram = states.T @ states + RIDGE * len(states) * torch.eye(states.shape[1])
+    row = torch.linalg.solve(gram, states.T @ torch.full((len(states),), wanted))
+    row = row.bfloat16().float()
+    own = torch.full((len(states),), float(np.log(max(tokens, 1)))) + states @ row
+    share = (own - torch.logaddexp(own, logits.logsumexp(-1))).exp()
+    return Losing(row, float(share.max()))
+
+
+def config_fields(config: LlamaConfig) -> dict[str, Any]:
+    """config.json, in the spelling of transformers 4 and 5."""
+    eos = list(config.eos_token_ids)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
+def compact(file: Path) -> None:
+    """Write a JSON file without spaces: a tokenizer then has half the size."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

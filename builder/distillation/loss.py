@@ -1,0 +1,74 @@
+"""The draft's loss: its distance from the target's distributions over the tokens that it can reach.
+
+The draft q has a trimmed vocabulary, and of the target p the K most probable tokens are known, beside the probability
+of all others. Let S be the known tokens that the draft has. Both distributions are compared over the tokens of S and
+one more event, the *rest*: p's tail and q's probability of everything outside S. A known token that the draft lacks is
+left out, and p is normalised over what remains: no draft can learn it, and it would only flatten q. The tail is not
+left out, because it tells the draft how much probability to keep from the known tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LEAST = 1e-6  # probability of the rest, whose logarithm must be finite
+
+
+class Reachable(NamedTuple):
+    """The part of the target's distributions that a draft can reach, at N places. places: int64 [N, K], indices of the
+    draft's output for the known tokens; 0 where the draft lacks the token. probs: float32 [N, K], the target's
+    probabilities; 0 where the draft lacks the token. tails: float32 [N]. written: int64 [N], the index of the token
+    that the target wrote; -1 where the draft lacks it."""
+
+    places: Tensor
+    probs: Tensor
+    tails: Tensor
+    written: Tensor
+
+    @property
+    def mass(self) -> Tensor:
+        """float32 [N]: the target's probability of everything that is compared."""
+        return (self.probs.sum(-1) + self.tails).clamp_min(LEAST)
+
+    def at(self, rows: Tensor) -> Reachable:
+        """The places of a mask, bool [N]."""
+        return Reachable(*(tensor[rows] for tensor in self))
+
+
+def reachable(ids: Tensor, logprobs: Tensor, tails: Tensor, written: Tensor, place_of: Tensor) -> Reachable:
+    """ids, logprobs: [N, K]. tails, written: [N]. place_of: int64 [V], the index of each token in the draft's output,
+    or -1."""
+    places = place_of[ids]
+    probs = logprobs.exp().masked_fill(places < 0, 0.0)
+    return Reachable(places.clamp_min(0), probs, tails, place_of[written])
+
+
+class LossParts(NamedTuple):
+    """Means over the places. divergence: KL(p || q), each place weighted by the reachable probability. variation: the
+    total variation of p and q over S and the rest. entropy: cross entropy of the written tokens that the draft has."""
+
+    divergence: Tensor
+    variation: Tensor
+    entropy: Tensor
+
+
+def distillation_loss(logits: Tensor, target: Reachable) -> LossParts:
+    """logits: [N, outputs] of the draft."""
+    logits = logits.float()
+    total = logits.logsumexp(-1, keepdim=True)
+    q_log = logits.gather(-1, target.places) - total
+    known = target.probs > 0
+    q = q_log.exp().masked_fill(~known, 0.0)
+    q_rest = (1 - q.sum(-1)).clamp_min(LEAST)
+    mass = target.mass
+    p, p_rest = target.probs / mass[:, None], target.tails / mass
+    terms = torch.where(known, p * (p.clamp_min(1e-30).log() - q_log), 0.0).sum(-1)
+    rest = torch.where(p_rest > 0, p_rest * (p_rest.clamp_min(1e-30).log() - q_rest.log()), 0.0)
+    variation = 0.5 * ((p - q).abs().sum(-1) + (p_rest - q_rest).abs())
+    has_written = target.written >= 0
+    own = logits.gather(-1, target.written.clamp_min(0)[:, None]) - total
+    entropy = -(own[:, 0] * has_written).sum() / has_written.sum().clamp_min(1)
+    return LossParts((mass * (terms + rest)).mean(), (mass * variation).mean(), entropy)

@@ -1,0 +1,150 @@
+"""The draft in training: a small LLaMA with the target's vocabulary, of which it writes only a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from ...models.config import LlamaConfig
+from ...models.errors import ConfigError
+from ...models.families import Variant
+from ...models.layers import EMBEDDING_WEIGHT, network_of
+from ...models.llama import Llama
+from ..checkpoints.checkpoint import Checkpoint
+from .batches import Batch
+
+EMBEDDING_SCALE = 0.05  # standard deviation of the embedding at the start
+SHARE_OF_WIDTH = 0.45  # the draft's default hidden size over the target's
+STEP, LEAST_HIDDEN, MOST_HIDDEN = 64, 64, 768
+MOST_LAYERS, MOST_WIDTH = 64, 8192
+BLOCK = 32  # low-bit engines store matrices in blocks of at least so many inputs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The sizes of a draft. None: chosen by the target's. Raises ConfigError."""
+
+    layers: int = 2
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.layers <= MOST_LAYERS:
+            raise ConfigError(f"layers must be 1 to {MOST_LAYERS}, not {self.layers}")
+        for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MOST_WIDTH:
+                raise ConfigError(f"{name} must be 1 to {MOST_WIDTH}, not {value}")
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ConfigError(f"head_dim ({self.head_dim}) must be even: rotary positions need pairs")
+
+    def config(self, target: LlamaConfig) -> LlamaConfig:
+        """The configuration of a draft for this target. Raises ConfigError for sizes that do not go together."""
+        preferred = STEP * round(SHARE_OF_WIDTH * target.hidden_size / STEP)
+        hidden = self.hidden or min(max(preferred, LEAST_HIDDEN), MOST_HIDDEN, target.hidden_size)
+        head_dim = self.head_dim or min(64, max(8, hidden // 4))
+        heads = self.heads or max(1, hidden // head_dim)
+        kv_heads = self.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
+        intermediate = self.intermediate or -(-3 * hidden // BLOCK) * BLOCK
+        if heads % kv_heads:
+            raise ConfigError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+        if hidden > target.hidden_size:
+            raise ConfigError(
+                f"hidden ({hidden}) exceeds the target's {target.hidden_size}: a draft must be smaller than its target"
+            )
+        return replace(
+            target,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_layers=self.layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope_scaling=None,
+            tie_embeddings=True,
+            attention_bias=False,
+            mlp_bias=False,
+            variant=Variant(),
+        )
+
+
+class DraftNetwork(torch.nn.Module):
+    """The LLaMA, and the ids of the tokens that it writes."""
+
+    kept: Tensor  # int64 [N], ascending
+    place_of: Tensor  # int64 [V]: the index of each token in `kept`, or -1
+
+    def __init__(self, config: LlamaConfig, positions: int, kept: NDArray[np.int64]) -> None:
+        super().__init__()
+        self.llama = Llama(config, positions)
+        place_of = np.full(config.vocab_size, -1)
+        place_of[kept] = np.arange(len(kept))
+        self.register_buffer("kept", torch.from_numpy(kept), persistent=False)
+        self.register_buffer("place_of", torch.from_numpy(place_of), persistent=False)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """States before the vocabulary projection [N, hidden_size], of the scored places in order."""
+        mask = batch.mask()
+
+        def attention(layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+            grouped = query.shape[1] != keys.shape[1]
+            added = mask.to(query.dtype)
+            return functional.scaled_dot_product_attention(query, keys, values, added, scale=scale, enable_gqa=grouped)
+
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
+        rows = self.llama.model(batch.tokens, self.llama.rotary(positions), attention)
+        hidden: Tensor = self.llama.model.norm(rows[batch.scored])
+        return hidden
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits [N, len(kept)]."""
+        return functional.linear(hidden, self.llama.model.embed_tokens.weight[self.kept])
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [N, len(kept)] of the scored places."""
+        return self.project(self.hidden(batch))
+
+
+class Principal(NamedTuple):
+    """Coordinates [V, H] of the target's embedding along its first H principal directions, and the share of its
+    variance that they hold."""
+
+    rows: NDArray[np.float32]
+    share: float
+
+
+def principal(embedding: NDArray[np.float32], size: int) -> Principal:
+    """Project an embedding [V, E], so that tokens that are similar for the target are similar for the draft, also those
+    that its text never contains."""
+    centred = embedding - embedding.mean(0)
+    values, vectors = np.linalg.eigh(centred.T @ centred)
+    kept = vectors[:, ::-1][:, :size]
+    share = float(values[::-1][:size].sum() / max(float(values.sum()), 1e-30))
+    return Principal(np.ascontiguousarray(centred @ kept, np.float32), share)
+
+
+def initialise(network: DraftNetwork, target: Checkpoint, seed: int) -> None:
+    """Random matrices, silent residual branches, and the target's embedding in fewer dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = network_of(network.llama.config).layers
+    silent = {weight for layer in layers for weight in (*layer.output.weights, *layer.down.weights)}
+    embedding = target.tensor(EMBEDDING_WEIGHT).astype(np.float32)
+    rows = principal(embedding, network.llama.config.hidden_size).rows
+    rows *= EMBEDDING_SCALE / max(float(rows.std()), 1e-12)
+    with torch.no_grad():
+        for name, parameter in network.llama.named_parameters():
+            if name == EMBEDDING_WEIGHT:
+                parameter.copy_(torch.from_numpy(rows))
+            elif name in silent:
+                parameter.zero_()
+            elif parameter.ndim == 2:
+                parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)

@@ -1,0 +1,177 @@
+"""The texts that the target wrote, with its distributions, in files of a state folder.
+
+A file is replaced by a rename whenever a text is added, until it holds TEXTS_PER_FILE texts. A process that is killed
+therefore loses only the texts that it had not finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from ...models.errors import ConfigError
+
+TEXTS_PER_FILE = 64
+MOST_BYTES = 1 << 30  # of a file; one of TEXTS_PER_FILE texts has a few megabytes
+HELD_OUT_SHARE = 32  # one of so many questions is held out
+NAMES = ("numbers", "questions", "ends", "tokens", "kinds", "ids", "logprobs", "tails")
+
+# What a token of a text is: given by the chat template or by the user, or written by the target at a temperature.
+GIVEN, QUESTION, ANSWER = 0, 1, 2  # ANSWER + i: an answer at the temperature ANSWER_TEMPERATURES[i]
+ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+class WrittenText(NamedTuple):
+    """One conversation of T tokens. number: unique in a state folder. question: a hash of the first question. tokens:
+    uint32 [T]. kinds: uint8 [T], see above. ids: unsigned [T, K], the most probable tokens at each place, given the
+    tokens before it, best first. logprobs: float16 [T, K], their natural log-probabilities at temperature 1; -inf where
+    there are fewer. tails: float16 [T], the probability of all other tokens. The last three hold nothing of use where
+    the token is GIVEN."""
+
+    number: int
+    question: int
+    tokens: NDArray[np.uint32]
+    kinds: NDArray[np.uint8]
+    ids: NDArray[np.unsignedinteger[Any]]
+    logprobs: NDArray[np.float16]
+    tails: NDArray[np.float16]
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the text is kept from training. Texts with the same first question are on the same side."""
+        return is_held_out(self.question)
+
+
+def is_held_out(question: int) -> bool:
+    """Whether texts with a first question of this hash are kept from training."""
+    return question % HELD_OUT_SHARE == 0
+
+
+class TextStore:
+    """All texts of a state folder. One process at a time adds texts; others may read meanwhile."""
+
+    def __init__(self, folder: Path, vocab_size: int, columns: int) -> None:
+        """columns: K. Raises ConfigError for a folder that cannot be written."""
+        self._folder = folder
+        self._vocab_size, self._columns = vocab_size, columns
+        self._pending: list[WrittenText] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write {folder}: {error.strerror}; choose another --state") from error
+        files = self.files()
+        self._file_number = 1 + max((number_of(file) for file in files), default=-1)
+
+    def files(self) -> list[Path]:
+        """Every file, in the order in which they were begun."""
+        return sorted(self._folder.glob("texts-*.safetensors"), key=number_of)
+
+    def add(self, text: WrittenText) -> None:
+        """Store a text. Raises ConfigError when there is no room; what was stored before is kept."""
+        self._pending.append(text)
+        write_texts(self._folder / f"texts-{self._file_number:06}.safetensors", self._pending)
+        if len(self._pending) == TEXTS_PER_FILE:
+            self._pending = []
+            self._file_number += 1
+
+    def num_tokens(self) -> int:
+        """The stored tokens, by the headers of the files."""
+        count = 0
+        for file in self.files():
+            try:
+                with safe_open(file, framework="numpy") as opened:
+                    count += int(opened.get_slice("tokens").get_shape()[0])
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{file} holds no texts ({error}): remove it") from error
+        return count
+
+    def read(self, files: Sequence[Path] | None = None) -> Iterator[WrittenText]:
+        """The texts of these files, or of all. Raises ConfigError for a damaged file."""
+        for file in self.files() if files is None else files:
+            yield from read_texts(file, self._vocab_size, self._columns)
+
+
+def number_of(file: Path) -> int:
+    """The number in the name of a file."""
+    digits = file.stem.removeprefix("texts-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def write_texts(file: Path, texts: Sequence[WrittenText]) -> None:
+    """Replace a file by one with these texts. Raises ConfigError."""
+    arrays: dict[str, NDArray[Any]] = {
+        "numbers": np.array([text.number for text in texts], np.int64),
+        "questions": np.array([text.question for text in texts], np.uint64),
+        "ends": np.cumsum([len(text.tokens) for text in texts], dtype=np.int64),
+    }
+    for name in NAMES[3:]:
+        arrays[name] = np.concatenate([getattr(text, name) for text in texts])
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        save_file(arrays, partial)
+        os.replace(partial, file)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{file} cannot be written ({error}): free some space and run the same command again; what was written "
+            "before is kept"
+        ) from error
+
+
+def read_texts(file: Path, vocab_size: int, columns: int) -> Iterator[WrittenText]:
+    """The texts of one file. Raises ConfigError for a file that does not hold texts of this vocabulary."""
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        with safe_open(file, framework="numpy") as opened:
+            arrays = {name: opened.get_tensor(name) for name in NAMES}
+        check_arrays(arrays, vocab_size, columns)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"{file} holds no texts of this target ({error}): remove it, or choose another --state"
+        ) from error
+    begin = 0
+    for number, question, end in zip(
+        arrays["numbers"].tolist(), arrays["questions"].tolist(), arrays["ends"].tolist(), strict=True
+    ):
+        yield WrittenText(number, question, *(arrays[name][begin:end] for name in NAMES[3:]))
+        begin = end
+
+
+def check_arrays(arrays: dict[str, NDArray[Any]], vocab_size: int, columns: int) -> None:
+    """Raises ValueError unless shapes, dtypes and ranges are those of `write_texts`."""
+    numbers, questions, ends, tokens, kinds, ids, logprobs, tails = (arrays[name] for name in NAMES)
+    total = len(tokens) if tokens.ndim == 1 else -1
+    expected = {
+        "numbers": (numbers, (len(ends),), np.int64),
+        "questions": (questions, (len(ends),), np.uint64),
+        "ends": (ends, (len(ends),), np.int64),
+        "tokens": (tokens, (total,), np.uint32),
+        "kinds": (kinds, (total,), np.uint8),
+        "ids": (ids, (total, columns), id_type(vocab_size)),
+        "logprobs": (logprobs, (total, columns), np.float16),
+        "tails": (tails, (total,), np.float16),
+    }
+    for name, (array, shape, dtype) in expected.items():
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(f"{name} is {array.dtype} {array.shape} instead of {np.dtype(dtype)} {shape}")
+    if len(ends) and (np.diff(ends, prepend=0).min() < 1 or ends[-1] != total):
+        raise ValueError("the ends of its texts do not ascend to the number of its tokens")
+    if total and max(int(tokens.max()), int(ids.max())) >= vocab_size:
+        raise ValueError(f"a token is not below the vocabulary size {vocab_size}")
+    if total and int(kinds.max()) >= ANSWER + len(ANSWER_TEMPERATURES):
+        raise ValueError(f"a token is of the unknown kind {int(kinds.max())}")
+    if np.isnan(logprobs).any() or not (logprobs <= 0).all() or not ((tails >= 0) & (tails <= 1)).all():
+        raise ValueError("a probability is not between 0 and 1")
+
+
+def id_type(vocab_size: int) -> type[np.unsignedinteger[Any]]:
+    """The smallest type for the ids of a vocabulary."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32

@@ -1,0 +1,103 @@
+"""The target as an engine that writes many texts at a time. It is compiled once for a state folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import TracebackType
+
+from ...models.bindings import TARGET
+from ...models.errors import ConfigError
+from ...models.layers import network_of
+from ...models.plain_files import read_object
+from ...runtime.bundle.staging import staging_folder
+from ...runtime.engines.backends import BACKENDS, BLOCKS, NATIVE, Opening, choose_backend
+from ...runtime.engines.base import EngineSpec
+from ...runtime.engines.shared.memory import CacheBudget, cache_budget
+from ...runtime.engines.shared.pool import PooledEngine
+from ...runtime.text.tokenizer import Tokenizer
+from ..checkpoints.checkpoint import Checkpoint
+from ..engines.make import Source, engine_spec, make_engine
+from ..options import BuildOptions
+from ..progress import Begin
+
+MARKER = "target.json"
+RETAINED = 2048  # slots for the rows of common prefixes
+
+
+class TextTarget:
+    """An open target for up to `requests` texts at a time. The caller closes it."""
+
+    def __init__(self, folder: Path, spec: EngineSpec, requests: int, eos: tuple[int, ...], threads: int) -> None:
+        """folder: as `compile_target` wrote it."""
+        self._engine = BACKENDS[spec.backend].open(folder / spec.file, spec, Opening(threads))
+        self.budget: CacheBudget = cache_budget([spec], None)
+        slots = requests * spec.capacity
+        allocated = self.budget.allocated
+        self.pool = PooledEngine(self._engine, slots if allocated is None else min(slots, allocated))
+        self.pool.share_prefixes(RETAINED)
+        self.eos = eos
+        self.vocab_size = spec.model.vocab_size
+
+    def close(self) -> None:
+        self.pool.close()
+        self._engine.close()
+
+    def __enter__(self) -> TextTarget:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def text_spec(checkpoint: Checkpoint, folder: Path, max_length: int) -> tuple[Source, EngineSpec, BuildOptions]:
+    """How the target is compiled: int8 on the native engine, in fp32 where its sizes have no blocks; ONNX Runtime's
+    fp32 where the native engine cannot run."""
+    backend = choose_backend().backend
+    divides = all(
+        matrix.inputs % 32 == 0 for layer in network_of(checkpoint.config).layers for matrix in layer.matrices
+    )
+    precision = "int8" if backend == NATIVE.name and divides else "fp32"
+    options = BuildOptions(checkpoint.path, checkpoint.path, folder, backend, precision, max_length=max_length)
+    source = Source(checkpoint, TARGET, None, backend, precision)
+    return source, engine_spec(source, options, max_length), options
+
+
+def compile_target(checkpoint: Checkpoint, folder: Path, max_length: int, begin: Begin) -> EngineSpec:
+    """Write the target's engine and its tokenizer to a folder, unless they are there already. Raises ConfigError for
+    a folder of another target."""
+    source, spec, options = text_spec(checkpoint, folder, max_length)
+    identity = {"model": digest(checkpoint), "backend": spec.backend, "precision": spec.precision}
+    if (folder / MARKER).is_file():
+        try:
+            found = read_object(folder / MARKER, own=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder / MARKER} is not readable ({error}): remove {folder}") from error
+        if found.get("identity") != identity:
+            raise ConfigError(
+                f"{folder} belongs to another target, or was compiled for another machine: choose another --state, or "
+                f"remove {folder.parent}"
+            )
+        return spec
+    with staging_folder(folder, MARKER, ConfigError) as staging:
+        checkpoint.write_tokenizer(staging)
+        spec, parity = make_engine(source, spec, options, staging, begin)
+        (staging / MARKER).write_text(json.dumps({"identity": identity, "parity": parity}) + "\n", encoding="utf-8")
+    return spec
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `compile_target` wrote."""
+    return Tokenizer.load(folder)
+
+
+def digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 of a model's configuration and of some of its tensors, which tells models apart."""
+    network = network_of(checkpoint.config)
+    state = hashlib.sha256(json.dumps(checkpoint.config.to_dict(), sort_keys=True).encode())
+    for name in (network.norm.weight, *network.layers[0].tensors(), *network.layers[-1].tensors()):
+        state.update(checkpoint.tensor(name).tobytes())
+    return state.hexdigest()

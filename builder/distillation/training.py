@@ -1,0 +1,207 @@
+"""The training of a draft for a given time, with checkpoints from which it goes on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...models.errors import ConfigError
+from ...models.typed import typed
+from .acceptance import Acceptance, estimate
+from .batches import Batch
+from .loss import distillation_loss, reachable
+from .network import DraftNetwork
+
+WARM_UP = 50  # steps
+LAST_RATE = 0.02  # the learning rate at the end, over the highest
+DECAY = 0.01  # weight decay of matrices
+CLIP = 1.0
+ENTROPY_SHARE = 0.1  # of the loss: cross entropy of the written tokens, which tells about tokens of the tail
+MEASURED_SECONDS = 120.0  # between two estimates, each with a checkpoint
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, by torch's names
+
+
+class Point(NamedTuple):
+    """One estimate. seconds: of training. tokens: seen by the draft, repeated ones included. text_tokens: stored by
+    then. training_loss: the mean since the last point; nan at the first one. acceptance: at temperature 0, and at the
+    other temperatures; None where nothing was measured. loss: held out."""
+
+    seconds: float
+    tokens: int
+    text_tokens: int
+    training_loss: float | None
+    acceptance: tuple[float | None, ...]
+    loss: float | None
+
+
+class Progress(NamedTuple):
+    """What a checkpoint knows besides tensors. best: the highest mean acceptance so far."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    best: float = 0.0
+    curve: tuple[Point, ...] = ()
+
+
+class Schedule(NamedTuple):
+    """When a training ends and measures. seconds: of training in all. clock: returns the present time in seconds;
+    tests count steps instead. measured: seconds between two estimates. heard: called after each step with the seconds
+    of training so far and the divergence."""
+
+    seconds: float
+    clock: Callable[[], float]
+    measured: float = MEASURED_SECONDS
+    heard: Callable[[float, float], None] = lambda seconds, divergence: None
+
+
+class Trainer:
+    """A draft, its optimizer and its progress."""
+
+    def __init__(self, network: DraftNetwork, learning_rate: float, device: torch.device, half: bool) -> None:
+        """half: compute matrix products in bf16."""
+        self.network = network.to(device)
+        self._device, self._half = device, half
+        self._rate = learning_rate
+        parameters = list(network.llama.parameters())
+        decayed = [parameter for name, parameter in network.llama.named_parameters() if is_decayed(name, parameter)]
+        others = [each for each in parameters if all(each is not other for other in decayed)]
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "weight_decay": DECAY},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+        self.progress = Progress()
+
+    def step(self, batch: Batch, rate: float) -> float:
+        """One update; returns the divergence of this batch. rate: the factor on the learning rate."""
+        batch = batch.to(self._device)
+        scored = batch.scored
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
+            logits = self.network(batch)
+        target = reachable(
+            batch.ids[scored], batch.logprobs[scored], batch.tails[scored], batch.written[scored], self.network.place_of
+        )
+        parts = distillation_loss(logits, target)
+        loss = (1 - ENTROPY_SHARE) * parts.divergence + ENTROPY_SHARE * parts.entropy
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate * rate
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.network.llama.parameters(), CLIP)
+        self._optimizer.step()
+        return float(parts.divergence.detach())
+
+    def run(
+        self, batches: Iterator[Batch], held_out: Sequence[Batch], schedule: Schedule, text_tokens: Callable[[], int]
+    ) -> Iterator[Acceptance]:
+        """Train until the schedule ends; yields an estimate at the start, now and then, and at the end. The caller
+        stores what it needs before it asks for the next one. Ends early when there are no more batches."""
+        held_out = [batch.to(self._device) for batch in held_out]
+        begin = schedule.clock() - self.progress.seconds
+        measured, losses = self.progress.seconds, list[float]()
+        if not self.progress.curve:
+            yield self._measure(held_out, losses, text_tokens())
+            begin = schedule.clock() - self.progress.seconds
+        while self.progress.seconds < schedule.seconds:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            losses.append(self.step(batch, rate_at(self.progress, schedule.seconds)))
+            seconds = schedule.clock() - begin
+            self.progress = self.progress._replace(
+                seconds=seconds, steps=self.progress.steps + 1, tokens=self.progress.tokens + batch.tokens.numel()
+            )
+            schedule.heard(seconds, losses[-1])
+            if seconds - measured >= schedule.measured:
+                yield self._measure(held_out, losses, text_tokens())
+                measured, losses = seconds, []
+                begin = schedule.clock() - seconds  # estimates do not count as training
+        if losses:
+            yield self._measure(held_out, losses, text_tokens())
+
+    def _measure(self, held_out: Sequence[Batch], losses: Sequence[float], text_tokens: int) -> Acceptance:
+        found = estimate(self.network, held_out)
+        mean = sum(losses) / len(losses) if losses else None
+        values = tuple(None if value != value else value for value in (found.top1, *found.overlaps))
+        now = self.progress
+        point = Point(now.seconds, now.tokens, text_tokens, mean, values, found.loss)
+        self.progress = now._replace(curve=(*now.curve, point))
+        return found
+
+    def improve(self, found: Acceptance) -> bool:
+        """Whether an estimate is the best so far; remembers it."""
+        better = found.mean > self.progress.best
+        if better:
+            self.progress = self.progress._replace(best=found.mean)
+        return better
+
+    def save(self, file: Path) -> None:
+        """Replace a checkpoint. Raises ConfigError when there is no room; the older checkpoint is then kept."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.network.llama.named_parameters():
+            tensors[f"weight.{name}"] = parameter.detach().cpu()
+            for moment in MOMENTS:
+                if moment in (state := self._optimizer.state.get(parameter, {})):
+                    tensors[f"{moment}.{name}"] = state[moment].cpu()
+        partial = file.with_name(f".{file.name}.partial")
+        content = self.progress._asdict() | {"curve": [point._asdict() for point in self.progress.curve]}
+        try:
+            save_file(tensors, partial, {"progress": json.dumps(content, allow_nan=False)})
+            os.replace(partial, file)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{file} cannot be written ({error}): free some space and run the same command again; the last "
+                "checkpoint is kept"
+            ) from error
+
+    def load(self, file: Path) -> None:
+        """Go on from a checkpoint. Raises ConfigError for a damaged one, and for one of other sizes."""
+        try:
+            with safe_open(file, framework="pt") as opened:
+                stored = json.loads((opened.metadata() or {}).get("progress", "{}"))
+                self.progress = typed(Progress, stored, "progress")
+                names = set(opened.keys())
+                for name, parameter in self.network.llama.named_parameters():
+                    weight = opened.get_tensor(f"weight.{name}")
+                    if weight.shape != parameter.shape or not weight.isfinite().all():
+                        raise ValueError(f"{name} is {tuple(weight.shape)} instead of {tuple(parameter.shape)}, or NaN")
+                    with torch.no_grad():
+                        parameter.copy_(weight)
+                    moments = {
+                        moment: opened.get_tensor(f"{moment}.{name}").to(self._device)
+                        for moment in MOMENTS
+                        if f"{moment}.{name}" in names
+                    }
+                    if any(tensor.shape != parameter.shape for tensor in moments.values()):
+                        raise ValueError(f"the moments of {name} have another shape")
+                    if len(moments) == len(MOMENTS):
+                        step = torch.tensor(float(self.progress.steps))
+                        self._optimizer.state[parameter] = {"step": step, **moments}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(
+                f"{file} is no checkpoint of this draft ({error}): give the same sizes as before, choose another "
+                "--state, or remove the file to train anew"
+            ) from error
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Matrices shrink a little in each step; the embedding does not, because most of its rows have no gradient."""
+    return parameter.ndim == 2 and "embed_tokens" not in name
+
+
+def rate_at(progress: Progress, seconds: float) -> float:
+    """The factor on the learning rate: linear warm-up over steps, then half a cosine over time to LAST_RATE."""
+    share = min(1.0, progress.seconds / seconds)
+    cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
+    return min(1.0, (progress.steps + 1) / WARM_UP) * cosine

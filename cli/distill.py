@@ -1,0 +1,153 @@
+"""draftwood distill: makes a draft for any target, from text that the target writes itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ..models.errors import EngineError
+from .bench import read_prompts
+from .build import folder_or_id
+from .options import read_options
+
+if TYPE_CHECKING:
+    from ..builder.distillation.acceptance import Acceptance
+    from ..builder.distillation.options import DistillOptions
+    from ..builder.distillation.text import TextCounts
+    from ..builder.distillation.training import Progress as TrainingProgress
+    from ..builder.progress import Step
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("distill", help="make a draft for a target that has none")
+    hidden = argparse.SUPPRESS  # the defaults are those of DistillOptions
+    parser.add_argument(
+        "--target",
+        type=folder_or_id,
+        required=True,
+        metavar="PATH",
+        help="Hugging Face folder, .gguf file, or id on the Hub, org/name or org/name@revision",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DRAFT", help="folder to write")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        required=True,
+        metavar="N",
+        help="time for text and training together; the same command goes on after an interruption, and with more "
+        "minutes after the end",
+    )
+    for name, kind, help in (
+        ("text-minutes", float, "the part of the minutes in which the target writes (default: 60 %%)"),
+        ("state", Path, "folder of texts and checkpoints (default: DRAFT.state)"),
+        ("layers", int, "of the draft (default 2)"),
+        ("hidden", int, "hidden size (default: about 0.45 of the target's)"),
+        ("heads", int, "attention heads (default: hidden size / head size)"),
+        ("kv-heads", int, "heads of keys and values (default: half of the heads)"),
+        ("head-dim", int, "size of a head (default 64)"),
+        ("intermediate", int, "feed-forward size (default: three times the hidden size)"),
+        ("vocabulary", int, "tokens that the draft writes, the target's most frequent ones (default 8192)"),
+        ("requests", int, "texts written at a time (default 48)"),
+        ("context", int, "tokens of a training sequence (default 512)"),
+        ("batch", int, "sequences of a training step (default 8)"),
+        ("threads", int, "of the engine and of torch; 0 (default) chooses"),
+        ("learning-rate", float, "at its highest (default 0.002)"),
+        ("seed", int, "of the texts and of the training (default 0)"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=hidden, help=help)
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='questions to answer instead of the target\'s own: JSON lines, each with a "prompt" (or "turns")',
+    )
+    parser.add_argument(
+        "--full-vocabulary",
+        action="store_true",
+        default=hidden,
+        help="write the draft for programs that cannot load a trimmed one",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Imported here, so that the other commands need neither torch nor onnx.
+    try:
+        from ..builder.distillation.options import DistillOptions
+
+        if args.prompts is not None:
+            args.questions = tuple(read_prompts(args.prompts))
+        options = read_options(args, DistillOptions)  # invalid options are refused before torch is imported
+        from ..builder.distillation.distill import Watch, distill
+    except ModuleNotFoundError as error:
+        raise EngineError(f"distilling needs {error.name}: pip install 'draftwood[build,cpu]'") from error
+
+    console = Console(stderr=args.json)
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as shown:
+        bars = Bars(shown, options)
+        result = distill(options, bars.begin, Watch(bars.text, bars.training, bars.step))
+    if args.json:
+        print(json.dumps({"output": str(options.output), **result.figures}))
+        return 0
+    if not result.figures:
+        console.print(f"Only text was written, to {options.folder}: give more --minutes for training", markup=False)
+        return 0
+    acceptance = result.figures["acceptance"]
+    console.print(
+        f"{result.figures['text_tokens']} tokens of text; estimated acceptance on held-out answers at temperature "
+        + ", ".join(
+            f"{name.removeprefix('acceptance_')}: {value}"
+            for name, value in acceptance.items()
+            if name.startswith("acceptance_") and value is not None
+        ),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"Curve: {options.output / 'acceptance.svg'}", markup=False)
+    console.print(
+        f"Next: draftwood build --target {options.target} --draft {options.output} --output BUNDLE", markup=False
+    )
+    return 0
+
+
+class Bars:
+    """The progress of a distillation: steps, text with its speed, training with loss and estimated acceptance."""
+
+    def __init__(self, bars: Progress, options: DistillOptions) -> None:
+        self._bars, self._options = bars, options
+        self._tasks: dict[str, TaskID] = {}
+        self._estimate = ""
+
+    def begin(self, step: Step) -> Callable[[], None]:
+        """See `progress`."""
+        task = self._bars.add_task(step.title, total=step.units)
+        return lambda: self._bars.advance(task)
+
+    def text(self, counts: TextCounts, seconds: float) -> None:
+        """Show how much text there is."""
+        self._show("Writing text", f"{counts.texts} texts, {counts.tokens} tokens", self._options.text_seconds, seconds)
+
+    def step(self, seconds: float, divergence: float) -> None:
+        """Show the loss of a training step."""
+        self._show("Training", f"loss {divergence:.3f}{self._estimate}", self._options.training_seconds, seconds)
+
+    def training(self, found: Acceptance, progress: TrainingProgress) -> None:
+        """Show an estimate."""
+        known = [value for value in (found.top1, *found.overlaps) if value == value]
+        self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in known)}"
+        self._show(
+            "Training", f"loss {found.loss:.3f}{self._estimate}", self._options.training_seconds, progress.seconds
+        )
+
+    def _show(self, name: str, figures: str, total: float, done: float) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total)
+        self._bars.update(self._tasks[name], completed=min(done, total), description=f"{name}: {figures}")
