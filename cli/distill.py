@@ -143,9 +143,8 @@ class Bars:
         """Show an estimate."""
         known = [value for value in (found.top1, *found.overlaps) if value == value]
         self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in known)}"
-        self._show(
-            "Training", f"loss {found.loss:.3f}{self._estimate}", self._options.training_seconds, progress.seconds
-        )
+        figures = f"loss {found.loss:.3f}{self._estimate}"
+        self._show("Training", figures, self._options.training_seconds, progress.seconds)
 
     def _show(self, name: str, figures: str, total: float, done: float) -> None:
         if name not in self._tasks:

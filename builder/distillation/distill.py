@@ -20,11 +20,12 @@ from torch import Tensor
 from ...models.errors import ConfigError
 from ...models.plain_files import read_object
 from ...plugins.native.library import available
+from ...runtime.bundle.staging import replaceable
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
 from ..pipeline import end_of_text
 from ..progress import Begin, Step
-from .acceptance import Acceptance
+from .acceptance import Acceptance, estimate
 from .batches import Batch, pack, training_batches
 from .card import origin_of
 from .conversation import layout_of, questions_of
@@ -73,6 +74,8 @@ def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> Di
     target = Checkpoint(local_folder(options.target, MODEL, begin))
     shape = DraftShape(options.layers, *(getattr(options, name) for name in SIZES))
     shape.config(target.config)  # refuses impossible sizes before hours of text
+    if options.output.exists() and not replaceable(options.output, FIGURES):
+        raise ConfigError(f"{options.output} exists and is no distilled draft: choose another --output")
     write_training_text(options, target, begin, watch)
     if not options.training_seconds:
         return DistillResult(options.output, {})
@@ -127,15 +130,18 @@ def train(options: DistillOptions, target: Checkpoint, shape: DraftShape, begin:
         initialise(network, target, options.seed)
     batches = training_batches(store, options.batch, options.context, options.seed + trainer.progress.steps)
     schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
-    origin, figures = origin_of(target.path), dict[str, Any]()
+    origin = origin_of(target.path)
     coverage = float(counts[kept].sum() / max(counts.sum(), 1e-30))
+
+    def publish(found: Acceptance) -> dict[str, Any]:
+        states = some_states(network, held_out) if options.full_vocabulary else None
+        report = Report(figures_of(trainer, found, coverage), acceptance_svg(trainer.progress.curve))
+        return write_draft(options.output, network, target, origin, report, states)
+
+    figures = dict[str, Any]()
     for found in trainer.run(batches, held_out, schedule, store.num_tokens):
-        better = trainer.improve(found)
-        if better or not (options.output / FIGURES).is_file():
-            figures = figures_of(trainer, found, coverage)
-            states = some_states(network, held_out) if options.full_vocabulary else None
-            report = Report(figures, acceptance_svg(trainer.progress.curve))
-            write_draft(options.output, network, target, origin, report, states)
+        if trainer.improve(found):
+            figures = publish(found)
         trainer.save(file)
         write_json(options.folder / LOG, {"curve": [point._asdict() for point in trainer.progress.curve]})
         write_text(options.folder / PLOT, acceptance_svg(trainer.progress.curve))
@@ -145,6 +151,8 @@ def train(options: DistillOptions, target: Checkpoint, shape: DraftShape, begin:
             f"{options.folder / 'texts'} has too little text for one step of {options.batch} x {options.context} "
             "tokens: give more --minutes, or lower --batch or --context"
         )
+    if not (options.output / FIGURES).is_file():
+        figures = publish(estimate(network, [batch.to(device) for batch in held_out]))
     return DistillResult(options.output, figures or read_object(options.output / FIGURES, own=True))
 
 

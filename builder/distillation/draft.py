@@ -56,9 +56,9 @@ def write_draft(
     origin: Origin,
     report: Report,
     states: Tensor | None = None,
-) -> None:
-    """Write a draft, replacing an older one. states: hidden states [M, H] of some text; with them the draft gets the
-    full vocabulary. Raises ConfigError when it cannot be written."""
+) -> dict[str, Any]:
+    """Write a draft, replacing an older one, and return its figures. states: hidden states [M, H] of some text; with
+    them the draft gets the full vocabulary. Raises ConfigError when it cannot be written."""
     config = network.llama.config
     tensors = {name: parameter.detach().cpu().float() for name, parameter in network.llama.named_parameters()}
     kept = network.kept.cpu()
@@ -92,6 +92,7 @@ def write_draft(
         (staging / "README.md").write_text(card(origin, config, trimmed, figures), encoding="utf-8")
         if origin.licence_text is not None:
             (staging / "LICENSE").write_text(origin.licence_text, encoding="utf-8")
+    return figures
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from ...models.errors import ConfigError
 from ...models.layers import network_of
 from ...models.plain_files import read_object
 from ...runtime.bundle.staging import staging_folder
-from ...runtime.engines.backends import BACKENDS, BLOCKS, NATIVE, Opening, choose_backend
+from ...runtime.engines.backends import BACKENDS, Opening, choose_backend
 from ...runtime.engines.base import EngineSpec
 from ...runtime.engines.shared.memory import CacheBudget, cache_budget
 from ...runtime.engines.shared.pool import PooledEngine
@@ -21,6 +21,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..engines.make import Source, engine_spec, make_engine
 from ..options import BuildOptions
 from ..progress import Begin
+from ..quantization.formats import FORMATS, QuantizedCheckpoint
 
 MARKER = "target.json"
 RETAINED = 2048  # slots for the rows of common prefixes
@@ -54,15 +55,17 @@ class TextTarget:
 
 
 def text_spec(checkpoint: Checkpoint, folder: Path, max_length: int) -> tuple[Source, EngineSpec, BuildOptions]:
-    """How the target is compiled: int8 on the native engine, in fp32 where its sizes have no blocks; ONNX Runtime's
-    fp32 where the native engine cannot run."""
-    backend = choose_backend().backend
-    divides = all(
-        matrix.inputs % 32 == 0 for layer in network_of(checkpoint.config).layers for matrix in layer.matrices
-    )
-    precision = "int8" if backend == NATIVE.name and divides else "fp32"
-    options = BuildOptions(checkpoint.path, checkpoint.path, folder, backend, precision, max_length=max_length)
-    source = Source(checkpoint, TARGET, None, backend, precision)
+    """How the target is compiled: with the kernels and the precision that are fast here. That is int8 on the native
+    engine if the matrices divide into blocks; else the backend's first precision."""
+    backend = BACKENDS[choose_backend().backend]
+    precision = backend.draft_precision or backend.precisions[0]
+    if form := FORMATS.get((backend.name, precision)):
+        try:
+            QuantizedCheckpoint(checkpoint, form)
+        except ConfigError:
+            precision = backend.precisions[0]
+    options = BuildOptions(checkpoint.path, checkpoint.path, folder, backend.name, precision, max_length=max_length)
+    source = Source(checkpoint, TARGET, None, backend.name, precision)
     return source, engine_spec(source, options, max_length), options
 
 

@@ -1,0 +1,414 @@
+"""The training of a draft: its loss, its vocabulary, its checkpoints, and the folder that it becomes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distilling import COLUMNS, distilled, options, watch, write_target, written
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.distillation import distill as distill_module
+from draftwood.builder.distillation.acceptance import estimate, overlap
+from draftwood.builder.distillation.batches import Batch, pack
+from draftwood.builder.distillation.card import Origin, origin_of
+from draftwood.builder.distillation.draft import Report, write_draft
+from draftwood.builder.distillation.loss import distillation_loss, reachable
+from draftwood.builder.distillation.network import DraftNetwork, DraftShape, initialise, principal
+from draftwood.builder.distillation.options import DistillOptions
+from draftwood.builder.distillation.shards import TextStore
+from draftwood.builder.distillation.training import Schedule, Trainer
+from draftwood.builder.distillation.vocabulary import expected_counts, kept_tokens, offsets
+from draftwood.cli.main import main
+from draftwood.models.errors import ConfigError
+
+CPU = torch.device("cpu")
+FIGURES = {"acceptance": {"acceptance_0": 0.5}, "text_tokens": 10, "tokens_seen": 20, "training_minutes": 1.0}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("distill") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trimmed draft, with its state beside it."""
+    folder = tmp_path_factory.mktemp("draft") / "draft"
+    distilled(options(target, folder))
+    return folder
+
+
+def network_of(target: Path, kept: int = 64, seed: int = 0) -> DraftNetwork:
+    checkpoint = Checkpoint(target)
+    ids = np.sort(np.random.default_rng(0).permutation(320)[:kept])
+    network = DraftNetwork(DraftShape(hidden=32).config(checkpoint.config), 32, ids)
+    initialise(network, checkpoint, seed)
+    return network
+
+
+def some_batch(sequences: int = 2, length: int = 32) -> Batch:
+    return next(pack([written(number, number) for number in range(10)], sequences, length))
+
+
+# Loss
+
+
+def test_divergence_by_hand() -> None:
+    """Known tokens 7, 8 and 9 of p; the draft lacks 9. q is (0.5, 0.3, 0.2) over 7, 8 and 5."""
+    place_of = torch.full((12,), -1)
+    place_of[torch.tensor([7, 8, 5])] = torch.arange(3)
+    ids, p = torch.tensor([[7, 9, 8]]), torch.tensor([[0.4, 0.3, 0.2]])
+    target = reachable(ids, p.log(), torch.tensor([0.1]), torch.tensor([9]), place_of)
+    parts = distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log() + 3, target)
+    exact = 0.4 * np.log((0.4 / 0.7) / 0.5) + 0.2 * np.log((0.2 / 0.7) / 0.3) + 0.1 * np.log((0.1 / 0.7) / 0.2)
+    assert parts.divergence.item() == pytest.approx(exact, rel=1e-5)
+    variation = 0.7 * 0.5 * (abs(0.4 / 0.7 - 0.5) + abs(0.2 / 0.7 - 0.3) + abs(0.1 / 0.7 - 0.2))
+    assert parts.variation.item() == pytest.approx(variation, rel=1e-5)
+    assert parts.entropy.item() == 0  # the draft lacks the written token
+    written_seven = target._replace(written=place_of[torch.tensor([7])])
+    assert distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log(), written_seven).entropy.item() == pytest.approx(
+        -np.log(0.5), rel=1e-5
+    )
+
+
+@given(st.integers(0, 2**31), st.integers(3, 30))
+def test_divergence_is_least_at_the_target(seed: int, size: int) -> None:
+    """It is 0 where the draft has the target's distribution, and nowhere negative."""
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0, 2, (1, size)).astype(np.float32))
+    logprobs, ids = logits.log_softmax(-1).sort(descending=True)
+    known = max(1, size - 2)
+    tails = logprobs[:, known:].exp().sum(-1)
+    target = reachable(ids[:, :known], logprobs[:, :known], tails, ids[:, 0], torch.arange(size))
+    assert abs(distillation_loss(logits, target).divergence.item()) < 1e-4
+    other = torch.from_numpy(rng.normal(0, 2, (1, size)).astype(np.float32))
+    parts = distillation_loss(other, target)
+    assert parts.divergence.item() > -1e-5 and 0 <= parts.variation.item() <= 1 + 1e-5
+
+
+def test_gradient_of_the_divergence_is_that_of_differences() -> None:
+    batch = some_batch()
+    scored = batch.scored
+    kept = torch.full((320,), -1)
+    kept[:200] = torch.arange(200)
+    target = reachable(
+        batch.ids[scored], batch.logprobs[scored].double(), batch.tails[scored], batch.written[scored], kept
+    )
+    logits = torch.randn(len(target.tails), 200, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    distillation_loss(logits, target).divergence.backward()
+    assert logits.grad is not None
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    step = 1e-2
+    with torch.no_grad():
+        high, low = (distillation_loss(logits + sign * step * direction, target).divergence for sign in (1, -1))
+    slope = ((high - low) / (2 * step)).item()
+    assert slope == pytest.approx((logits.grad * direction).sum().item(), rel=0.02, abs=1e-4)
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.7, 1.0]))
+def test_overlap_is_exact_where_all_tokens_are_known_and_otherwise_lower(seed: int, temperature: float) -> None:
+    rng = np.random.default_rng(seed)
+    p, q = (torch.from_numpy(rng.normal(0, 2, (1, 20))) for _ in range(2))
+    exact = torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1)).sum().item()
+    logprobs, ids = p.log_softmax(-1).sort(descending=True)
+    for known in (20, 8):
+        tails = logprobs[:, known:].exp().sum(-1)
+        target = reachable(ids[:, :known], logprobs[:, :known], tails, ids[:, 0], torch.arange(20))
+        found = overlap(q, target, logprobs[:, :known], tails, temperature).item()
+        assert found == pytest.approx(exact, abs=1e-6) if known == 20 else found <= exact + 1e-6
+
+
+# Vocabulary
+
+
+def test_the_most_frequent_tokens_and_the_special_ones_are_kept() -> None:
+    kept = kept_tokens(np.array([0.0, 5, 1, 9, 2, 9]), 3, {0, 77})
+    assert kept.tolist() == [0, 3, 5]
+    assert kept_tokens(np.zeros(4), 9, ()).tolist() == [0, 1, 2, 3]
+
+
+def test_counts_are_the_targets_probabilities() -> None:
+    text = written(0, 1)
+    counts = expected_counts([text], 320)
+    expected = np.zeros(320)
+    for place in range(len(text.tokens)):
+        if text.kinds[place]:
+            np.add.at(expected, text.ids[place].astype(int), np.exp(text.logprobs[place].astype(float)))
+    np.testing.assert_allclose(counts, expected)
+
+
+@given(st.sets(st.integers(0, 400), min_size=1))
+def test_offsets_give_the_kept_tokens(tokens: set[int]) -> None:
+    kept = np.array(sorted(tokens))
+    assert (np.arange(len(kept)) + offsets(kept) == kept).all()
+
+
+# Network
+
+
+def test_a_text_does_not_see_the_others_of_its_sequence(target: Path) -> None:
+    """The logits of a packed text are those of the text alone."""
+    network = network_of(target)
+    for parameter in network.llama.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    texts = [written(number, number) for number in range(3)]
+    packed, alone = (network(next(pack(some, 1, length))) for some, length in ((texts, 57), (texts[1:2], 19)))
+    counts = [int((text.kinds[1:] > 0).sum()) for text in texts]
+    torch.testing.assert_close(packed[counts[0] : counts[0] + counts[1]], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_every_place_of_a_batch_describes_the_next_token() -> None:
+    text = written(4, 4)
+    (batch,) = pack([text], 1, 19)
+    tokens = text.tokens.tolist()
+    assert batch.tokens[0].tolist() == tokens[:-1] and batch.written[0].tolist() == tokens[1:]
+    assert (batch.ids[0].numpy() == text.ids[1:]).all() and batch.kinds[0].tolist() == text.kinds[1:].tolist()
+
+
+def test_principal_directions_keep_distances() -> None:
+    """An embedding of a lower rank is kept as it is, up to rotation and its mean."""
+    rng = np.random.default_rng(0)
+    rows = (rng.normal(size=(50, 4)) @ rng.normal(size=(4, 16))).astype(np.float32)
+    found = principal(rows, 6)
+    assert found.share == pytest.approx(1, abs=1e-5)
+    distances = [np.linalg.norm(each[:, None] - each[None], axis=-1) for each in (rows, found.rows)]
+    np.testing.assert_allclose(*distances, atol=1e-3)
+
+
+# Training
+
+
+def trained(network: DraftNetwork, batches: list[Batch], seconds: float, file: Path | None = None) -> Trainer:
+    trainer = Trainer(network, 0.01, CPU, False)
+    if file is not None:
+        trainer.load(file)
+    schedule = Schedule(seconds, watch().clock, measured=1e9)
+    for _ in trainer.run(iter(batches[trainer.progress.steps :]), batches[:1], schedule, lambda: 5):
+        pass
+    return trainer
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(target: Path, tmp_path: Path) -> None:
+    batches = [some_batch()] * 6
+    whole = trained(network_of(target), batches, 1e6)
+    first = trained(network_of(target), batches[:3], 1e6)
+    first.save(tmp_path / "checkpoint.safetensors")
+    resumed = trained(network_of(target, seed=5), batches, 1e6, tmp_path / "checkpoint.safetensors")
+    assert resumed.progress.steps == 6 and first.progress.steps == 3
+    for name, parameter in resumed.network.llama.named_parameters():
+        expected = whole.network.llama.get_parameter(name)
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=2e-5)  # the schedule counts calls of a clock
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.safetensors"
+    trained(network_of(target), [some_batch()], 1e6).save(file)
+    config = DraftShape(hidden=64).config(Checkpoint(target).config)
+    other = Trainer(DraftNetwork(config, 32, np.arange(64)), 0.01, CPU, False)
+    with pytest.raises(ConfigError, match="give the same sizes as before"):
+        other.load(file)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        other.load(file)
+
+
+def test_training_brings_the_draft_closer(target: Path) -> None:
+    network = network_of(target)
+    batches = [some_batch()] * 40
+    before = estimate(network, batches[:1])
+    after = estimate(trained(network, batches, 1e6).network, batches[:1])
+    assert after.loss < 0.7 * before.loss and after.mean > before.mean
+
+
+# The whole
+
+
+def test_a_distilled_draft_is_a_trimmed_llama(draft: Path, target: Path) -> None:
+    config = json.loads((draft / "config.json").read_text())
+    assert config["draft_vocab_size"] == 64 and config["vocab_size"] == 320 and config["tie_word_embeddings"]
+    tensors = load_file(draft / "model.safetensors")
+    d2t = tensors["d2t"]
+    kept = torch.arange(64) + d2t
+    assert d2t.dtype == torch.int64 and (kept.diff() > 0).all() and kept.min() >= 0 and kept.max() < 320
+    assert {1, 2} <= set(kept.tolist())  # special tokens
+    assert tensors["model.embed_tokens.weight"].shape == (320, 32)
+    assert {tensor.dtype for name, tensor in tensors.items() if name != "d2t"} == {torch.bfloat16}
+    figures = json.loads((draft / "distillation.json").read_text())
+    assert figures["vocabulary"] == 64 and 0 < figures["vocabulary_coverage"] <= 1
+    assert len(figures["curve"]) >= 2 and figures["tokens_seen"] > 0
+    for name in ("README.md", "acceptance.svg", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (draft / name).is_file()
+    own, other = (Checkpoint(folder).write_tokenizer(draft.parent) for folder in (draft, target))
+    assert own.vocabulary() == other.vocabulary()
+
+
+def test_the_log_and_the_picture_have_every_estimate(draft: Path) -> None:
+    state = draft.with_name("draft.state")
+    curve = json.loads((state / "training.json").read_text())["curve"]
+    assert curve[0]["tokens"] == 0 and [point["tokens"] for point in curve] == sorted({p["tokens"] for p in curve})
+    assert (state / "acceptance.svg").read_text().count("<polyline") == 6
+
+
+def test_the_same_command_does_nothing_more_and_more_minutes_go_on(draft: Path, target: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "draft"
+    shutil.copytree(draft, copied)
+    shutil.copytree(draft.with_name("draft.state"), tmp_path / "draft.state")
+    steps = last_steps(tmp_path)
+    result = distilled(options(target, copied))
+    assert last_steps(tmp_path) == steps and result.figures["vocabulary"] == 64
+    distilled(options(target, copied, minutes=25, text_minutes=15))
+    assert last_steps(tmp_path) > steps
+
+
+def last_steps(folder: Path) -> int:
+    curve = json.loads((folder / "draft.state" / "training.json").read_text())["curve"]
+    return int(curve[-1]["tokens"])
+
+
+def test_the_full_vocabulary_agrees_with_the_trimmed_one_in_transformers(target: Path, tmp_path: Path) -> None:
+    """On texts that the rows of the untrained tokens were not made from, the best token is the same."""
+    network = trained(network_of(target), [some_batch()] * 60, 1e6).network
+    states = network.hidden(some_batch(4))
+    checkpoint, origin, report = Checkpoint(target), Origin("a target", None, None), Report(FIGURES, "<svg/>")
+    write_draft(tmp_path / "trimmed", network, checkpoint, origin, report)
+    write_draft(tmp_path / "full", network, checkpoint, origin, report, states.detach())
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "full", dtype=torch.float32)
+    assert not model.config.tie_word_embeddings and "draft_vocab_size" not in model.config.to_dict()
+    trimmed = load_file(tmp_path / "trimmed" / "model.safetensors")
+    kept = torch.arange(64) + trimmed.pop("d2t")
+    tokens = torch.stack([torch.from_numpy(written(99 + row, 1, 24).tokens.astype(np.int64)) for row in range(8)])
+    with torch.no_grad():
+        logits = model(tokens).logits
+        hidden = model.model(tokens).last_hidden_state
+    own = functional.linear(hidden, trimmed["model.embed_tokens.weight"].float()[kept])
+    torch.testing.assert_close(logits[..., kept], own, rtol=0, atol=1e-4)
+    assert (logits.argmax(-1) == kept[own.argmax(-1)]).float().mean() > 0.98
+    others = torch.ones(320, dtype=torch.bool)
+    others[kept] = False
+    assert logits.softmax(-1)[..., others].sum(-1).mean() < 0.02
+
+
+def test_a_draft_that_keeps_every_token_is_written_without_offsets(target: Path, tmp_path: Path) -> None:
+    network = network_of(target, kept=320)
+    report = Report(FIGURES, "<svg/>")
+    write_draft(tmp_path / "all", network, Checkpoint(target), Origin("x", None, None), report, torch.ones(3, 32))
+    assert Checkpoint(tmp_path / "all").config.tie_embeddings
+
+
+def test_too_little_text_is_refused(target: Path, tmp_path: Path) -> None:
+    store = TextStore(tmp_path / "state" / "texts", 320, COLUMNS)
+    given = options(target, tmp_path / "draft", minutes=5, text_minutes=0, state=tmp_path / "state")
+    with pytest.raises(ConfigError, match="no text is held out"):
+        distilled(given)
+    store.add(written(0, 32))
+    with pytest.raises(ConfigError, match="too little text"):
+        distilled(given)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"minutes": 0.0},
+        {"minutes": float("nan")},
+        {"text_minutes": 30.0},
+        {"vocabulary": 3},
+        {"requests": 0},
+        {"context": 8},
+        {"batch": 0},
+        {"threads": 65},
+        {"learning_rate": 0.0},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused(target: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changed))):
+        options(target, tmp_path / "draft", **changed)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"layers": 0}, {"hidden": 9999}, {"head_dim": 7}, {"heads": 3, "kv_heads": 2}, {"hidden": 128}], ids=str
+)
+def test_impossible_sizes_are_refused_before_any_text(target: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        distilled(options(target, tmp_path / "draft", **changed))
+    assert not (tmp_path / "draft.state").exists()
+
+
+@pytest.mark.parametrize("hidden", [64, 576, 960, 2048, 8192])
+def test_default_sizes_suit_the_target(target: Path, hidden: int) -> None:
+    from dataclasses import replace
+
+    config = DraftShape().config(replace(Checkpoint(target).config, hidden_size=hidden))
+    assert config.hidden_size <= hidden and config.num_heads % config.num_kv_heads == 0
+    assert config.hidden_size % 32 == config.intermediate_size % 32 == 0
+    if hidden == 576:
+        assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (256, 4, 2, 64)
+
+
+def test_a_target_says_its_name_and_licence(tmp_path: Path) -> None:
+    folder = tmp_path / "Some-Model"
+    folder.mkdir()
+    assert origin_of(folder) == Origin("Some-Model", None, None)
+    (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Some\nlicense: mit\n")
+    (folder / "LICENSE").write_text("a licence")
+    assert origin_of(folder) == Origin("Some-Model", "apache-2.0", "a licence")
+
+
+# Command line
+
+
+def test_the_command_writes_a_draft(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that counts calls, in all else as a user runs it."""
+    whole = distill_module.distill
+
+    def counting(options: DistillOptions, begin: Any, told: distill_module.Watch) -> distill_module.DistillResult:
+        small = watch()
+        return whole(options, begin, told._replace(clock=small.clock, measured=small.measured, limits=small.limits))
+
+    monkeypatch.setattr(distill_module, "distill", counting)
+    arguments = ["distill", "--target", str(target), "--output", str(tmp_path / "draft"), "--minutes", "20"]
+    small = ["--text-minutes", "15", "--requests", "16", "--context", "32", "--batch", "2", "--hidden", "32"]
+    assert main([*arguments, *small, "--vocabulary", "64", "--threads", "1", "--full-vocabulary", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["output"] == str(tmp_path / "draft") and printed["vocabulary"] == 64
+    assert printed["probability_of_untrained_tokens"] < 0.5
+    assert "draft_vocab_size" not in json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert main([*arguments, *small, "--text-minutes", "20", "--state", str(tmp_path / "s")]) == 0
+    assert "Only text was written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--minutes", "0"], "minutes must be"),
+        (["--minutes", "5", "--prompts", "/nowhere.jsonl"], "cannot be read"),
+        (["--minutes", "5", "--target", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_arguments_exit_with_2(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    given = ["distill", "--target", str(target), "--output", str(tmp_path / "draft"), *arguments]
+    assert main(given) == 2 and message in capsys.readouterr().err
+
+
+def test_an_existing_folder_that_is_no_draft_is_kept(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is no distilled draft"):
+        distilled(options(target, tmp_path / "draft"))
+    assert (tmp_path / "draft" / "mine.txt").read_text() == "mine"
