@@ -36,10 +36,8 @@ def origin_of(path: Path) -> Origin:
         return Origin(short(path.resolve().name), found[1] if found else None, text)
     from ..checkpoints.gguf.header import read_header  # which imports the gguf package
 
-    metadata = read_header(path).metadata
-    name, licence = metadata.get("general.name"), metadata.get("general.license")
-    named = name if isinstance(name, str) and name else path.stem
-    return Origin(short(named), short(licence) if isinstance(licence, str) else None, text)
+    licence = read_header(path).metadata.get("general.license")
+    return Origin(short(path.stem), short(licence) if isinstance(licence, str) else None, text)
 
 
 def read_text(file: Path) -> str | None:

@@ -43,7 +43,7 @@ from .vocabulary import expected_counts, kept_tokens
 
 TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
 MOST_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
-LONGEST = 2048  # tokens of a text that the target writes
+LONGEST = 1536  # tokens of a text that the target writes
 HELD_OUT_SEQUENCES = 8  # of a batch
 HALF_PRODUCTS = ("avx512_bf16", "amx_bf16")
 MOST_STATES = 4096  # hidden states from which the rows of untrained tokens are made

@@ -73,7 +73,8 @@ def compile_target(checkpoint: Checkpoint, folder: Path, max_length: int, begin:
     """Write the target's engine and its tokenizer to a folder, unless they are there already. Raises ConfigError for
     a folder of another target."""
     source, spec, options = text_spec(checkpoint, folder, max_length)
-    identity = {"model": digest(checkpoint), "backend": spec.backend, "precision": spec.precision}
+    compiled = {"backend": spec.backend, "precision": spec.precision, "capacity": spec.capacity}
+    identity = {"model": digest(checkpoint), **compiled}
     if (folder / MARKER).is_file():
         try:
             found = read_object(folder / MARKER, own=True)

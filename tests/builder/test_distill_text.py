@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
+from draftwood.builder.distillation.distill import LONGEST
 from draftwood.builder.distillation.distributions import TopSelector
 from draftwood.builder.distillation.progress_file import locked
 from draftwood.builder.distillation.shards import ANSWER, GIVEN, QUESTION, TEXTS_PER_FILE, TextStore, WrittenText
@@ -89,7 +90,7 @@ def test_a_template_that_drops_the_question_is_refused(tmp_path: Path) -> None:
 def test_recorded_distributions_are_the_engines_own(state: Path, target: Path) -> None:
     """Every place of a text read again in one pass gives the recorded probabilities."""
     checkpoint = Checkpoint(target)
-    spec = compile_target(checkpoint, state / "target", 2048, quiet)
+    spec = compile_target(checkpoint, state / "target", LONGEST, quiet)
     texts = texts_of(state)
     assert len(texts) > 10
     with TextTarget(state / "target", spec, 2, (2,), 1) as engine:
@@ -275,7 +276,7 @@ def test_another_targets_state_is_refused(state: Path, tmp_path: Path) -> None:
 
     write_checkpoint(other, "gqa", seed=9, vocab_size=320, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="belongs to another target"):
-        compile_target(Checkpoint(other), state / "target", 2048, quiet)
+        compile_target(Checkpoint(other), state / "target", LONGEST, quiet)
 
 
 def test_a_prompt_that_is_too_long_is_refused(target: Path, tmp_path: Path) -> None:
@@ -284,7 +285,7 @@ def test_a_prompt_that_is_too_long_is_refused(target: Path, tmp_path: Path) -> N
 
 
 def test_writer_reads_the_numbers_of_the_stored_texts(state: Path, target: Path) -> None:
-    spec = compile_target(Checkpoint(target), state / "target", 2048, quiet)
+    spec = compile_target(Checkpoint(target), state / "target", LONGEST, quiet)
     with open_tokenizer(state / "target") as tokenizer, TextTarget(state / "target", spec, 2, (2,), 1) as engine:
         store = TextStore(state / "texts", 320, COLUMNS)
         stored = sum(1 for _ in store.read())
