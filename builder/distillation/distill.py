@@ -43,7 +43,6 @@ from .vocabulary import expected_counts, kept_tokens
 
 TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
 MOST_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
-LONGEST = 1536  # tokens of a text that the target writes
 HELD_OUT_SEQUENCES = 8  # of a batch
 HALF_PRODUCTS = ("avx512_bf16", "amx_bf16")
 MOST_STATES = 4096  # hidden states from which the rows of untrained tokens are made
@@ -90,7 +89,7 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
     if spent >= options.text_seconds:
         return
     with locked(folder / "texts"):
-        spec = compile_target(target, folder / "target", min(target.config.longest, LONGEST), begin)
+        spec = compile_target(target, folder / "target", begin)
         with open_tokenizer(folder / "target") as tokenizer:
             questions = questions_of(tokenizer, list(options.questions))
             layout = layout_of(tokenizer, asked=bool(questions))

@@ -24,6 +24,7 @@ from ..progress import Begin
 from ..quantization.formats import FORMATS, QuantizedCheckpoint
 
 MARKER = "target.json"
+LONGEST = 1536  # tokens of a text that the target writes
 RETAINED = 2048  # slots for the rows of common prefixes
 
 
@@ -54,9 +55,10 @@ class TextTarget:
         self.close()
 
 
-def text_spec(checkpoint: Checkpoint, folder: Path, max_length: int) -> tuple[Source, EngineSpec, BuildOptions]:
+def text_spec(checkpoint: Checkpoint, folder: Path) -> tuple[Source, EngineSpec, BuildOptions]:
     """How the target is compiled: with the kernels and the precision that are fast here. That is int8 on the native
     engine if the matrices divide into blocks; else the backend's first precision."""
+    max_length = min(checkpoint.config.longest, LONGEST)
     backend = BACKENDS[choose_backend().backend]
     precision = backend.draft_precision or backend.precisions[0]
     if form := FORMATS.get((backend.name, precision)):
@@ -69,10 +71,10 @@ def text_spec(checkpoint: Checkpoint, folder: Path, max_length: int) -> tuple[So
     return source, engine_spec(source, options, max_length), options
 
 
-def compile_target(checkpoint: Checkpoint, folder: Path, max_length: int, begin: Begin) -> EngineSpec:
+def compile_target(checkpoint: Checkpoint, folder: Path, begin: Begin) -> EngineSpec:
     """Write the target's engine and its tokenizer to a folder, unless they are there already. Raises ConfigError for
     a folder of another target."""
-    source, spec, options = text_spec(checkpoint, folder, max_length)
+    source, spec, options = text_spec(checkpoint, folder)
     compiled = {"backend": spec.backend, "precision": spec.precision, "capacity": spec.capacity}
     identity = {"model": digest(checkpoint), **compiled}
     if (folder / MARKER).is_file():

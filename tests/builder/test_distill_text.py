@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
-from draftwood.builder.distillation.distill import LONGEST
 from draftwood.builder.distillation.distributions import TopSelector
 from draftwood.builder.distillation.progress_file import locked
 from draftwood.builder.distillation.shards import ANSWER, GIVEN, QUESTION, TEXTS_PER_FILE, TextStore, WrittenText
@@ -39,7 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A state folder with text only."""
     folder = tmp_path_factory.mktemp("state")
-    result = distilled(options(target, folder / "draft", minutes=6, text_minutes=6, state=folder / "state"))
+    result = distilled(options(target, folder / "draft", minutes=3, text_minutes=3, state=folder / "state"))
     assert not result.figures and not (folder / "draft").exists()
     return folder / "state"
 
@@ -90,7 +89,7 @@ def test_a_template_that_drops_the_question_is_refused(tmp_path: Path) -> None:
 def test_recorded_distributions_are_the_engines_own(state: Path, target: Path) -> None:
     """Every place of a text read again in one pass gives the recorded probabilities."""
     checkpoint = Checkpoint(target)
-    spec = compile_target(checkpoint, state / "target", LONGEST, quiet)
+    spec = compile_target(checkpoint, state / "target", quiet)
     texts = texts_of(state)
     assert len(texts) > 10
     with TextTarget(state / "target", spec, 2, (2,), 1) as engine:
@@ -205,10 +204,8 @@ def test_a_killed_writer_loses_nothing_that_was_finished(target: Path, tmp_path:
     state = tmp_path / "draft.state"
     before = texts_of(state)
     assert len(before) >= told[-1]
-    spent = 60 * 6
-    distilled(options(target, tmp_path / "draft", minutes=9000, text_minutes=9000), clock=lambda: 60.0 * 9000)
     (state / "text.json").write_text('{"seconds": 0}')
-    distilled(options(target, tmp_path / "draft", minutes=spent / 60, text_minutes=spent / 60))
+    distilled(options(target, tmp_path / "draft", minutes=3, text_minutes=3))
     after = texts_of(state)
     assert len(after) > len(before) and len({text.number for text in after}) == len(after)
     assert {text.question for text in before} <= {text.question for text in after}
@@ -276,7 +273,7 @@ def test_another_targets_state_is_refused(state: Path, tmp_path: Path) -> None:
 
     write_checkpoint(other, "gqa", seed=9, vocab_size=320, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="belongs to another target"):
-        compile_target(Checkpoint(other), state / "target", LONGEST, quiet)
+        compile_target(Checkpoint(other), state / "target", quiet)
 
 
 def test_a_prompt_that_is_too_long_is_refused(target: Path, tmp_path: Path) -> None:
@@ -285,7 +282,7 @@ def test_a_prompt_that_is_too_long_is_refused(target: Path, tmp_path: Path) -> N
 
 
 def test_writer_reads_the_numbers_of_the_stored_texts(state: Path, target: Path) -> None:
-    spec = compile_target(Checkpoint(target), state / "target", LONGEST, quiet)
+    spec = compile_target(Checkpoint(target), state / "target", quiet)
     with open_tokenizer(state / "target") as tokenizer, TextTarget(state / "target", spec, 2, (2,), 1) as engine:
         store = TextStore(state / "texts", 320, COLUMNS)
         stored = sum(1 for _ in store.read())

@@ -43,13 +43,13 @@ def write_target(folder: Path, template: str | None = None, add_bos: bool = True
 def options(target: Path, output: Path, **changed: Any) -> DistillOptions:
     """Sizes with which each step takes milliseconds. A minute is 60 calls of the clock."""
     sizes = {"requests": 16, "context": 32, "batch": 2, "hidden": 32, "vocabulary": 64, "threads": 1}
-    return replace(DistillOptions(target, output, minutes=20, text_minutes=15), **sizes | changed)
+    return replace(DistillOptions(target, output, minutes=8, text_minutes=6), **sizes | changed)
 
 
 def watch(**changed: Any) -> Watch:
     """Counts calls of the clock instead of seconds."""
     calls = itertools.count()
-    return Watch(clock=lambda: float(next(calls)), measured=100.0, limits=LIMITS)._replace(**changed)
+    return Watch(clock=lambda: float(next(calls)), measured=60.0, limits=LIMITS)._replace(**changed)
 
 
 def distilled(given: DistillOptions, **changed: Any) -> DistillResult:
