@@ -103,7 +103,7 @@ def test_recorded_distributions_are_the_engines_own(state: Path, target: Path) -
                 cache.commit([0])
                 if text.kinds[place + 1] == GIVEN:
                     continue
-                assert (text.ids[place + 1] == expected.ids).all()
+                assert text.ids[place + 1].tolist() == expected.ids.tolist()
                 np.testing.assert_allclose(text.logprobs[place + 1], expected.logprobs, atol=0.01)
                 assert abs(float(text.tails[place + 1]) - expected.tail) < 1e-3
             cache.close()
@@ -181,7 +181,7 @@ def test_texts_are_read_as_they_were_stored(tmp_path: Path) -> None:
     assert len(store.files()) == 2 and store.num_tokens() == sum(len(text.tokens) for text in texts)
     for stored, text in zip(store.read(), texts, strict=True):
         assert stored[:2] == text[:2]
-        assert all((one == other).all() for one, other in zip(stored[2:], text[2:], strict=True))
+        assert all(np.array_equal(one, other) for one, other in zip(stored[2:], text[2:], strict=True))
 
 
 def test_a_killed_writer_loses_nothing_that_was_finished(target: Path, tmp_path: Path) -> None:
