@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...models.errors import ConfigError
+from ...models.fields import MOST
 
 TEXT_SHARE = 0.6  # of the minutes, for writing text
 LEAST_MINUTES, MOST_MINUTES = 0.1, 60 * 24 * 30.0
@@ -57,7 +58,7 @@ class DistillOptions:
         if self.text_minutes is not None and not 0 <= self.text_minutes <= self.minutes:
             raise ConfigError(f"text_minutes must be 0 to minutes ({self.minutes:g}), not {self.text_minutes:g}")
         for name, least, most in (
-            ("vocabulary", 16, 1 << 20),
+            ("vocabulary", 16, MOST["draft_vocab_size"]),
             ("requests", 1, MOST_REQUESTS),
             ("context", 16, 8192),
             ("batch", 1, 1024),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bundling import built
 from distilling import COLUMNS, distilled, options, watch, write_target, written
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from draftwood.builder.distillation.training import Schedule, Trainer
 from draftwood.builder.distillation.vocabulary import expected_counts, kept_tokens, offsets
 from draftwood.cli.main import main
 from draftwood.models.errors import ConfigError
+from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -260,6 +262,18 @@ def test_a_distilled_draft_is_a_trimmed_llama(draft: Path, target: Path) -> None
         assert (draft / name).is_file()
     with Tokenizer.load(draft) as own, Tokenizer.load(target) as other:
         assert own.vocabulary() == other.vocabulary()
+
+
+def test_a_distilled_draft_drafts(draft: Path, target: Path, tmp_path: Path) -> None:
+    """In a bundle, speculative text is plain text, and tokens of the draft are accepted."""
+    bundle = built(target, draft, tmp_path / "bundle")
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with LLM(bundle, SpeculativeConfig(grow="chain", max_draft_len=3, budget="fixed")) as llm:
+        results = llm.generate([[1, token] for token in range(3, 43)], params)
+    with LLM(bundle, None) as llm:
+        plain = llm.generate([[1, token] for token in range(3, 43)], params)
+    assert [each.token_ids for each in results] == [each.token_ids for each in plain]
+    assert sum(each.stats.num_accepted_tokens for each in results) > 0
 
 
 def test_the_log_and_the_picture_have_every_estimate(draft: Path) -> None:
