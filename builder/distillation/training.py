@@ -186,7 +186,7 @@ class Trainer:
                     if any(tensor.shape != parameter.shape for tensor in moments.values()):
                         raise ValueError(f"the moments of {name} have another shape")
                     if len(moments) == len(MOMENTS):
-                        step = torch.tensor(float(self.progress.steps))
+                        step = torch.tensor(float(self.progress.steps), device=self._device)
                         self._optimizer.state[parameter] = {"step": step, **moments}
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
