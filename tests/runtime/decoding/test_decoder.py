@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import FakeEngine, mixture, random_head, random_model
+from fakes import FakeEngine, Predict, mixture, random_head, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from draftwood.models.bindings import TOP_IDS, TOP_LOGPROBS
 from draftwood.models.errors import RequestError
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, SeededStream, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -230,3 +233,41 @@ def test_a_processor_that_forbids_everything_is_named() -> None:
         decode(None, params)
     with pytest.raises(RequestError, match="shape"):
         decode(None, SamplingParams(logits_processors=(lambda tokens, logits: logits[:2],)))
+
+
+def certain(token: int) -> NDArray[np.float64]:
+    return np.eye(V)[token]
+
+
+def test_a_round_teaches_the_lookup_its_tokens() -> None:
+    """The prompt repeats nothing and the draft is always wrong: what is accepted was found in the text itself."""
+    target, draft = FakeEngine(lambda seen: certain((seen[-1] + 1) % 4), V), FakeEngine(lambda seen: certain(7), V)
+    params, stats = SamplingParams(max_tokens=24, temperature=0), SpecDecodeStats()
+    decoder = SpeculativeDecoder(target, draft, SpeculativeConfig("chain", max_draft_len=3, lookup_ngram=2), 4096, ())
+    chunks = list(decoder.generate(PROMPT, Sampler(params, PROMPT, (), V), seeded_streams(0), stats))
+    assert tokens_of(chunks) == [(2 + at) % 4 for at in range(24)]
+    assert stats.num_accepted_tokens >= 12
+
+
+class RankingEngine(FakeEngine):
+    """Names the best token of each row. As with real engines, nobody may read the logits of such a pass."""
+
+    def __init__(self, predict: Predict) -> None:
+        super().__init__(predict, V)
+        self.spec = replace(self.spec, outputs=(*self.spec.outputs, TOP_IDS.name, TOP_LOGPROBS.name))
+
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        output = super().score(batch, cache)
+        best = np.argsort(-output.logits, axis=1, kind="stable")[:, :2]
+        logits = np.full_like(output.logits, np.nan) if batch.ranking_only else output.logits
+        return ForwardOutput(logits, best, np.take_along_axis(output.logits, best, 1))
+
+
+@pytest.mark.parametrize("name", ["plain", "chain", "topk merged"])
+def test_greedy_rounds_need_the_best_tokens_only(name: str) -> None:
+    truth = random_model(5, V)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    draft = FakeEngine(mixture(truth, random_model(6, V), 0.7), V, "draft")
+    decoder = SpeculativeDecoder(RankingEngine(truth), draft, CONFIGS[name], 4096, ())
+    chunks = list(decoder.generate(PROMPT, Sampler(params, PROMPT, (), V), seeded_streams(5), SpecDecodeStats()))
+    assert tokens_of(chunks) == tokens_of(decode(None, params, seed=5)[0])

@@ -30,6 +30,15 @@ def test_it_learns_the_acceptance_of_a_rank_and_a_probability() -> None:
     assert calibration(0, 0.02) == pytest.approx(0.3, abs=0.03)
 
 
+def test_four_observations_weigh_as_much_as_the_prior() -> None:
+    """Of a rank as a whole, whose prior is 0.6 for the first sibling, and of a cell, whose prior is its rank."""
+    calibration = Calibration()
+    for _ in range(4):
+        calibration.update(siblings([0.6]), [])
+    assert calibration(0, 0.02) == pytest.approx(0.3)  # (0.6 + 0) / 2; this cell has seen nothing
+    assert calibration(0, 0.6) == pytest.approx(0.15)
+
+
 def test_the_smallest_probabilities_share_the_last_cell_and_no_other() -> None:
     calibration = Calibration()
     for _ in range(9):

@@ -111,6 +111,21 @@ def test_an_estimate_of_acceptance_replaces_the_drawn_probability() -> None:
     assert max(unroll(sure, 8, 99).depths) > max(unroll(doubtful, 8, 99).depths)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_head_that_agrees_with_the_draft_changes_no_draw(seed: int) -> None:
+    """Its values replace equal ones, so that as many tokens are worth a draw as before."""
+    predict = random_model(seed, 8)
+    plain, _ = grow(DySpecLayers(8, 4, 3), predict, SlotStream(seed))
+    paths: list[tuple[int, ...]] = [PROMPT]
+    for node in range(1, len(plain.values)):
+        paths.append((*paths[plain.parents[node]], plain.tokens[node]))
+    shares = dict(zip(paths, plain.shares, strict=True))
+    same, _ = grow(
+        DySpecLayers(8, 4, 3, head=True), predict, SlotStream(seed), accept=lambda seen: shares.get(seen, 0.5)
+    )
+    assert (same.tokens, same.parents) == (plain.tokens, plain.parents)
+
+
 class RedrawnStream(SlotStream):
     """Like SlotStream, but the `at`-th draw takes its second choice."""
 

@@ -27,6 +27,14 @@ def message(**settings: Any) -> str:
     return str(refused.value)
 
 
+def test_the_drafts_probabilities_are_corrected_where_values_of_drawn_tokens_decide() -> None:
+    assert made(grow="dyspec").calibration(greedy=False) is not None
+    assert made(grow="dyspec", stop_rule="specdec++").calibration(greedy=True) is not None
+    for settings in ({"grow": "dyspec", "key": "draft"}, {"grow": "chain"}, {"grow": "k-ary", "branching": (2, 2)}):
+        assert made(**settings).calibration(greedy=False) is None
+    assert made(grow="dyspec").calibration(greedy=True) is None
+
+
 def test_every_field_is_bounded_by_its_kind() -> None:
     names = {field.name for field in fields(SpeculativeConfig)}
     assert names == {*INTEGERS, *NUMBERS, *CHOICES, "branching", "topology"}

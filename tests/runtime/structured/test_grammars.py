@@ -124,10 +124,6 @@ HOSTILE: dict[str, tuple[StructuredOutput, str]] = {
         "cannot be used",
     ),
     "a grammar without a rule": (StructuredOutput(grammar='root ::= "a" | b'), "'b' not found"),
-    "many properties": (
-        StructuredOutput(json={"properties": {f"p{i}": {} for i in range(4500)}, "type": "object"}),
-        "cannot be used",
-    ),
 }
 
 
