@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ..models.bindings import LOW_BIT, ROLES, TARGET
+from ..models.bindings import BITS, DRAFT, LOW_BIT, ROLES, TARGET
 from ..models.errors import ConfigError, EngineError
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
 
 FINE_WIDTHS = 16  # backends that do not pad get every width up to this one
+STORED_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, **BITS}  # of a weight, by precision
 SPECULATIVE_PASSES = 4  # a cache has slots for this many of the widest passes after the longest text
+
+
+class SelfDraft(NamedTuple):
+    """A draft that is the target's own copy in a precision of fewer bits."""
+
+    precision: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +27,17 @@ class BuildOptions:
     """The options of a build. Raises ConfigError for options that this release does not support.
 
     backend: one of BACKENDS; the command line's default asks `choose_backend`.
-    target, draft: Hugging Face folders or GGUF files. output: the bundle's folder. max_length: most tokens of prompt
-    and output; None takes the length for which both models were trained, up to 8192. widths: allowed numbers of
-    rows of a pass. max_batch: most requests that share a pass of a TensorRT plan, which has caches for this many; the
-    CPU backends have no such limit. acceptance_head: output folder of draftwood train-head; its head becomes part of
-    the draft's graph.
+    target, draft: Hugging Face folders or GGUF files. A draft may also be a SelfDraft, or None for a bundle that
+    decodes plainly or by prompt lookup. output: the bundle's folder. max_length: most tokens of prompt and output; None
+    takes the length for which both models were trained, up to 8192. widths: allowed numbers of rows of a pass.
+    max_batch: most requests that share a pass of a TensorRT plan, which has caches for this many; the CPU backends have
+    no such limit. acceptance_head: output folder of draftwood train-head; its head becomes part of the draft's graph.
     draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8 if its matrices
     divide into blocks, and so is the draft of an int4 target: 8 bits cost no acceptance; 4 bits do and save no time.
     lora, draft_lora: folders of LoRA adapters (PEFT), which are merged into the models. Each of these four may be an id
     of the Hugging Face Hub instead (checkpoints/hub.py).
+    draft_vocabulary: how many tokens the draft predicts, the most frequent ones; None keeps all that it has.
+    draft_vocabulary_text: a text, or JSON lines, in which tokens are counted; None goes by the order of their ids.
     calibration: a text whose first tokens the model reads while its matrices are rounded to native int4; None rounds
     each weight by itself.
     graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
@@ -35,7 +45,7 @@ class BuildOptions:
     """
 
     target: Path
-    draft: Path
+    draft: Path | SelfDraft | None
     output: Path
     backend: str = "onnxruntime"
     precision: str | None = None  # None: the backend's first precision
@@ -47,6 +57,8 @@ class BuildOptions:
     acceptance_head: Path | None = None
     lora: Path | None = None
     draft_lora: Path | None = None
+    draft_vocabulary: int | None = None
+    draft_vocabulary_text: Path | None = None
     calibration: Path | None = None
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
@@ -57,7 +69,7 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}")
-        for role in ROLES:
+        for role in self.roles:
             backend = self.backend_of(role)
             if backend not in BACKENDS or (backend != self.backend and {backend, self.backend}.intersection(COMPILED)):
                 raise ConfigError(f"backend {backend!r} is not available for the {role} beside {self.backend}")
@@ -70,17 +82,18 @@ class BuildOptions:
                 BACKENDS[backend].check_machine(None)
             except EngineError as error:
                 raise ConfigError(str(error)) from error
+        self._check_draft()
         if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
             raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length must be at least 2 (one token in, one out), not {self.max_length}")
-        if self.calibration is not None and not any(map(self.is_calibrated, ROLES)):
+        if self.calibration is not None and not any(map(self.is_calibrated, self.roles)):
             raise ConfigError(
                 "--calibration is for int4 on the native backend: leave it out, or add --backend native "
                 "--precision int4"
             )
         if BACKENDS[self.backend].is_compiled:
-            for role in ROLES:
+            for role in self.roles:
                 self.compile_options(role)
         elif self.max_batch != 1:
             raise ConfigError(
@@ -95,6 +108,35 @@ class BuildOptions:
                 f"{' and '.join(COMPILED)}: leave them out, or choose one of these with --backend"
             )
 
+    def _check_draft(self) -> None:
+        """Raises ConfigError for options of a draft that this draft does not have."""
+        own = isinstance(self.draft, SelfDraft)
+        for name in ("draft_backend", "draft_precision", "draft_lora", "acceptance_head", "draft_vocabulary"):
+            if self.draft is None and getattr(self, name) is not None:
+                raise ConfigError(f"{flag(name)} is for a draft, and --draft none builds none: leave one of them out")
+            if own and name in ("draft_precision", "draft_lora") and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{flag(name)} contradicts --draft self:{self.precision_of(DRAFT)}, the target's own copy in that "
+                    "precision: leave one of them out"
+                )
+        precision = self.precision_of(TARGET)
+        if own and STORED_BITS[self.precision_of(DRAFT)] >= STORED_BITS[precision]:
+            raise ConfigError(
+                f"--draft self:{self.precision_of(DRAFT)} would cost as much as its target in {precision}, and "
+                "speculation only time: choose fewer bits, a smaller draft, or --draft none"
+            )
+        if self.draft_vocabulary is not None and self.draft_vocabulary < 1:
+            raise ConfigError(f"--draft-vocabulary must be at least 1, not {self.draft_vocabulary}")
+        if self.draft_vocabulary_text is not None and self.draft_vocabulary is None:
+            raise ConfigError(
+                "--draft-vocabulary-text counts tokens to keep: add --draft-vocabulary N, or leave it out"
+            )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The engines of the bundle."""
+        return (TARGET,) if self.draft is None else ROLES
+
     def backend_of(self, role: str) -> str:
         """The backend of a role's engine, explicit or default."""
         if role == TARGET:
@@ -107,11 +149,13 @@ class BuildOptions:
         chosen = self.precision or backend.precisions[0]
         if role == TARGET:
             return chosen
+        if isinstance(self.draft, SelfDraft):
+            return self.draft.precision
         return self.draft_precision or backend.draft_precision or ("int8" if chosen == "int4" else chosen)
 
     def lora_of(self, role: str) -> Path | None:
         """The adapter that is merged into a role's model."""
-        return self.lora if role == TARGET else self.draft_lora
+        return self.lora if role == TARGET or isinstance(self.draft, SelfDraft) else self.draft_lora
 
     def is_calibrated(self, role: str) -> bool:
         """Whether a role's matrices are rounded with a text in view."""
@@ -150,6 +194,11 @@ class BuildOptions:
             self.timing_cache,
             self.max_batch,
         )
+
+
+def flag(name: str) -> str:
+    """A field as the command line writes it."""
+    return "--" + name.replace("_", "-")
 
 
 def refuse_dynamic(precision: str) -> None:

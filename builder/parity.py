@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..models.errors import BundleError
-from ..runtime.engines.base import Engine, TokenBatch
+from ..runtime.engines.base import Engine, EngineSpec, TokenBatch
 from ..runtime.engines.passes import causal_batch
+from .reference import Rows, Scored
 
 TOLERANCE = 2e-4  # for fp32, relative to the largest logit if that exceeds 1
 HEAD_TOLERANCE = 1e-4  # difference of probabilities
@@ -19,27 +20,29 @@ COARSER = {"fp16": 100.0, "bf16": 800.0, "int8": 500.0, "int4": 500.0}
 PROMPT_ROWS, TREE_ROWS = 24, 12
 
 
-def largest_difference(engine: Engine, reference: Engine, rounding: str | None = None) -> float:
-    """Run the same prompt and the same token tree through both engines. rounding: the precision of the engine's
-    activations; None means the engine's precision.
+def largest_difference(engine: Engine, reference: Scored, rounding: str | None = None) -> float:
+    """Run a prompt and a token tree through an engine. reference: what the torch reference says of `rows_of` the
+    engine's spec. rounding: the precision of the engine's activations; None means the engine's precision.
 
     Returns the largest difference of two logits, divided by the largest logit if that exceeds 1. Raises BundleError if
     the result exceeds `TOLERANCE`, or if an acceptance head's output differs by more than `HEAD_TOLERANCE`. Less
     precise engines may differ by more, see `COARSER`.
     """
     coarser = COARSER.get(rounding or engine.spec.precision, 1.0)
-    worst = 0.0
-    cache, reference_cache = engine.new_cache(), reference.new_cache()
-    for batch in batches(engine, np.random.default_rng(0)):
-        output, wanted = engine.score(batch, cache), reference.score(batch, reference_cache)
-        found, expected = output.logits, wanted.logits
-        rows = slice(None) if len(batch.output_rows) == 1 else slice(batch.num_tokens)
-        scale = max(1.0, float(np.abs(expected[rows]).max()))
-        worst = max(worst, float(np.abs(found[rows] - expected[rows]).max()) / scale)
-        if output.acceptance is not None and wanted.acceptance is not None:
-            refuse_another_head(output.acceptance[rows], wanted.acceptance[rows], coarser * HEAD_TOLERANCE)
-        for each in (cache, reference_cache):
-            each.commit(range(batch.num_tokens))
+    worst, first = 0.0, 0
+    cache = engine.new_cache()
+    for batch in batches(engine.spec):
+        output = engine.score(batch, cache)
+        end = first + batch.num_tokens
+        rows = slice(end - 1, end) if len(batch.output_rows) == 1 else slice(first, end)
+        found, expected = output.logits[: rows.stop - rows.start], reference.logits[rows]
+        scale = max(1.0, float(np.abs(expected).max()))
+        worst = max(worst, float(np.abs(found - expected).max()) / scale)
+        if output.acceptance is not None and reference.acceptance is not None:
+            accepted = output.acceptance[: rows.stop - rows.start]
+            refuse_another_head(accepted, reference.acceptance[rows], coarser * HEAD_TOLERANCE)
+        cache.commit(range(batch.num_tokens))
+        first = end
     if not worst <= coarser * TOLERANCE:
         raise BundleError(
             f"the {engine.spec.role} engine differs from the torch reference by {worst:.1e} of its largest logit, "
@@ -59,9 +62,9 @@ def refuse_another_head(found: NDArray[np.float32], expected: NDArray[np.float32
         )
 
 
-def batches(engine: Engine, rng: np.random.Generator) -> Iterator[TokenBatch]:
+def batches(spec: EngineSpec) -> Iterator[TokenBatch]:
     """The passes of a prompt, and then of a random tree after it."""
-    spec = engine.spec
+    rng = np.random.default_rng(0)
     prompt, rows = min(PROMPT_ROWS, spec.max_width), min(TREE_ROWS, spec.max_width)
     tokens = rng.integers(0, spec.model.vocab_size, prompt + rows)
     yield causal_batch(spec, tokens[:prompt].tolist(), 0)
@@ -72,3 +75,18 @@ def batches(engine: Engine, rng: np.random.Generator) -> Iterator[TokenBatch]:
         mask[row] |= mask[parent]
         depths[row] = depths[parent] + 1
     yield TokenBatch.pad(tokens[prompt:], prompt + depths, mask, spec.width_for(rows))
+
+
+def rows_of(spec: EngineSpec) -> Rows:
+    """The rows of these passes as one pass without a cache: those of a later pass attend to all earlier ones."""
+    passes = list(batches(spec))
+    counts = [batch.num_tokens for batch in passes]
+    mask = np.zeros((sum(counts), sum(counts)), np.bool_)
+    first = 0
+    for batch, count in zip(passes, counts, strict=True):
+        mask[first : first + count, :first] = True
+        mask[first : first + count, first : first + count] = batch.mask[:count, :count]
+        first += count
+    tokens = np.concatenate([batch.token_ids[:count] for batch, count in zip(passes, counts, strict=True)])
+    positions = np.concatenate([batch.position_ids[:count] for batch, count in zip(passes, counts, strict=True)])
+    return Rows(tokens, positions, mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,8 @@ from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .engines.make import Source, engine_spec, make_engine
 from .engines.native import Weights
 from .engines.plan import check_compiler
-from .options import BuildOptions
+from .kept_tokens import most_frequent
+from .options import BuildOptions, SelfDraft
 from .progress import Begin, Step
 from .quantization.calibration import calibrate, read_windows
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint
@@ -37,29 +38,28 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     CheckpointError, ConfigError or BundleError.
     """
     asked, options = options, downloaded(options, begin)
-    advance = begin(Step("Reading checkpoints", 2))
-    checkpoints: dict[str, Checkpoint] = {}
-    for role, path in ((TARGET, options.target), (DRAFT, options.draft)):
-        checkpoints[role] = Checkpoint(path, options.lora_of(role))
-        advance()
+    checkpoints = opened(options, begin(Step("Reading checkpoints", len(options.roles))))
     for remark in remarks(options, checkpoints):
         begin(Step(remark, 1))()
     max_length = context_length(options, checkpoints)
     if BACKENDS[options.backend].is_compiled:
         check_compiler(options.compile_options())
-    heads: dict[str, TrainedHead | None] = dict.fromkeys(ROLES)
+    heads: dict[str, TrainedHead | None] = dict.fromkeys(options.roles)
     if options.acceptance_head is not None:
         heads[DRAFT] = read_head(options.acceptance_head, checkpoints[DRAFT].config.hidden_size)
     with staging_folder(options.output, MANIFEST, BundleError) as staging:
         advance = begin(Step("Converting the tokenizer", 1))
         tokenizer = checkpoints[TARGET].write_tokenizer(staging)
-        with tempfile.TemporaryDirectory() as other:
-            check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(other)))
+        if isinstance(options.draft, Path):
+            with tempfile.TemporaryDirectory() as other:
+                check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(other)))
         advance()
         checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
+        if options.draft_vocabulary is not None:
+            checkpoints[DRAFT] = trimmed(checkpoints, options, options.draft_vocabulary, tokenizer, begin)
         engines = {}
         parity = {}
-        for role in ROLES:
+        for role in options.roles:
             precision = precision_for(role, checkpoints[role], options)
             source = Source(checkpoints[role], role, heads[role], options.backend_of(role), precision)
             if options.calibration is not None and options.is_calibrated(role):
@@ -74,7 +74,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             advance()
         eos = end_of_text(checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
-        adapters = {role: name_of(lora) for role in ROLES if (lora := asked.lora_of(role)) is not None}
+        adapters = {role: name_of(lora) for role in options.roles if (lora := asked.lora_of(role)) is not None}
         write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files, adapters))
     return EngineBundle.open(options.output)
 
@@ -84,8 +84,42 @@ def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
     lora, draft_lora = (
         None if given is None else local_folder(given, ADAPTER, begin) for given in (options.lora, options.draft_lora)
     )
-    target, draft = (local_folder(given, MODEL, begin) for given in (options.target, options.draft))
+    target, draft = local_folder(options.target, MODEL, begin), options.draft
+    draft = local_folder(draft, MODEL, begin) if isinstance(draft, Path) else draft
     return replace(options, target=target, draft=draft, lora=lora, draft_lora=draft_lora)
+
+
+def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Checkpoint]:
+    """The checkpoint of each engine. Raises CheckpointError."""
+    checkpoints: dict[str, Checkpoint] = {}
+    for role in options.roles:
+        path = options.target if role == TARGET or not isinstance(options.draft, Path) else options.draft
+        checkpoints[role] = Checkpoint(path, options.lora_of(role))
+        advance()
+    if checkpoints[TARGET].kept_tokens is not None:
+        raise CheckpointError(
+            f"{options.target} is a draft with a trimmed vocabulary, which cannot be a target: its text would lack all "
+            "other tokens"
+        )
+    return checkpoints
+
+
+def trimmed(
+    checkpoints: Mapping[str, Checkpoint], options: BuildOptions, count: int, tokenizer: Tokenizer, begin: Begin
+) -> Checkpoint:
+    """The draft, predicting only `count` tokens. Raises CheckpointError if it is trimmed already, and ConfigError."""
+    draft, text = checkpoints[DRAFT], options.draft_vocabulary_text
+    vocab_size = draft.config.vocab_size
+    if draft.kept_tokens is not None:
+        raise CheckpointError(
+            f"{draft.path} predicts {len(draft.kept_tokens)} of {vocab_size} tokens already: leave --draft-vocabulary "
+            "out, or trim the draft that it was made from"
+        )
+    by = "the order of their ids" if text is None else f"their frequency in {text.name}"
+    advance = begin(Step(f"Keeping {count} of the draft's {vocab_size} tokens, by {by}", 1))
+    kept = most_frequent(tokenizer, count, vocab_size, text, checkpoints[TARGET].eos_token_ids())
+    advance()
+    return draft.trimmed(kept)
 
 
 def rounded_with(text: Path, view: Weights, tokenizer: Tokenizer, begin: Begin) -> dict[str, Quantized]:
@@ -100,7 +134,8 @@ def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> s
     """What a role's engine is built in. A draft of other sizes than blocks allow has no default of 8 bits."""
     backend, precision = BACKENDS[options.backend_of(role)], options.precision_of(role)
     form = FORMATS.get((backend.name, precision))
-    if role == TARGET or options.draft_precision is not None or form is None or backend.is_compiled:
+    chosen = role == TARGET or options.draft_precision is not None or isinstance(options.draft, SelfDraft)
+    if chosen or form is None or backend.is_compiled:
         return precision
     try:
         QuantizedCheckpoint(checkpoint, form)
@@ -114,7 +149,7 @@ def one_vocabulary(checkpoints: Mapping[str, Checkpoint], tokenizer: Tokenizer, 
     tokenizer are often filled up to different sizes with rows that no token has. Raises CheckpointError where tokens
     would be cut."""
     sizes = {role: checkpoint.config.vocab_size for role, checkpoint in checkpoints.items()}
-    smaller, larger = sorted(sizes, key=lambda role: sizes[role])
+    smaller, *_, larger = sorted([*sizes, TARGET], key=lambda role: sizes[role])  # of one model both are the target
     if sizes[smaller] == sizes[larger]:
         return dict(checkpoints)
     needed = 1 + max(tokenizer.vocabulary().values(), default=0)
@@ -133,7 +168,9 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
         yield f"Replacing the bundle in {options.output} at the end"
     for role, checkpoint in checkpoints.items():
         yield from (f"The {role}: {note}" for note in checkpoint.notes)
-    target, draft = (num_parameters(checkpoints[role].config) for role in (TARGET, DRAFT))
+    if not isinstance(options.draft, Path):
+        return
+    target, draft = (num_parameters(checkpoints[role].config) for role in ROLES)
     if options.target.resolve() == options.draft.resolve():
         yield (
             "Warning: draft and target are the same checkpoint, so speculation can only cost time: choose a smaller "

@@ -7,6 +7,7 @@ programs run at the same time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,29 +16,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..models.bindings import DRAFT, ROLES, TARGET
+from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.backends import describe_backend
 from ..runtime.engines.base import Engine, TokenBatch
 from ..runtime.engines.passes import prefill
+from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.random import seeded_streams
-from ..runtime.sampling.sampler import Sampler, SamplingParams
+from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.config import SpeculativeConfig
+from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from .progress import Begin, Step
 
 CONTEXTS = (64, 512, 1536)
 REPEATS = 9
+BRIEF_SECONDS = 3.0  # of a build, for the passes behind one context: after these, only so many repeats as are needed
+NEEDED_REPEATS = 3  # for a median
+LONG_REPEATS = 2  # where measuring each width once takes all these seconds: long passes vary less
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
-HOST_ROUNDS = 12
+HOST_ROUNDS, HOST_SEEDS = 12, 3
+LOOKUPS = 24  # measured rounds with a prompt lookup
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both engines, opened with the settings of their later use. max_length: most tokens of prompt and output. machine:
-    see `fingerprint` of `bundle/costs.py`."""
+    """The engines of a bundle by role, opened with the settings of their later use. max_length: most tokens of prompt
+    and output. machine: see `fingerprint` of `bundle/costs.py`."""
 
     engines: Mapping[str, Engine]
     max_length: int
@@ -52,8 +59,22 @@ class Passes(NamedTuple):
     spreads: tuple[float, ...]
 
 
-def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeats: int = REPEATS) -> CostModel:
-    """Measure every width of both engines after each context that fits. begin: called for every step.
+def brief_contexts(max_length: int) -> tuple[int, ...]:
+    """The shortest and the longest of CONTEXTS for so many tokens of prompt and output: costs grow evenly between
+    them."""
+    fitting = [context for context in CONTEXTS if context <= max_length]
+    return tuple(sorted({fitting[0], fitting[-1]})) if fitting else CONTEXTS[:1]
+
+
+def measure(
+    pair: Pair,
+    begin: Begin,
+    contexts: Sequence[int] = CONTEXTS,
+    repeats: int = REPEATS,
+    seconds: float = math.inf,
+) -> CostModel:
+    """Measure every width of both engines after each context that fits. begin: called for every step. seconds: of the
+    repeats behind one context, after which there are NEEDED_REPEATS and no more.
 
     Raises ConfigError if no context fits.
     """
@@ -64,25 +85,31 @@ def measure(pair: Pair, begin: Begin, contexts: Sequence[int] = CONTEXTS, repeat
         raise ConfigError(
             f"no context of {list(contexts)} fits this bundle's {pair.max_length} tokens: name shorter ones"
         )
-    seconds: dict[str, list[tuple[float, ...]]] = {role: [] for role in ROLES}
+    medians: dict[str, list[tuple[float, ...]]] = {role: [] for role in pair.engines}
     spreads: list[float] = []
     for context in fitting:
-        widths = sorted({*pair.engines[TARGET].spec.widths, *pair.engines[DRAFT].spec.widths})
+        widths = sorted({width for engine in pair.engines.values() for width in engine.spec.widths})
         advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
-        for role, passes in measure_after(pair, context, widths, repeats, advance).items():
-            seconds[role].append(passes.seconds)
+        for role, passes in measure_after(pair, context, widths, repeats, advance, seconds).items():
+            medians[role].append(passes.seconds)
             spreads += passes.spreads
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
-    greedy, sampled = (host(pair, temperature, advance) for temperature in (0.0, 1.0))
+    seeds = HOST_SEEDS if math.isinf(seconds) else 1
+    greedy, sampled = (host(pair, temperature, seeds, advance) for temperature in (0.0, 1.0))
     costs = {
-        role: PassCosts(engine.spec.widths, fitting, tuple(seconds[role]), describe_backend(engine.spec.backend).pads)
+        role: PassCosts(engine.spec.widths, fitting, tuple(medians[role]), describe_backend(engine.spec.backend).pads)
         for role, engine in pair.engines.items()
     }
-    return CostModel(costs[TARGET], costs[DRAFT], greedy, sampled, pair.machine, median(spreads))
+    return CostModel(costs[TARGET], costs.get(DRAFT), greedy, sampled, pair.machine, median(spreads))
 
 
 def measure_after(
-    pair: Pair, context: int, widths: Sequence[int], repeats: int, advance: Callable[[], None]
+    pair: Pair,
+    context: int,
+    widths: Sequence[int],
+    repeats: int,
+    advance: Callable[[], None],
+    limit: float = math.inf,
 ) -> dict[str, Passes]:
     """Measure each engine's passes after `context` committed rows."""
     caches: dict[str, Any] = {}
@@ -92,18 +119,29 @@ def measure_after(
     times: dict[str, dict[int, list[float]]] = {
         role: {width: [] for width in engine.spec.widths} for role, engine in pair.engines.items()
     }
+    # The first pass of a width binds its buffers, and does not count, unless passes are long: that is little of them.
+    start, first, needed = perf_counter(), 1, NEEDED_REPEATS
     for repeat in range(repeats + 1):
+        spent = perf_counter() - start
+        if repeat == 1 and spent > limit / 2:
+            first, needed = 0, NEEDED_REPEATS if spent < limit else LONG_REPEATS
+        enough = repeat >= first + needed and spent > limit
         for width in widths:
+            if enough:
+                advance()
+                continue
             for role, engine in pair.engines.items():
                 if width not in engine.spec.widths:
                     continue
                 elapsed = time_pass(engine, caches[role], width)
-                if repeat:  # the first pass of a width binds its buffers
-                    times[role][width].append(elapsed)
+                times[role][width].append(elapsed)
             if repeat:
                 advance()
     return {
-        role: Passes(monotone([median(each) for each in by_width.values()]), tuple(map(spread, by_width.values())))
+        role: Passes(
+            monotone([median(each[first:]) for each in by_width.values()]),
+            tuple(spread(each[first:]) for each in by_width.values()),
+        )
         for role, by_width in times.items()
     }
 
@@ -129,31 +167,46 @@ def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(value) for value in np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1])
 
 
-def host(pair: Pair, temperature: float, advance: Callable[[], None]) -> HostCosts:
+def host(pair: Pair, temperature: float, seeds: int, advance: Callable[[], None]) -> HostCosts:
     """Measure the time outside the engines, per round and per proposed token, with a small chain and a larger tree:
     most proposals are between these sizes."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
-    frontier = min(4, pair.engines[DRAFT].spec.max_width)
-    chain = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
-    tree = SpeculativeConfig(max_total_draft_tokens=many, max_draft_len=4, frontier_width=frontier, budget="fixed")
     seconds = []
-    for config in (chain, tree, None):
-        seconds.append(host_seconds(pair, config, temperature))
+    for config in (*proposing(pair, few, many), None):
+        seconds.append(host_seconds(pair, config, temperature, seeds))
         advance()
     token = max(0.0, seconds[1] - seconds[0]) / max(1, many - few)
     return HostCosts(seconds[2], max(seconds[2], seconds[0] - few * token), token)
 
 
-def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float) -> float:
-    """Median host seconds of a round with this configuration; None means a plain round."""
-    decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines[DRAFT], config, pair.max_length, ())
+def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, SpeculativeConfig]:
+    """Configurations that always propose few and many tokens."""
+    if DRAFT not in pair.engines:
+        shorter, longer = (
+            SpeculativeConfig(LOOKUP, lookup_ngram=1, lookup_len=size, budget="fixed") for size in (few, many)
+        )
+        return shorter, longer
+    frontier = min(4, pair.engines[DRAFT].spec.max_width)
+    chain = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
+    tree = SpeculativeConfig(max_total_draft_tokens=many, max_draft_len=4, frontier_width=frontier, budget="fixed")
+    return chain, tree
+
+
+def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float, seeds: int) -> float:
+    """Median host seconds of a round with this configuration; None means a plain round. Of a prompt lookup the first
+    round counts, whose prompt is a sequence of tokens that begins again."""
+    decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
+    given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
     per_round = []
-    for seed in range(3):
-        params = SamplingParams(max_tokens=HOST_ROUNDS, temperature=temperature, ignore_eos=True)
+    for seed in range(LOOKUPS if given else seeds):
+        params = SamplingParams(max_tokens=max(HOST_ROUNDS, given + 1), temperature=temperature, ignore_eos=True)
         stats = SpecDecodeStats()
         prompt = [seed % vocab_size]
+        if given:
+            prompt = [token % vocab_size for token in (*range(given + 1), 0)]
         for _ in decoder.generate(prompt, Sampler(params, prompt, (), vocab_size), seeded_streams(seed), stats):
-            pass
+            if given:
+                break
         per_round.append(stats.host_seconds / stats.target_passes)
     return median(per_round)

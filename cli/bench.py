@@ -20,14 +20,16 @@ from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import fingerprint, stored_costs
-from ..runtime.bundle.fit import fitted
+from ..runtime.bundle.fit import LOOKUP_NGRAM, fitted
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.base import Engine
 from ..runtime.prompt import check_prompt
+from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.random import seeded_streams
-from ..runtime.sampling.sampler import Sampler, SamplingParams
+from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.config import SpeculativeConfig
+from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel, assumed
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, write
@@ -35,8 +37,9 @@ from .live import costs_note
 from .options import add_engines, add_sampling, integers, positive, read_options
 
 PLAIN = "plain"
+SIZES = {"chain": "max_draft_len", LOOKUP: "lookup_len"}  # the setting that a grower's size is; else of a tree
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
-CONFIGS = "plain,chain:4,topk:12,auto"
+CONFIGS, WITHOUT_DRAFT = "plain,chain:4,topk:12,auto", "plain,lookup:8,auto"
 
 
 class Row(NamedTuple):
@@ -59,7 +62,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="compare configurations with plain decoding")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, help='JSON lines, each with a "prompt" (or "turns")')
-    parser.add_argument("--configs", default=CONFIGS, help=f"separated by commas (default {CONFIGS})")
+    parser.add_argument("--configs", help=f"separated by commas (default {CONFIGS}, without a draft {WITHOUT_DRAFT})")
     parser.add_argument("--repeats", type=positive, default=3, help="of every prompt and configuration (default 3)")
     parser.add_argument("--limit", type=positive, help="use only the first so many prompts")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
@@ -77,22 +80,22 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(bundle.folder)
     texts = read_prompts(args.prompts)[: args.limit]
     prompts = [check_prompt(tokenizer.encode(text), bundle) for text in texts]
-    configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *args.configs.split(",")])}
-    engines = (
-        bundle.open_engine(TARGET, args.threads, args.provider),
-        bundle.open_draft(args.threads, args.draft_threads, args.provider),
-    )
-    costs = costs_of(bundle, *engines, args)
+    asked = args.configs or (CONFIGS if bundle.has_draft else WITHOUT_DRAFT)
+    configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
+    target = bundle.open_engine(TARGET, args.threads, args.provider)
+    draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if bundle.has_draft else None
+    costs = costs_of(bundle, target, draft, args)
     decoders = {}
     for name, config in configs.items():
         decoders[name] = SpeculativeDecoder(
-            *engines,
+            target,
+            draft,
             None if config is None else fitted(config, bundle),
             bundle.manifest.max_length,
             bundle.manifest.eos_token_ids,
             costs,
         )
-    eos, vocab_size = bundle.manifest.eos_token_ids, engines[0].spec.model.vocab_size
+    eos, vocab_size = bundle.manifest.eos_token_ids, target.spec.model.vocab_size
     runs: dict[str, list[Run]] = {name: [] for name in configs}
     console = Console(stderr=args.json)
     for repeat in track(range(args.repeats + 1), "Measuring", console=console, transient=True):
@@ -123,12 +126,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def costs_of(bundle: EngineBundle, target: Engine, draft: Engine, args: argparse.Namespace) -> CostModel:
+def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: argparse.Namespace) -> CostModel:
     """The costs by which rounds are planned. Prints a note if they were measured on another machine or bundle."""
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
         Console(stderr=True).print(f"── {costs_note(stale)}", markup=False)
-    return measured or assumed(target.spec.model, draft.spec.model)
+    return measured or assumed(target.spec.model, None if draft is None else draft.spec.model)
 
 
 class Run(NamedTuple):
@@ -192,7 +195,8 @@ def parse_config(text: str) -> SpeculativeConfig | None:
     """Parse "plain" (None), or a grower with an optional size ("chain:4", "topk:12") and settings
     ("dyspec:16/key=draft").
 
-    The size is the depth of a chain, or the tokens of a tree. Every proposal has this size, unless budget=cost makes it
+    The size is the depth of a chain, the tokens of a tree, or the tokens of a prompt lookup, which by default compares
+    n-grams of LOOKUP_NGRAM tokens. Every proposal has this size, unless budget=cost makes it
     a limit. Settings are SpeculativeConfig's fields.
     """
     shape, *settings = text.split("/")
@@ -205,7 +209,9 @@ def parse_config(text: str) -> SpeculativeConfig | None:
         if not grow:
             raise ValueError("no grower")
         if size:
-            values["max_draft_len" if grow == "chain" else "max_total_draft_tokens"] = int(size)
+            values[SIZES.get(grow, "max_total_draft_tokens")] = int(size)
+        if grow == LOOKUP:
+            values["lookup_ngram"] = LOOKUP_NGRAM
         for setting in settings:
             name, _, value = setting.partition("=")
             values[name] = integers(value.replace("-", ",")) if types[name] is tuple else types[name](value)

@@ -8,14 +8,15 @@ from typing import Any
 
 from rich.console import Console
 
-from ..builder.profile import CONTEXTS
-from ..models.bindings import ROLES
+from ..builder.profile import BRIEF_SECONDS, brief_contexts
 from ..models.errors import DraftwoodError, EngineError
 from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
 from .options import DRAFT_THREADS, PROVIDER, THREADS, integers, read_options
 from .profile import profile
 from .progress import progress
+
+NONE, SELF = "none", "self:"  # words of --draft; a folder of that name is written ./none
 
 
 def add_parser(commands: Any) -> None:
@@ -27,9 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a build, for both of its commands."""
     hidden = argparse.SUPPRESS  # the defaults are those of BuildOptions
     path = "the {}: Hugging Face folder, .gguf file, or id on the Hub, org/name or org/name@revision"
-    for role in ROLES:
-        text = path.format(role)
-        parser.add_argument(f"--{role}", type=folder_or_id, required=True, metavar="PATH", help=text)
+    parser.add_argument("--target", type=folder_or_id, required=True, metavar="PATH", help=path.format("target"))
+    parser.add_argument(
+        "--draft",
+        type=folder_or_id,
+        required=True,
+        metavar="PATH",
+        help=path.format("draft") + "; self:int4 (or another precision) for the target's own copy in fewer bits; none "
+        "for a bundle that decodes plainly or by prompt lookup",
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument(
         "--lora", type=folder_or_id, default=hidden, metavar="DIR", help="LoRA folder (PEFT) to merge into the target"
@@ -41,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default=AUTO,
         help=f"backend of the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this "
-        "processor, if there is a C compiler and the processor has AVX-512, else onnxruntime",
+        "processor, if there is a C compiler and the processor has AVX2, else onnxruntime",
     )
     parser.add_argument(
         "--precision",
@@ -52,6 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-backend", default=hidden, help="default: the target's")
     parser.add_argument(
         "--draft-precision", default=hidden, help="default: int8 if native or if the target is int4, else the target's"
+    )
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=int,
+        default=hidden,
+        metavar="N",
+        help="let the draft predict the N most frequent tokens only, which makes its passes and draws cheaper",
+    )
+    parser.add_argument(
+        "--draft-vocabulary-text",
+        type=Path,
+        default=hidden,
+        metavar="FILE",
+        help="a text, or JSON lines, in which tokens are counted (default: the order of their ids, which BPE gives by "
+        "frequency)",
     )
     parser.add_argument(
         "--max-length", type=int, default=hidden, metavar="N", help="tokens of prompt and output (default: the models')"
@@ -109,7 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-profile",
         dest="profile",
         action="store_false",
-        help="do not measure the costs of passes at the end (draftwood profile measures them later)",
+        help="do not measure the costs of passes at the end, which is done briefly (draftwood profile measures them "
+        "later, or again and longer)",
     )
     parser.set_defaults(run=run)
 
@@ -129,11 +152,16 @@ class AsTuple(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     # Imported here, so that the other commands need neither torch nor onnx.
     try:
-        from ..builder.options import BuildOptions
+        from ..builder.options import BuildOptions, SelfDraft
 
         choice = choose_backend() if args.backend == AUTO else None
         if choice is not None:
             args.backend = choice.backend
+        given = str(args.draft)
+        if given.startswith(SELF):
+            args.draft = SelfDraft(given.removeprefix(SELF))
+        elif given == NONE:
+            args.draft = None
         options = read_options(args, BuildOptions)  # invalid options are refused before torch is imported
         from ..builder.pipeline import build
     except ModuleNotFoundError as error:
@@ -146,7 +174,8 @@ def run(args: argparse.Namespace) -> int:
         bundle = build(options, begin)
     if args.profile:
         try:
-            profile(bundle, THREADS, DRAFT_THREADS, provider=PROVIDER, contexts=CONTEXTS, console=console)
+            contexts = brief_contexts(bundle.manifest.max_length)
+            profile(bundle, THREADS, DRAFT_THREADS, PROVIDER, contexts, console, BRIEF_SECONDS)
         except DraftwoodError as error:  # the bundle is complete, and may be intended for another machine
             console.print(f"Costs were not measured: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print(describe(bundle))

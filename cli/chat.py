@@ -17,7 +17,7 @@ from ..models.errors import DraftwoodError, RequestError
 from ..models.printable import printable
 from ..runtime.chat import INTERRUPTED, ChatSession
 from ..runtime.llm import LLM
-from ..runtime.sampling.sampler import LARGEST_COUNT, SamplingParams
+from ..runtime.sampling.params import LARGEST_COUNT, SamplingParams
 from .chat_commands import ChatState, left_out, run_command
 from .line_editor import LineEditor
 from .live import PROMPT, costs_note, open_view, running

@@ -14,12 +14,13 @@ from ..models.errors import RequestError, shown
 from ..runtime.chat import ChatSession
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.llm import Speculation
-from ..runtime.sampling.sampler import SamplingParams
+from ..runtime.sampling.params import SamplingParams
 from .files import unwritable
 from .live import running
 
 SPECULATION = "speculation"
-UNSETTABLE = ("logits_processors", "logprobs")  # nothing of a conversation in a terminal shows log-probabilities
+# Nothing of a conversation in a terminal shows log-probabilities, and a schema is no word.
+UNSETTABLE = ("logits_processors", "logprobs", "structured")
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ..runtime.inspection.audit import AuditReport, audit_output, check_auditabl
 from ..runtime.inspection.explain import RoundRecorder
 from ..runtime.inspection.explain_html import to_html
 from ..runtime.llm import LLM
-from ..runtime.sampling.sampler import SamplingParams
+from ..runtime.sampling.params import SamplingParams
 from ..runtime.text.tokenizer import token_texts
 from .files import check_writable, write
 from .live import costs_note, open_view, summary

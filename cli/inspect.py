@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="show what a bundle holds and whether it runs here")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--open", action="store_true", help="open both engines, too: for bundles that you trust")
+    parser.add_argument("--open", action="store_true", help="open the engines, too: for bundles that you trust")
     parser.set_defaults(run=run)
 
 
@@ -128,6 +128,8 @@ def describe(bundle: EngineBundle) -> Table:
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],
         "largest error": [f"{manifest.parity[role]:.0e} of the largest logit" for role in manifest.engines],
     }
+    if any(spec.kept_tokens for spec in engines):
+        rows["predicted tokens"] = [f"{spec.model.num_logits} of {spec.model.vocab_size}" for spec in engines]
     if manifest.adapters:
         rows["merged adapter"] = [printable(manifest.adapters.get(role, "")) for role in manifest.engines]
     added = [", ".join(spec.model.variant.differences) for spec in engines]
@@ -146,6 +148,8 @@ def describe(bundle: EngineBundle) -> Table:
     costs = costs_of(bundle)
     table.add_row("costs", costs.source)
     table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"
+    if not bundle.has_draft:
+        table.caption += "\nno draft: decodes plainly or by prompt lookup"
     if costs.source != HERE:
         table.caption += "\ndraftwood profile measures this machine's costs"
     return table

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from ..runtime.sampling.sampler import SamplingParams
+from ..runtime.sampling.params import SamplingParams
 from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
 
 THREADS = DRAFT_THREADS = 0  # default threads of the engines; 0 lets the backend choose

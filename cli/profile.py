@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import closing
+import math
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ..models.errors import BundleError
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import fingerprint, write_costs
 from ..runtime.bundle.staging import advice
+from ..runtime.engines.base import Engine
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
 from .options import add_engines, integers
 from .progress import progress
@@ -52,17 +54,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def profile(
-    bundle: EngineBundle, threads: int, draft_threads: int, provider: str, contexts: tuple[int, ...], console: Console
+    bundle: EngineBundle,
+    threads: int,
+    draft_threads: int,
+    provider: str,
+    contexts: tuple[int, ...],
+    console: Console,
+    seconds: float = math.inf,
 ) -> CostModel:
-    """Measure and store the costs of a bundle. Raises EngineError, ConfigError or BundleError."""
+    """Measure and store the costs of a bundle. seconds: see `measure`. Raises EngineError, ConfigError or
+    BundleError."""
     with (
         closing(bundle.open_engine(TARGET, threads, provider)) as target,
-        closing(bundle.open_draft(threads, draft_threads, provider)) as draft,
+        bundle_draft(bundle, threads, draft_threads, provider) as draft,
         progress(console) as begin,
     ):
         machine = fingerprint(bundle.manifest, provider, threads, draft_threads)
-        pair = Pair({TARGET: target, DRAFT: draft}, bundle.manifest.max_length, machine)
-        costs = measure(pair, begin, contexts)
+        engines = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
+        pair = Pair(engines, bundle.manifest.max_length, machine)
+        costs = measure(pair, begin, contexts, seconds=seconds)
     try:
         write_costs(costs, bundle.folder)
     except OSError as error:
@@ -80,14 +90,21 @@ def profile(
     return costs
 
 
+def bundle_draft(
+    bundle: EngineBundle, threads: int, draft_threads: int, provider: str
+) -> AbstractContextManager[Engine | None]:
+    """The draft, closed at the end; None for a bundle without one."""
+    return closing(bundle.open_draft(threads, draft_threads, provider)) if bundle.has_draft else nullcontext()
+
+
 def table(costs: CostModel) -> Table:
     """A table of milliseconds of a pass, with one line per number of rows."""
-    roles = {TARGET: costs.target, DRAFT: costs.draft}
+    roles = {TARGET: costs.target} | ({} if costs.draft is None else {DRAFT: costs.draft})
     columns = [f"{role}\nbehind {context}" for role, passes in roles.items() for context in passes.contexts]
     result = Table("rows of a pass", *columns, box=box.SIMPLE, pad_edge=False)
     for column in result.columns:
         column.justify = "right"
-    for width in sorted({*costs.target.widths, *costs.draft.widths}):
+    for width in sorted({width for passes in roles.values() for width in passes.widths}):
         cells = [cell for passes in roles.values() for cell in milliseconds(passes, width)]
         result.add_row(str(width), *cells)
     return result

@@ -1,8 +1,9 @@
 """The inputs and outputs of an exported graph: name, shape and dtype of each tensor.
 
 Axes: B = 1. T: rows of the pass, a compiled width. N: sequences that the rows may belong to. S: speculative rows, those
-of the pass included. R: rows whose logits are computed. C: slots of the cache. K: ranked tokens of a row. V: tokens of
-the vocabulary. H_kv: key/value heads. D: numbers of a head.
+of the pass included. R: rows whose logits are computed. C: slots of the cache. K: ranked tokens of a row. V: columns of
+logits, one for each token of the vocabulary or each kept token of a trimmed draft. H_kv: key/value heads. D: numbers of
+a head.
 """
 
 from __future__ import annotations
@@ -91,6 +92,6 @@ def outputs(names: Sequence[str]) -> tuple[Binding, ...]:
     return tuple(item for item in (ACCEPTANCE, TOP_IDS, TOP_LOGPROBS, LOGITS) if item.name in names)
 
 
-def top_columns(vocab_size: int) -> int:
+def top_columns(num_logits: int) -> int:
     """K: how many tokens of a row the graph ranks."""
-    return min(TOP_COLUMNS, vocab_size)
+    return min(TOP_COLUMNS, num_logits)

@@ -10,10 +10,15 @@ from .families import Variant, family_of
 from .fields import MOST, Settings, optional_int, positive_int, positive_number, switch, token_ids
 from .rope_scaling import LONGROPE, RopeScaling, read_rope_scaling, read_theta, scaled_context
 
+NEWER = ("variant", "draft_vocab_size")  # fields that older releases do not know
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Shape and constants of one LLaMA. All sizes are counts, `norm_eps` and `rope_theta` are plain numbers."""
+    """Shape and constants of one LLaMA. All sizes are counts, `norm_eps` and `rope_theta` are plain numbers.
+
+    draft_vocab_size: of a draft with a trimmed output vocabulary, the number of tokens that it predicts; it reads all
+    `vocab_size`. None: it predicts all of them."""
 
     vocab_size: int
     hidden_size: int
@@ -32,6 +37,12 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     variant: Variant = field(default_factory=Variant)
+    draft_vocab_size: int | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """Columns of a row of logits."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def query_size(self) -> int:
@@ -94,8 +105,13 @@ class LlamaConfig:
             raise CheckpointError(f"config.json: head_dim ({head_dim}) is odd; rotary positions need pairs")
         variant = family.variant(config, num_layers, head_dim)
         scaling = read_rope_scaling(config, variant.rotary_size or head_dim, family.rope_kinds)
+        vocab_size, draft_vocab_size = positive_int(config, "vocab_size"), optional_int(config, "draft_vocab_size")
+        if draft_vocab_size is not None and draft_vocab_size > vocab_size:
+            raise CheckpointError(
+                f"config.json: draft_vocab_size ({draft_vocab_size}) is more than vocab_size ({vocab_size})"
+            )
         return cls(
-            vocab_size=positive_int(config, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=positive_int(config, "intermediate_size"),
             num_layers=num_layers,
@@ -112,6 +128,7 @@ class LlamaConfig:
             bos_token_id=next((token for token in token_ids(config, "bos_token_id", 1) if token >= 0), None),
             eos_token_ids=token_ids(config, "eos_token_id"),
             variant=variant,
+            draft_vocab_size=draft_vocab_size,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +137,7 @@ class LlamaConfig:
         content = asdict(self)
         content["rope_scaling"] = None if self.rope_scaling is None else stated(self.rope_scaling)
         content["variant"] = stated(self.variant)
-        return {name: value for name, value in content.items() if name != "variant" or value}
+        return {name: value for name, value in content.items() if name not in NEWER or value}
 
 
 def stated(part: RopeScaling | Variant) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Settings = Mapping[str, Any]
 # Limits of a checkpoint: larger than those of any published LLaMA, and small enough to loop over.
 MOST = {
     "vocab_size": 1 << 22,
+    "draft_vocab_size": 1 << 16,  # of a trimmed draft: what a manifest lists
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 20,
     "num_hidden_layers": 1024,

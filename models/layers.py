@@ -105,7 +105,8 @@ class Layer:
 class Network(NamedTuple):
     """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier.
 
-    embedding: [V, H], whose rows are looked up. head: [V, H]; it reads the embedding's tensor when both are tied.
+    embedding: [V, H], whose rows are looked up. head: [V, H]; it reads the embedding's tensor when both are tied. The
+    head of a trimmed draft has one row for each token that it predicts, and is never tied.
     """
 
     embedding: Matrix
@@ -152,12 +153,12 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
 
 def network_of(config: LlamaConfig) -> Network:
     """The description of a model."""
-    vocabulary, hidden = (config.vocab_size,), config.hidden_size
+    hidden = config.hidden_size
     return Network(
-        embedding=Matrix(EMBEDDING, (EMBED_TOKENS,), hidden, vocabulary),
+        embedding=Matrix(EMBEDDING, (EMBED_TOKENS,), hidden, (config.vocab_size,)),
         layers=tuple(layer_of(config, index) for index in range(config.num_layers)),
         norm=Norm("norm", "model.norm", hidden),
-        head=Matrix("head", (EMBED_TOKENS if config.tie_embeddings else LM_HEAD,), hidden, vocabulary),
+        head=Matrix("head", (EMBED_TOKENS if config.tie_embeddings else LM_HEAD,), hidden, (config.num_logits,)),
         embedding_multiplier=config.variant.embedding_multiplier,
         logits_multiplier=config.variant.logits_multiplier,
     )

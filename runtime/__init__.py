@@ -7,7 +7,8 @@ from .decoding.scheduler import QueueFullError
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM
 from .requests.async_llm import AsyncLLM
-from .sampling.sampler import SamplingParams
+from .sampling.params import SamplingParams
+from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
 from .text.result import GenerationResult
 from .text.writer import StreamChunk, TextPiece
@@ -29,5 +30,6 @@ __all__ = [
     "SpecDecodeStats",
     "SpeculativeConfig",
     "StreamChunk",
+    "StructuredOutput",
     "TextPiece",
 ]

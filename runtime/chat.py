@@ -15,7 +15,7 @@ from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM, PREFIX_CACHE_SLOTS, Speculation
 from .prompt import PromptTooLongError
-from .sampling.sampler import SamplingParams
+from .sampling.params import SamplingParams
 from .text.result import GenerationResult, result_of
 from .text.writer import StreamChunk
 

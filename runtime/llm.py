@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import closing
 from functools import cache
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Literal, NamedTuple, TypeGuard, cast, overload
+from typing import Literal, TypeGuard, cast, overload
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError
@@ -17,7 +17,7 @@ from .bundle.bundle import EngineBundle
 from .bundle.costs import stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
-from .decoding.decoder import SpeculativeDecoder, count_one
+from .decoding.decoder import SpeculativeDecoder
 from .decoding.loop import MAX_RUNNING, Job, Loop, drive
 from .decoding.round import Observer
 from .decoding.scheduler import Scheduler
@@ -28,11 +28,15 @@ from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine
 from .prompt import check_prompt, too_long_error
+from .request_engines import Engines, SharedEngines
+from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
-from .sampling.sampler import Sampler, SamplingParams
+from .sampling.sampler import Sampler
+from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.controller import Experience
 from .speculation.planning.cost import CostModel, assumed
+from .structured.grammars import Grammar, Grammars
 from .text.conversation import Conversation, is_conversations, to_template
 from .text.result import GenerationResult, result_of
 from .text.tokenizer import Tokenizer
@@ -41,28 +45,6 @@ from .text.writer import StreamChunk, TextWriter
 PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
 Prompt = str | Sequence[int]  # text, or token ids without further encoding
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None decodes plainly, "own" is the LLM's
-
-
-class Engines(NamedTuple):
-    """The engines of a request; draft None decodes plainly. sharing: returns how many requests share passes."""
-
-    target: Engine
-    draft: Engine | None
-    sharing: Callable[[], int] = count_one
-
-
-class SharedEngines(NamedTuple):
-    """Engines for several requests at a time. pools: the engines with a shared cache. budget: the slots of these caches
-    that requests may use."""
-
-    engines: Engines
-    pools: tuple[PooledEngine, ...]
-    budget: CacheBudget
-
-    def close(self) -> None:
-        """Free the shared caches. The engines stay open."""
-        for pool in self.pools:
-            pool.close()
 
 
 class LLM:
@@ -79,9 +61,10 @@ class LLM:
     ) -> None:
         """Check and open a bundle. private_weights: copy the weights into memory, where otherwise files are mapped.
 
-        speculative: the default configuration; None decodes plainly and does not open the draft. threads: of the
-        target's engine; 0 lets the backend choose. draft_threads: 0 takes the fastest number for a small draft, see
-        EngineBundle.open_draft. provider: "cpu" or "cuda". Raises BundleError, EngineError or ConfigError.
+        speculative: the default configuration; None decodes plainly and does not open the draft. For a bundle without a
+        draft "auto" is prompt lookup. threads: of the target's engine; 0 lets the backend choose. draft_threads: 0
+        takes the fastest number for a small draft, see EngineBundle.open_draft. provider: "cpu" or "cuda". Raises
+        BundleError, EngineError or ConfigError.
 
         Sets `stale_costs` to the differences between this machine and bundle and those of the stored cost table.
         `draftwood profile` measures a new table.
@@ -90,15 +73,19 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self.speculative = speculative
         self._target = self.bundle.open_engine(TARGET, threads, provider)
-        self._draft = None
+        self._draft: Engine | None = None
         self._costs: CostModel | None = None
         self.stale_costs: list[str] = []
         if speculative is not None:
             self.speculative = fitted(speculative, self.bundle)
-            self._draft = self.bundle.open_draft(threads, draft_threads, provider)
+            if self.bundle.has_draft:
+                self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
-            self._costs = measured or assumed(self._target.spec.model, self._draft.spec.model)
+            draft = None if self._draft is None else self._draft.spec.model
+            self._costs = measured or assumed(self._target.spec.model, draft)
         self._experience = Experience()
+        model = self._target.spec.model
+        self.grammars = Grammars(self.tokenizer, model.vocab_size, self.bundle.manifest.eos_token_ids)
         self._idle: deque[SpeculativeDecoder] = deque()
 
     @overload
@@ -142,11 +129,13 @@ class LLM:
         observe: Observer | None = None,
         speculative: Speculation = "own",
         engines: Engines | None = None,
+        grammar: Grammar | None = None,
     ) -> Job[StreamChunk]:
-        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines."""
+        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. grammar:
+        that of `params.structured`, if the caller has compiled it."""
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
-        sampler = Sampler(params, tokens, self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size)
+        sampler = self.sampler(params, tokens, grammar)
         stats = SpecDecodeStats()
         steps = self._rounds(tokens, sampler, stats, config, observe, engines)
 
@@ -156,13 +145,25 @@ class LLM:
 
         return Job(steps=steps, write=lambda chunk: writer().write(chunk, stats), stats=stats)
 
+    def sampler(self, params: SamplingParams, prompt: Sequence[int], grammar: Grammar | None = None) -> Sampler:
+        """The sampler of a request. grammar: see `job`. Raises RequestError."""
+        if grammar is None and params.structured is not None:
+            grammar = self.compile(params.structured)
+        constraint = None if grammar is None else grammar.start()
+        vocab_size = self._target.spec.model.vocab_size
+        return Sampler(params, prompt, self.bundle.manifest.eos_token_ids, vocab_size, constraint)
+
+    def compile(self, structured: StructuredOutput, given_up: Event | None = None) -> Grammar:
+        """The grammar of a structured output, see Grammars.compile."""
+        return self.grammars.compile(structured, given_up)
+
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
         """The configuration of a request, with limits that fit the engines. "own" is the LLM's. Raises ConfigError."""
         if speculative == "own":
             return self.speculative
         if speculative is None or speculative == self.speculative:
             return speculative
-        if self._draft is None:
+        if self._draft is None and self.bundle.has_draft:
             raise ConfigError("this LLM was opened without its draft: open it with a SpeculativeConfig")
         return fitted(speculative, self.bundle)
 
@@ -239,13 +240,13 @@ class LLM:
     @property
     def kv_cache_bytes(self) -> int:
         """An upper bound on the size of one request's caches, in bytes, at four bytes per number."""
-        engines = [self._target] if self._draft is None else [self._target, self._draft]
-        models = [(engine.spec.capacity, engine.spec.model) for engine in engines]
+        models = [(each.spec.capacity, each.spec.model) for each in (self._target, self._draft) if each is not None]
         return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
 
     def close(self) -> None:
-        """Close both engines, and end the processes of the chat template."""
+        """Close both engines, and end the processes of the chat template and of grammars."""
         self.tokenizer.close()
+        self.grammars.close()
         while (decoder := self._idle_decoder()) is not None:
             decoder.close()
         self._target.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..models.bindings import TARGET
 from ..models.errors import RequestError, shown
 from .bundle.bundle import EngineBundle
-from .sampling.sampler import token_id
+from .sampling.params import token_id
 
 
 class PromptTooLongError(RequestError):

@@ -89,6 +89,7 @@ class Replica:
 
     def __init__(self, serving: Serving, rng: np.random.Generator, environment: Environment) -> None:
         self._acceptance, self._host, self._rng = serving.acceptance or 0.0, serving.costs.greedy, rng
+        assert serving.costs.draft is not None, "a pair is simulated"
         self._target, self._draft = PassPrices(serving.costs.target), PassPrices(serving.costs.draft)
         self._planner = Planner(serving.acceptance, self._target, self._draft, self._host)
         self._environment, self._wake = environment, environment.event()

@@ -30,8 +30,9 @@ from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import TokenTree
 from draftwood.runtime.speculation.growers.baseline import sequoia

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.peers.protocol import Generation, PeerOptions
@@ -19,18 +21,23 @@ SETUP = ROOT / "benchmarks" / "peers" / "setup"
 
 
 class Program(NamedTuple):
-    """The module of a peer, and its precisions on a CPU."""
+    """The module of a peer, and its precisions on a CPU. variants: the precisions of those that have others."""
 
     module: str
     precisions: tuple[str, ...]
+    variants: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
+EVERY = ("fp32", "bf16", "int8", "int4")
+RECIPES = MappingProxyType({"pure": ("int4",), "q4_1": ("int4",), "q4_k_m": ("int4",)})
 PROGRAMS = {
-    "draftwood": Program("draftwood", ("fp32", "int8", "int4")),
+    "draftwood": Program("draftwood", ("fp32", "int8", "int4"), MappingProxyType({"native": EVERY})),
     "huggingface": Program("huggingface", ("fp32", "bf16")),
-    "llama.cpp": Program("llama_cpp", ("fp32", "bf16", "int8", "int4")),
+    "llama.cpp": Program("llama_cpp", EVERY, RECIPES),
+    "ik_llama.cpp": Program("ik_llama_cpp", EVERY, RECIPES),
     "onnxruntime-genai": Program("onnxruntime_genai", ("fp32", "int8", "int4")),
     "openvino-genai": Program("openvino_genai", ("fp32", "int8", "int4")),
+    "vllm": Program("vllm", ("fp32", "bf16")),
 }
 
 
@@ -61,7 +68,8 @@ def parse_entries(names: list[str], precisions: list[str]) -> list[Entry]:
         program = PROGRAMS.get(Entry(name, "").peer)
         if program is None:
             raise RequestError(f"{name!r} is not a peer; choose of {', '.join(PROGRAMS)}")
-        found += [Entry(name, precision) for precision in precisions if precision in program.precisions]
+        own = program.variants.get(Entry(name, "").variant, program.precisions)
+        found += [Entry(name, precision) for precision in precisions if precision in own]
     return found
 
 
@@ -105,12 +113,17 @@ class PeerProcess:
             raise
         self.version: str = hello["version"]
         self.methods: list[str] = hello["methods"]
+        self.at_a_time: int = hello["at_a_time"]
 
-    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
-        """Ask for one text. Raises PeerError with the peer's message."""
+    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation:
+        """Ask for texts that are written at the same time. Raises PeerError with the peer's message."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"method": method, "prompt": prompt, "max_tokens": max_tokens}) + "\n")
-        self._process.stdin.flush()
+        request = json.dumps({"method": method, "prompts": prompts, "max_tokens": max_tokens})
+        try:
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+        except OSError as error:  # the program has ended
+            raise PeerError(f"ended without an answer; see {self._log}") from error
         return Generation(**self._read())
 
     def processor_seconds(self) -> float:
@@ -119,7 +132,8 @@ class PeerProcess:
 
     def close(self) -> None:
         """End the program and wait for its end."""
-        with self._process:  # closes the pipes, which ends the program
+        # A program that has ended already leaves a broken pipe.
+        with suppress(BrokenPipeError), self._process:  # closes the pipes, which ends the program
             pass
 
     def _read(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The protocol between the driver and a peer's program: JSON lines on the program's stdin and stdout.
 
-When the program has loaded, it writes {"version": ..., "methods": [...]}. To every request
-{"method": "plain", "prompt": [ids], "max_tokens": N} it answers {"tokens": [ids], "seconds": s, "counters": {...}} or
-{"error": text}. It ends at the end of stdin.
+When the program has loaded, it writes {"version": ..., "methods": [...], "at_a_time": N}. To every request
+{"method": "plain", "prompts": [[ids], ...], "max_tokens": N} it answers {"texts": [[ids], ...], "seconds": s,
+"counters": {...}} or {"error": text}. The texts of one request are written at the same time. The program ends at the
+end of stdin.
 
 A program runs in the environment of its peer, so this file uses the standard library only.
 """
@@ -21,37 +22,46 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TextIO
 
 PLAIN = "plain"
+MANY = 256  # texts at the same time, of peers that batch; no setting asks for more
+FULL_DRAFT = "draft-full"
 
 
 class Generation(NamedTuple):
-    """The greedy continuation of one prompt.
+    """The greedy continuations of prompts that were given at the same time.
 
-    tokens: of the output; generation continues after an end of text if the peer can do that. seconds: from the prompt's
-    token ids to the last token id, by the clock. counters: those of "drafted", "accepted" (tokens) and "target_passes"
-    that the peer reports.
+    texts: token ids of the outputs; generation continues after an end of text if the peer can do that. seconds: from
+    the prompts' token ids to the last token id of the last text, by the clock. counters: those of "drafted", "accepted"
+    (tokens) and "target_passes" that the peer reports, each the sum over the texts.
     """
 
-    tokens: list[int]
+    texts: list[list[int]]
     seconds: float
     counters: dict[str, float]
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
 
 class Peer(Protocol):
-    """One peer that has loaded a pair. version: of the package. methods: the plain one first."""
+    """One peer that has loaded a pair. version: of the package. methods: the plain one first. at_a_time: the largest
+    number of texts that it can write at the same time."""
 
     version: str
     methods: list[str]
+    at_a_time: int
 
-    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation: ...
+    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
     """The options of a peer's program.
 
-    pair: a folder with Hugging Face folders `target` and `draft`. precision: of the weights of both. work: the peer's
-    own folder, for converted models. draft_tokens: lengths of a proposal, one method each. variant: names one of the
-    ways to build the peer; "" is the usual one.
+    pair: a folder with Hugging Face folders `target` and `draft`. If the draft's output vocabulary is trimmed, the same
+    draft with all outputs is the folder `draft-full`. precision: of the weights of both. work: the peer's own folder,
+    for converted models. draft_tokens: lengths of a proposal, one method each. variant: names one of the ways to build
+    the peer; "" is the usual one.
     """
 
     pair: Path
@@ -80,6 +90,12 @@ class PeerOptions:
         named = [text for name, value in fields.items() for text in (f"--{name}", str(value))]
         return [*named, "--draft-tokens", lengths, "--variant", self.variant]
 
+    @property
+    def checkpoints(self) -> dict[str, Path]:
+        """The folders of target and draft, by role, for programs that cannot load a trimmed output vocabulary."""
+        full = self.pair / FULL_DRAFT
+        return {"target": self.pair / "target", "draft": full if full.is_dir() else self.pair / "draft"}
+
     def methods(self, *kinds: str) -> list[str]:
         """ "plain", and "kind:length" for every kind and length."""
         return [PLAIN, *(f"{kind}:{length}" for kind in kinds for length in self.draft_tokens)]
@@ -90,7 +106,8 @@ class PeerOptions:
         The folder's name contains a digest of sizes and times of the pair's files: a changed pair gets a new folder.
         """
         kinds = (".json", ".safetensors")
-        found = (file for role in ("target", "draft") for file in (self.pair / role).iterdir())
+        folders = dict.fromkeys((self.pair / "target", self.pair / "draft", *self.checkpoints.values()))
+        found = (file for folder in folders for file in folder.iterdir())
         files = sorted(file for file in found if file.suffix in kinds)
         state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         digest = hashlib.sha256(repr(state).encode()).hexdigest()[:8]
@@ -119,11 +136,11 @@ def serve(open_peer: Callable[[PeerOptions], Peer]) -> None:
     except Exception as error:  # whatever a peer raises, the driver goes on with the others
         write_message(answers, {"error": f"{type(error).__name__}: {error}"})
         raise
-    write_message(answers, {"version": peer.version, "methods": peer.methods})
+    write_message(answers, {"version": peer.version, "methods": peer.methods, "at_a_time": peer.at_a_time})
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            generation = peer.generate(request["method"], request["prompt"], request["max_tokens"])
+            generation = peer.generate(request["method"], request["prompts"], request["max_tokens"])
         except Exception as error:
             write_message(answers, {"error": f"{type(error).__name__}: {error}"})
         else:

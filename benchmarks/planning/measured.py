@@ -32,8 +32,9 @@ from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, SoloEngine, TokenBatch
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.cost import CostModel, assumed
 from draftwood.runtime.text.tokenizer import Tokenizer

@@ -103,6 +103,7 @@ def draw_texts(acceptance: float, tokens: int, count: int) -> Iterator[NDArray[n
 
 def price_round(costs: CostModel, greedy: bool, plan: RoundPlan, sharing: int, context: int, everybody: bool) -> float:
     """Seconds of a round. everybody: all requests that share its passes have the same plan."""
+    assert costs.draft is not None, "a pair is simulated"
     host = costs.greedy if greedy else costs.sampled
     if not plan.depth:
         return costs.target.at(sharing, context) / sharing + host.plain
@@ -146,7 +147,7 @@ def simulate_controller(
         if not plan.depth:
             position, unread = position + 1, unread + 1
             continue
-        if unread > SHAPES.depth:
+        if unread > SHAPES.depth and costs.draft is not None:
             seconds += costs.draft.at(unread, context)
         rows, choices = follow_text(grow_tree(acceptance, plan.depth, plan.size, plan.chain), ranks[position:])
         controller.observe(plan, rows, choices)

@@ -40,7 +40,7 @@ from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama
 from draftwood.runtime.llm import LLM
-from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = ("Q8_0", "Q4_0", "Q4_K_M", "Q6_K")

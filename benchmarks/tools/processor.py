@@ -17,8 +17,8 @@ def read_busy_seconds() -> float:
 
 
 def read_tree_seconds(pid: int) -> float:
-    """Processor seconds of a process and of its children so far."""
-    return sum(map(read_process_seconds, [pid, *find_children(pid)]))
+    """Processor seconds of a process and of all its descendants so far."""
+    return read_process_seconds(pid) + sum(map(read_tree_seconds, find_children(pid)))
 
 
 def read_process_seconds(pid: int) -> float:
@@ -31,8 +31,11 @@ def read_process_seconds(pid: int) -> float:
 
 
 def find_children(pid: int) -> list[int]:
-    """Process ids of the direct children."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+    """Process ids of the direct children, of all threads."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += map(int, file.read_text().split())
+        except OSError:  # the thread has ended
+            continue
+    return found

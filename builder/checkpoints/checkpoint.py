@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
-from ...models.layers import HEAD_WEIGHT, network_of
+from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from ...runtime.text.tokenizer import Tokenizer
+from ..parallel import in_parts
 from .folder import HuggingFaceFolder
 from .fused import Split
 from .lora import Merged
 from .source import Blocks, ModelFiles, TensorSource, stored_blocks
-from .vocabulary import CutVocabulary
+from .vocabulary import BY_TOKEN, CutVocabulary, TrimmedVocabulary, read_kept_tokens
 
 
 class Checkpoint:
@@ -32,9 +33,12 @@ class Checkpoint:
         self.config = self._files.config
         self.notes = self._files.notes  # sentences that a build shows to its user
         self._source: TensorSource = self._files.tensors
+        self.kept_tokens: NDArray[np.int64] | None = None  # [N], ascending: those that a trimmed draft predicts
         if lora is not None:
             merged = Merged(self._source, lora, frozenset((HEAD_WEIGHT,) if self.config.tie_embeddings else ()))
             self._source, self.notes = merged, (*self.notes, *merged.notes)
+        if self.config.draft_vocab_size is not None:
+            self._trim(read_kept_tokens(self._files.tensors, self.config.draft_vocab_size, self.config.vocab_size))
         self._source = Split(self._source, self.config)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
@@ -49,8 +53,26 @@ class Checkpoint:
         """The same checkpoint with a vocabulary of the first `tokens` tokens only."""
         result = copy(self)
         result.config = replace(self.config, vocab_size=tokens)
-        result._source = CutVocabulary(self._source, tokens)
+        if self.kept_tokens is not None and self.kept_tokens[-1] >= tokens:
+            raise CheckpointError(
+                f"{self.path}: the trimmed vocabulary keeps token {self.kept_tokens[-1]}, which the other model does "
+                "not have: trim it to tokens that both have"
+            )
+        names = BY_TOKEN if self.kept_tokens is None else (EMBEDDING_WEIGHT,)
+        result._source = CutVocabulary(self._source, tokens, names)
         return result
+
+    def trimmed(self, tokens: NDArray[np.int64]) -> Checkpoint:
+        """The same checkpoint with a vocabulary projection for these tokens only, int64 [N], ascending. It must not be
+        trimmed yet."""
+        result = copy(self)
+        result._trim(tokens)
+        return result
+
+    def _trim(self, tokens: NDArray[np.int64]) -> None:
+        self._source = TrimmedVocabulary(self._source, tokens, self.config.tie_embeddings)
+        self.config = replace(self.config, draft_vocab_size=len(tokens), tie_embeddings=False)
+        self.kept_tokens = tokens
 
     def blocks(self, name: str) -> Blocks | None:
         """The codes, scales and offsets of a matrix that the file stores in blocks; None for any other tensor. Raises
@@ -71,7 +93,7 @@ class Checkpoint:
         return self._files.write_tokenizer(destination)
 
     def _refuse_not_finite(self, name: str, array: NDArray[Any]) -> None:
-        if not np.isfinite(array).all():
+        if not is_finite(array):
             raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -84,6 +106,21 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: tensor {name} has shape {stored.shape}, its configuration asks for {shape}"
             )
+
+
+def is_finite(array: NDArray[Any]) -> bool:
+    """Whether an array of floats holds neither NaN nor infinity, whose exponent has all bits: by whole numbers, since
+    numpy knows bf16 only number by number."""
+    bits = array.view(f"u{array.dtype.itemsize}")
+    infinity = np.array(np.inf, array.dtype).view(bits.dtype)
+    found: list[bool] = []
+    if array.size:
+        in_parts(
+            len(bits),
+            bits[:1].size,
+            lambda part: found.append((bits[part] & (infinity | infinity - 1)).max() < infinity),
+        )
+    return all(found)
 
 
 def files_at(path: Path) -> ModelFiles:

@@ -1,29 +1,107 @@
-"""A checkpoint whose vocabulary is cut. Many embeddings have additional rows that belong to no token."""
+"""A checkpoint whose vocabulary is cut or trimmed. Many embeddings have additional rows that belong to no token: they
+are cut off. A trimmed draft reads every token and predicts some of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from ...models.errors import CheckpointError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from .source import Stored, TensorSource
+from .source import Blocks, Stored, TensorSource, stored_blocks
 
+# int64 [N]: column i of a trimmed draft predicts token i + d2t[i], as in EAGLE-3 and vLLM's speculators.
+OFFSETS = "d2t"
 BY_TOKEN = (EMBEDDING_WEIGHT, HEAD_WEIGHT)  # tensors with one row for each token
 
 
 class CutVocabulary:
-    """A TensorSource over another one. It keeps the first `tokens` rows of embedding and vocabulary projection."""
+    """A TensorSource over another one. It keeps the first `tokens` rows of the tensors `names`."""
 
-    def __init__(self, source: TensorSource, tokens: int) -> None:
-        self._source, self._tokens = source, tokens
+    def __init__(self, source: TensorSource, tokens: int, names: tuple[str, ...] = BY_TOKEN) -> None:
+        self._source, self._tokens, self._names = source, tokens, names
 
     def stored(self, name: str) -> Stored | None:
         found = self._source.stored(name)
-        if found is None or name not in BY_TOKEN:
+        if found is None or name not in self._names:
             return found
         return found._replace(shape=(self._tokens, *found.shape[1:]))
 
     def tensor(self, name: str) -> NDArray[Any]:
         found = self._source.tensor(name)
-        return found[: self._tokens] if name in BY_TOKEN else found
+        return found[: self._tokens] if name in self._names else found
+
+
+class TrimmedVocabulary:
+    """A TensorSource over another one, whose vocabulary projection has the rows of `tokens` only, int64 [N].
+
+    tied: the projection's rows are the embedding's. Raises CheckpointError where a tied model has another projection.
+    """
+
+    def __init__(self, source: TensorSource, tokens: NDArray[np.int64], tied: bool) -> None:
+        self._source, self._tokens = source, tokens
+        self._head = EMBEDDING_WEIGHT if tied else HEAD_WEIGHT
+        if tied and source.stored(HEAD_WEIGHT) is not None and not self._repeats_embedding():
+            raise CheckpointError(
+                f"tensor {HEAD_WEIGHT} differs from the embedding's rows, to which tie_word_embeddings ties it: remove "
+                "the tensor, or set tie_word_embeddings to false"
+            )
+
+    def stored(self, name: str) -> Stored | None:
+        if name != HEAD_WEIGHT:
+            return self._source.stored(name)
+        found = self._source.stored(self._head)
+        return None if found is None else found._replace(shape=(self._rows(found), *found.shape[1:]))
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        return self._source.tensor(name) if name != HEAD_WEIGHT else self._kept(self._source.tensor(self._head))
+
+    def blocks(self, name: str) -> Blocks | None:
+        """See BlockSource.blocks."""
+        if name != HEAD_WEIGHT:
+            return stored_blocks(self._source, name)
+        found = stored_blocks(self._source, self._head)
+        return None if found is None else Blocks(found.bits, *(self._kept(rows) for rows in found[1:]))
+
+    def _rows(self, found: Stored) -> int:
+        """Rows of the projection; another number than N, which is refused later, where it has too few."""
+        (rows, *_), last = found.shape or (0,), int(self._tokens[-1])
+        return len(self._tokens) if rows > last or (rows == len(self._tokens) and self._head == HEAD_WEIGHT) else rows
+
+    def _kept(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """The rows of the kept tokens; a file of a trimmed draft may hold no others."""
+        return rows if len(rows) == len(self._tokens) else rows[self._tokens]
+
+    def _repeats_embedding(self) -> bool:
+        shape, embedding = self._source.stored(HEAD_WEIGHT), self._source.stored(EMBEDDING_WEIGHT)
+        if shape is None or embedding is None or embedding.shape[:1] <= (int(self._tokens[-1]),):
+            return embedding is None  # which is refused as missing, or as too short
+        if shape.shape not in (embedding.shape, (len(self._tokens), *embedding.shape[1:])):
+            return False
+        head, rows = self._source.tensor(HEAD_WEIGHT), self._source.tensor(EMBEDDING_WEIGHT)
+        return np.array_equal(self._kept(head), rows[self._tokens])
+
+
+def read_kept_tokens(source: TensorSource, count: int, vocab_size: int) -> NDArray[np.int64]:
+    """The tokens int64 [N] that the columns of a trimmed draft predict, from its tensor of offsets. Raises
+    CheckpointError unless they are `count` different tokens of the vocabulary, in ascending order."""
+    stored = source.stored(OFFSETS)
+    if stored is None:
+        raise CheckpointError(
+            f"config.json says draft_vocab_size, but tensor {OFFSETS} is missing, which names the kept tokens: remove "
+            "the setting if all tokens are predicted, or write the tensor"
+        )
+    if stored.dtype != "I64" or stored.shape != (count,):
+        raise CheckpointError(
+            f"tensor {OFFSETS} is {stored.dtype} {list(stored.shape)}, and draft_vocab_size asks for I64 [{count}]"
+        )
+    offsets: NDArray[np.int64] = source.tensor(OFFSETS)
+    last = vocab_size - count  # the greatest offset of ascending tokens
+    if not (np.all(offsets >= 0) and np.all(offsets <= last) and np.all(np.diff(offsets) >= 0)):
+        raise CheckpointError(
+            f"tensor {OFFSETS} must hold offsets that never fall, from 0 to {last}: token i + {OFFSETS}[i] of column i "
+            f"is then one of {vocab_size}, in ascending order"
+        )
+    return np.arange(count) + offsets

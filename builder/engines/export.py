@@ -74,8 +74,8 @@ class GraphBuilder(GraphWriter):
         self.form = form
         self.precision = bindings.activations(precision, form)
         config = self.config
-        axes = {"1": 1, "4": 4, "H_kv": config.num_kv_heads, "D": config.head_dim, "V": config.vocab_size}
-        axes["K"] = bindings.top_columns(config.vocab_size)
+        axes = {"1": 1, "4": 4, "H_kv": config.num_kv_heads, "D": config.head_dim, "V": config.num_logits}
+        axes["K"] = bindings.top_columns(config.num_logits)
         fixed = axes if form == bindings.ADDITIVE else axes | {"B": 1, "N": max_batch, "C": self.capacity}
         super().__init__(bindings.DTYPES[self.precision], fixed)
 
@@ -186,7 +186,7 @@ class GraphBuilder(GraphWriter):
 
     def ranking(self, logits: ir.Value) -> list[ir.Value]:
         """Top-k ids and log-probabilities, best first. (LogSoftmax + TopK: ReduceLogSumExp is 10x slower on a CPU.)"""
-        columns = self.constant("top_columns", np.array([bindings.top_columns(self.config.vocab_size)]))
+        columns = self.constant("top_columns", np.array([bindings.top_columns(self.config.num_logits)]))
         logprobs = self.node("LogSoftmax", "ranking/log_softmax", [logits], axis=-1)
         values, ids = self.nodes_out("TopK", "ranking/top_k", [logprobs, columns], 2, axis=-1)
         return [self.output(ids, bindings.TOP_IDS), self.output(values, bindings.TOP_LOGPROBS)]

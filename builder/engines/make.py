@@ -15,12 +15,12 @@ from ...models.layers import num_parameters
 from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
 from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
-from ...runtime.engines.torch import TorchEngine
 from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
-from ..parity import largest_difference
+from ..parity import largest_difference, rows_of
 from ..progress import Begin, Step
 from ..quantization.formats import FORMATS, HALF, Quantized, QuantizedCheckpoint, RoundedCheckpoint
+from ..reference import Reference, Scored
 from .export import export
 from .native import Weights, write_weights
 from .plan import compile_plan, runs_here
@@ -61,6 +61,7 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
         outputs=output_names(source.role, source.head is not None, backend.form),
         max_batch=options.max_batch,
         prompt_widths=options.prompt_widths_of(source.role),
+        kept_tokens=() if source.checkpoint.kept_tokens is None else tuple(source.checkpoint.kept_tokens.tolist()),
     )
 
 
@@ -88,10 +89,17 @@ def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begi
 def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
     """Make an engine that reads packed weights. Its kernels are not part of a bundle. Returns what `make_engine`
     does."""
-    advance = begin(Step(f"Packing the {title(spec)}", 1))
-    write_weights(source.weights, spec.capacity, staging / spec.file, source.head)
-    advance()
-    return spec, check_parity(source, spec, [BACKENDS[spec.backend].open(staging / spec.file, spec, Opening())], begin)
+    weights = source.weights
+    advance = begin(Step(f"Packing the {title(spec)}", spec.model.num_layers))
+    reference = reference_of(source, weights, spec)
+
+    def follow(layer: int) -> None:  # the codes of this layer are still in memory
+        reference.layer(layer)
+        advance()
+
+    write_weights(weights, spec.capacity, staging / spec.file, source.head, follow)
+    engine = BACKENDS[spec.backend].open(staging / spec.file, spec, Opening())
+    return spec, compare(source, spec, [engine], reference.scored(), begin)
 
 
 def compiled_engine(
@@ -152,17 +160,29 @@ def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form
     advance()
 
 
+def reference_of(source: Source, weights: Weights, spec: EngineSpec) -> Reference:
+    """Begin the torch reference of an engine, on the weights that the engine holds."""
+    return Reference(weights.tensor, weights.config, rows_of(spec), source.head)
+
+
 def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], begin: Begin) -> float:
-    """Compare engines, one after the other, with the torch reference on the weights they hold, and close them. Returns
-    the difference of the last one."""
+    """Compare engines with the torch reference, see `compare`."""
+    reference = reference_of(source, source.weights, spec)
+    advance = begin(Step(f"Computing the {spec.role}'s reference in torch", spec.model.num_layers))
+    for layer in range(spec.model.num_layers):
+        reference.layer(layer)
+        advance()
+    return compare(source, spec, engines, reference.scored(), begin)
+
+
+def compare(source: Source, spec: EngineSpec, engines: Iterable[Engine], reference: Scored, begin: Begin) -> float:
+    """Compare engines, one after the other, with what the torch reference says, and close them. Returns the difference
+    of the last one."""
     advance = begin(Step(f"Comparing the {spec.role} with the torch reference", 1))
-    held = replace(spec, precision="fp32", model=source.weights.config)
-    reference = TorchEngine(source.weights.tensor, held, head=source.head)
     rounding = "fp32" if isinstance(source.weights, RoundedCheckpoint) else None
     difference = 0.0
     for engine in engines:
         difference = largest_difference(engine, reference, rounding)
         engine.close()
-    reference.close()
     advance()
     return difference

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,17 @@ from numpy.typing import NDArray
 from ...models.acceptance_head import TrainedHead
 from ...models.layers import EMBEDDING_WEIGHT, Matrix, network_of
 from ...models.rope import rope_tables
-from ...plugins.native.packing import LAYOUT, alternated, code_panels, flat, half_pairs, half_panels, joined, panels
+from ...plugins.native.packing import (
+    LAYOUT,
+    PANEL,
+    alternated,
+    code_panels,
+    flat,
+    half_pairs,
+    half_panels,
+    joined,
+    panels,
+)
 from ...runtime.engines.native.weights import (
     ACCEPTANCE,
     ALIGNMENT,
@@ -25,7 +36,8 @@ from ...runtime.engines.native.weights import (
     expected_tensors,
 )
 from ..checkpoints.checkpoint import Checkpoint
-from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint
+from ..parallel import in_parts
+from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, widened
 
 Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
@@ -92,31 +104,41 @@ class Packer:
         """Read the panels of a merged matrix, the scales of its codes if it is quantised, and its bias."""
         name, weights, join = matrix.name, matrix.weights, in_turn if matrix.gated else joined
         contents = {f"{name}.bias": self.vector(matrix.biases, join)} if matrix.bias else {}
-        if isinstance(self.checkpoint, QuantizedCheckpoint):
-            checkpoint, bits = self.checkpoint, self.checkpoint.form.bits
-            waiting: list[Quantized] = []  # rounded once, but codes and scales are written one after the other
+        checkpoint = self.checkpoint
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            bits = checkpoint.form.bits
+            waiting: list[Quantized] = []  # codes and scales are written one after the other, but joined once
 
             def codes() -> NDArray[Any]:
                 parts = [checkpoint.quantized(weight) for weight in weights]
                 waiting[:] = [joined_blocks(parts, join)]
-                return code_panels(waiting[0].codes, bits)
+                return packed(waiting[0].codes, lambda rows: code_panels(rows, bits))
 
             def scales() -> NDArray[Any]:
                 _, scales, offsets = waiting.pop()
                 return half_panels(scales) if offsets is None else half_pairs(scales, offsets)
 
             return contents | {f"{name}.weights": codes, f"{name}.scales": scales}
+        # 16-bit floats are stored as uint16, because numpy has no bf16.
+        if isinstance(checkpoint, RoundedCheckpoint):
+            return contents | {
+                f"{name}.weights": lambda: packed(join([checkpoint.half(w).view(np.uint16) for w in weights]), panels)
+            }
+        return contents | {
+            f"{name}.weights": lambda: packed(join([widened(checkpoint.tensor(w)) for w in weights]), panels)
+        }
 
-        def packed() -> NDArray[Any]:
-            return self.stored(panels(join([self.checkpoint.tensor(weight) for weight in weights])))
 
-        return contents | {f"{name}.weights": packed}
+def packed(rows: NDArray[Any], pack: Callable[[NDArray[Any]], NDArray[Any]]) -> NDArray[Any]:
+    """Lay out rows [N, ...] in panels [panels, ...]. pack: does so for some of the rows."""
+    first = pack(rows[:PANEL])
+    result = np.empty((-(-len(rows) // PANEL), *first.shape[1:]), first.dtype)
 
-    def stored(self, weights: NDArray[Any]) -> NDArray[Any]:
-        """Weights as the file stores them. 16-bit floats are stored as uint16, because numpy has no bf16."""
-        if isinstance(self.checkpoint, RoundedCheckpoint):
-            return weights.astype(self.checkpoint.dtype).view(np.uint16)
-        return weights
+    def fill(part: slice) -> None:
+        result[part.start // PANEL : -(-part.stop // PANEL)] = pack(rows[part])
+
+    in_parts(len(rows), rows[:1].size, fill)
+    return result
 
 
 def joined_blocks(parts: Sequence[Quantized], join: Join) -> Quantized:
@@ -132,11 +154,20 @@ def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return alternated(first, second)
 
 
-def write_weights(checkpoint: Weights, positions: int, path: Path, head: TrainedHead | None = None) -> None:
-    """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one tensor in memory at a
-    time. Raises CheckpointError when a weight holds NaN or infinity."""
+def write_weights(
+    checkpoint: Weights,
+    positions: int,
+    path: Path,
+    head: TrainedHead | None = None,
+    follow: Callable[[int], object] = lambda layer: None,
+) -> None:
+    """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one matrix in memory at a
+    time. follow: called with the number of each layer when it was written; codes of its matrices are still there.
+    Raises CheckpointError when a weight holds NaN or infinity."""
     packer = Packer(checkpoint, positions, head)
     expected, contents = packer.expected(), packer.contents()
+    last = {layer.matrices[-1].name: index for index, layer in enumerate(network_of(packer.config).layers)}
+    ends = {[name for name in expected if name.startswith(f"{matrix}.")][-1]: at for matrix, at in last.items()}
     header: dict[str, Any] = {METADATA: {LAYOUT_KEY: LAYOUT}}
     end = 0
     for name, stored in expected.items():
@@ -153,3 +184,15 @@ def write_weights(checkpoint: Weights, positions: int, path: Path, head: Trained
                 content.data.cast("B")
             )  # not numpy's tofile: of a full disk it says only how many bytes it wrote
             file.write(bytes(-content.nbytes % ALIGNMENT))
+            if name in ends:
+                follow(ends[name])
+        forget(file)
+
+
+def forget(file: BinaryIO) -> None:
+    """Remove a written file from the system's page cache. The system reads it again when the file is mapped, and then
+    uses large pages, which it does not for what was written."""
+    file.flush()
+    os.fsync(file.fileno())  # pages that are not on the disk yet cannot be removed
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...models.bindings import MASKED
@@ -82,13 +83,17 @@ def collect(
     temperature: float,
     mixing_ratio: float | None,
     generator: torch.Generator,
+    kept_tokens: NDArray[np.int64] | None = None,
 ) -> Examples:
-    """All examples of one batch of prompts. mixing_ratio: r of mixed examples; None makes branched ones."""
+    """All examples of one batch of prompts. mixing_ratio: r of mixed examples; None makes branched ones. kept_tokens:
+    of a trimmed draft."""
     responses = sample_responses(target, prompts, max_new_tokens, temperature, generator)
     prefix, padding, x, p, valid = responses
     capacity, rows = prefix.shape[1] + x.shape[1], prefix.shape[1] + torch.arange(x.shape[1])
     # The logits for x[t] are those of the row before it.
     q = Reader(draft, padding, capacity).read(torch.cat((prefix, x), 1), rows - 1).logits
+    if kept_tokens is not None:  # the draft never draws another token
+        q = torch.full_like(p, -torch.inf).index_copy(-1, torch.from_numpy(kept_tokens), q)
     y, p_acc = soft_labels(p, q, generator)
     if mixing_ratio is None:
         return Examples(branched(draft, responses, y)[valid], p_acc[valid])

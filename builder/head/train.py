@@ -131,7 +131,8 @@ def gather(
     ratio = options.mixing_ratio if options.contexts == "mixed" and kind == TRAINING else None
     parts = []
     for batch in batches:
-        parts.append(collect(target, draft, batch, options.max_new_tokens, options.temperature, ratio, generator))
+        settings = options.max_new_tokens, options.temperature, ratio, generator, checkpoints[DRAFT].kept_tokens
+        parts.append(collect(target, draft, batch, *settings))
         advance()
     hidden, p_acc = (torch.cat(columns) for columns in zip(*parts, strict=True))
     if not len(p_acc):

@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from ...models.errors import ConfigError
 from ...models.layers import HEAD_WEIGHT, network_of
-from ...models.llama import Llama, causal
+from ...models.llama import Rotary, causal, norm_of, scaled
 from ...models.plain_files import read_plain
+from ...models.rope import rope_tables
 from ...plugins.native.cache import open_kernels
-from ...plugins.native.library import BLOCK, NativeLibrary
+from ...plugins.native.library import BLOCK, NativeLibrary, empty_codes
 from ...runtime.text.tokenizer import Tokenizer
+from ..parallel import in_parts
+from ..reference import load_layer, read_tensor
 from .formats import Quantized, QuantizedCheckpoint
 
 MOST_BYTES = 64 << 20  # of a text
@@ -53,22 +56,23 @@ def calibrate(
     """Every matrix of a view, by its tensor's name, rounded with the rows of these tokens, int64 [B, T], in view.
     advance: called after each of the layers and the projection. Raises CheckpointError as the source does, KernelError
     and CompilerError."""
-    with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
-        model = Llama(view.config, windows.shape[1])
-    model.load_state_dict({name: torch.from_numpy(view.stored(name)) for name in model.state_dict()}, assign=True)
+    network, config = network_of(view.config), view.config
     rounding = Rounding(open_kernels())
-    network = network_of(view.config)
-    for layer in network.layers:
-        for matrix in layer.matrices:
-            for source, name in zip(matrix.sources, matrix.weights, strict=True):
-                rounding.watch(model.get_submodule(source), name)
-    for layer_module in model.model.layers:
-        layer_module.register_forward_hook(lambda *_: advance())
-    tokens = torch.from_numpy(windows)
+    tables = (torch.from_numpy(table) for table in rope_tables(config, windows.shape[1]))
+    rotary = Rotary._make(table[None, None] for table in tables)
+    rows = torch.from_numpy(view.stored(network.embedding.weights[0])[windows])
+    rows = scaled(rows, network.embedding_multiplier)
     with torch.inference_mode():
-        rows = model.model(tokens, model.rotary(torch.arange(tokens.shape[1])[None]), causal)
-        assert model.lm_head is not None  # a view's is never tied
-        rounding.round(HEAD_WEIGHT, model.lm_head.weight, model.model.norm(rows))
+        for index in range(config.num_layers):
+            layer = load_layer(view.stored, config, index)
+            for matrix in network.layers[index].matrices:
+                for source, name in zip(matrix.sources, matrix.weights, strict=True):
+                    rounding.watch(layer.get_submodule(source.removeprefix(f"model.layers.{index}.")), name)
+            rows = layer(rows, rotary, causal, index)
+            advance()
+        norm = norm_of(network.norm, config)
+        norm.load_state_dict({"weight": read_tensor(view.stored, network.norm.weight)}, assign=True)
+        rounding.round(HEAD_WEIGHT, read_tensor(view.stored, HEAD_WEIGHT), norm(rows))
     advance()
     return rounding.results
 
@@ -102,22 +106,33 @@ class Rounding:
 
 def feedback_of(rows: Tensor) -> NDArray[np.float32]:
     """Of rows [R, K]: entry [k, j], j > k, is what input j gives back of what is left of input k: the rows of the
-    upper Cholesky factor of the inverse of their products, each divided by its diagonal, [K, K]."""
+    upper Cholesky factor of the inverse of their products, each divided by its diagonal, [K, K].
+
+    That factor is the inverse of R, upper, where R times its transpose is the products: the Cholesky factor from the
+    last input to the first."""
     products = (rows.T @ rows).double()
     mean = products.diagonal().mean()
     products.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(products))
-    factor = torch.linalg.cholesky(inverse, upper=True)
+    backwards = torch.linalg.cholesky(products.flip(0, 1)).flip(0, 1)
+    unit = torch.eye(len(products), dtype=products.dtype)
+    factor = torch.linalg.solve_triangular(backwards, unit, upper=True)
     return np.asarray((factor / factor.diagonal()[:, None]).float().numpy())
 
 
 def round_in_turn(matrix: NDArray[np.float32], feedback: NDArray[np.float32], library: NativeLibrary) -> Quantized:
-    """A matrix [N, K], one block of inputs after the other; what is left of a block is given to all later ones."""
-    matrix = matrix.copy()
-    parts = []
-    for begin in range(0, matrix.shape[1], BLOCK):
-        end = begin + BLOCK
-        part, left = library.round_block(matrix[:, begin:end], feedback[begin:end, begin:end])
-        matrix[:, end:] -= left @ feedback[begin:end, end:]
-        parts.append(part)
-    return Quantized(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+    """A matrix [N, K], one block of inputs after the other; what is left of a block is given to all later ones. Its
+    outputs know nothing of each other."""
+    outputs, inputs = matrix.shape
+    result = empty_codes(outputs, inputs)
+
+    def fill(part: slice) -> None:
+        rows = matrix[part].copy()
+        for begin in range(0, inputs, BLOCK):
+            end, block = begin + BLOCK, slice(begin // BLOCK, begin // BLOCK + 1)
+            found, left = library.round_block(rows[:, begin:end], feedback[begin:end, begin:end])
+            rows[:, end:] -= left @ feedback[begin:end, end:]
+            result.codes[part, begin:end] = found.codes
+            result.scales[part, block], result.offsets[part, block] = found.scales, found.offsets
+
+    in_parts(outputs, inputs, fill)
+    return Quantized(*result)

@@ -31,9 +31,9 @@ from ...runtime.engines.backends import BACKENDS, BLOCKS
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.source import Blocks
 from ..engines.graph import GraphWriter
+from ..parallel import in_parts
 
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
-HALF_RANGE = (2.0**-24, 65504.0)  # of positive fp16
 HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
 
 
@@ -48,17 +48,23 @@ class Quantized(NamedTuple):
     def dequantized(self) -> NDArray[np.float32]:
         """float32 [N, K]: what DequantizeLinear computes from these codes and scales, bit for bit."""
         rows, blocks = self.scales.shape
-        weights = self.codes.reshape(rows, blocks, -1) * self.scales[..., None]
-        if self.offsets is not None:
-            weights += self.offsets[..., None]
+        codes = self.codes.reshape(rows, blocks, -1)
+        weights = np.empty(codes.shape, np.float32)
+
+        def fill(part: slice) -> None:
+            np.multiply(codes[part], self.scales[part, :, None], out=weights[part])
+            if self.offsets is not None:
+                weights[part] += self.offsets[part, :, None]
+
+        in_parts(rows, self.codes.shape[1], fill)
         return weights.reshape(self.codes.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for scales that are
-    rounded to fp16. offset: whether a block has an offset, too, which the native kernels know for 4 bits, 32 inputs and
-    2 bytes."""
+    """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for the native
+    kernels' formats, which have fp16 scales for 32 inputs. offset: whether a block has an offset, too, which those have
+    at 4 bits."""
 
     bits: int
     block: int = BLOCKS[0]
@@ -91,29 +97,49 @@ class WeightFormat:
         zero = 0 if bits == 8 else 8
         return Quantized(codes - np.int8(zero), scales) if np.array_equal(offsets, -zero * scales) else None
 
-    def quantize(self, name: str, matrix: NDArray[np.float32]) -> Quantized:
-        """Round [N, K] to codes; each block takes the scale, and the offset where the format has one, among a few, that
-        leave the smallest square error. Raises KernelError or CompilerError where the native kernels cannot be had,
-        which search offsets."""
-        if self.offset:
-            self.block_of(name, matrix.shape[1])
-            return Quantized(*open_kernels().round_to_codes(matrix))
-        largest = 2 ** (self.bits - 1) - 1
+    def quantize(self, name: str, matrix: NDArray[Any]) -> Quantized:
+        """Round a matrix of floats [N, K] to codes. Each block takes the scale, and the offset where the format has
+        one, among a few, that leave the smallest square error. Raises KernelError or CompilerError where the native
+        kernels cannot be had, which round to their own formats."""
         rows, inputs = matrix.shape
-        blocks = matrix.reshape(rows, -1, self.block_of(name, inputs))
-        peaks = np.abs(blocks).max(-1)
-        least = np.full(peaks.shape, np.inf, np.float32)
-        scales = np.ones(peaks.shape, np.float32)
-        codes = np.zeros(blocks.shape, np.int8)
-        for share in CLIPPING if self.bits == 4 else CLIPPING[-1:]:
-            scale = np.where(peaks > 0, share * peaks / np.float32(largest), np.float32(1))
-            if self.scale_bytes == 2:
-                scale = np.clip(scale, *HALF_RANGE).astype(np.float16).astype(np.float32)
-            rounded = np.clip(np.rint(blocks / scale[..., None]), -largest - 1, largest)
-            error = np.square(rounded * scale[..., None] - blocks).sum(-1)
-            better = error < least
-            least[better], scales[better], codes[better] = error[better], scale[better], rounded[better]
-        return Quantized(codes.reshape(rows, inputs), scales)
+        block = self.block_of(name, inputs)
+        shape = (rows, inputs // block)
+        offsets = np.empty(shape, np.float32) if self.offset else None
+        result = Quantized(np.empty((rows, inputs), np.int8), np.empty(shape, np.float32), offsets)
+        library = open_kernels() if self.scale_bytes == 2 else None
+
+        def rounded(part: NDArray[np.float32]) -> Quantized:
+            if library is None:
+                return rounded_by_numpy(part, self.bits, block)
+            return Quantized(*(library.round_to_codes(part) if self.offset else library.round_to_bytes(part)))
+
+        def fill(part: slice) -> None:
+            found = rounded(matrix[part].astype(np.float32, copy=False))
+            for whole, own in zip(result, found, strict=True):
+                if whole is not None and own is not None:
+                    whole[part] = own
+
+        in_parts(rows, inputs, fill)
+        return result
+
+
+def rounded_by_numpy(matrix: NDArray[np.float32], bits: int, block: int) -> Quantized:
+    """A matrix [N, K] with a float32 scale for each block of inputs: at 8 bits the one by which the largest weight
+    fits, at 4 the best of a few smaller ones."""
+    largest = 2 ** (bits - 1) - 1
+    rows, inputs = matrix.shape
+    blocks = matrix.reshape(rows, -1, block)
+    peaks = np.abs(blocks).max(-1)
+    least = np.full(peaks.shape, np.inf, np.float32)
+    scales = np.ones(peaks.shape, np.float32)
+    codes = np.zeros(blocks.shape, np.int8)
+    for share in CLIPPING if bits == 4 else CLIPPING[-1:]:
+        scale = np.where(peaks > 0, share * peaks / np.float32(largest), np.float32(1))
+        found = np.clip(np.rint(blocks / scale[..., None]), -largest - 1, largest)
+        error = np.square(found * scale[..., None] - blocks).sum(-1)
+        better = error < least
+        least[better], scales[better], codes[better] = error[better], scale[better], found[better]
+    return Quantized(codes.reshape(rows, inputs), scales)
 
 
 FORMATS = {
@@ -142,6 +168,7 @@ class QuantizedCheckpoint:
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
         self._shapes = network_of(self.config).tensors()
+        self._recent: dict[str, Quantized] = {}  # of one layer: it is packed, and then compared
         for name, shape in self._shapes.items():
             if self.rounds(name):
                 form.block_of(name, shape[1])
@@ -155,9 +182,15 @@ class QuantizedCheckpoint:
         return self.quantized(name).dequantized() if self.rounds(name) else self.stored(name)
 
     def quantized(self, name: str) -> Quantized:
-        """Codes, scales and offsets of a matrix: the checkpoint's own where the format can hold them."""
-        rounded = self._rounded.get(name) or self._kept(name)
-        return self.form.quantize(name, self.stored(name)) if rounded is None else rounded
+        """Codes, scales and offsets of a matrix: the checkpoint's own where the format can hold them. Those of one
+        layer are kept until a matrix of another one is read."""
+        if (known := self._rounded.get(name) or self._recent.get(name)) is not None:
+            return known
+        if any(layer_of(other) != layer_of(name) for other in self._recent):
+            self._recent.clear()
+        kept = self._kept(name)
+        self._recent[name] = self.form.quantize(name, self._filled(name)) if kept is None else kept
+        return self._recent[name]
 
     def _kept(self, name: str) -> Quantized | None:
         """The codes with which a checkpoint stores a matrix, None where this format cannot hold them."""
@@ -173,9 +206,13 @@ class QuantizedCheckpoint:
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""
+        return widened(self._filled(name))
+
+    def _filled(self, name: str) -> NDArray[Any]:
+        """The same in the type that the source has it in."""
         stored = self.source.tensor(stored_name(self.source, name))
         padding = [(0, size - have) for size, have in zip(self._shapes[name], stored.shape, strict=True)]
-        return np.pad(stored.astype(np.float32, copy=False), padding)
+        return np.pad(stored, padding) if any(map(any, padding)) else stored
 
 
 class RoundedCheckpoint:
@@ -189,9 +226,36 @@ class RoundedCheckpoint:
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it: the embedding, norms and biases keep their precision. Raises
         CheckpointError as the source does."""
-        stored = self.source.tensor(stored_name(self.source, name)).astype(np.float32, copy=False)
+        stored = self.source.tensor(stored_name(self.source, name))
         matrix = stored.ndim == 2 and name != EMBEDDING_WEIGHT
-        return stored.astype(self.dtype).astype(np.float32) if matrix else stored
+        return widened(self.half(name)) if matrix else widened(stored)
+
+    def half(self, name: str) -> NDArray[Any]:
+        """A matrix in 16 bits. Raises CheckpointError as the source does."""
+        return converted(self.source.tensor(stored_name(self.source, name)), self.dtype)
+
+
+def layer_of(name: str) -> str:
+    """The module of a tensor's layer by the tensor's name, "model.layers.3" for instance; else its own."""
+    return ".".join(name.split(".")[:3])
+
+
+def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An array of floats in another type, by way of fp32; itself where it has that type."""
+    if array.dtype == dtype:
+        return array
+    result = np.empty(array.shape, dtype)
+
+    def fill(part: slice) -> None:
+        result[part] = array[part].astype(np.float32, copy=False)
+
+    in_parts(len(array), array[:1].size, fill)
+    return result
+
+
+def widened(array: NDArray[Any]) -> NDArray[np.float32]:
+    """fp32."""
+    return converted(array, np.dtype(np.float32))
 
 
 def stored_name(source: Checkpoint, name: str) -> str:

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from .compile import FLAGS, SOURCE, CompilerError, compile_kernels, compiler, compiler_version
-from .library import CPUINFO, INTERFACE, KernelError, NativeLibrary
+from .library import CPUINFO, INTERFACE, WITHOUT, KernelError, NativeLibrary, check_processor
 
 CACHE = "DRAFTWOOD_CACHE"  # the environment variable that names another folder
 PROCESSOR = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features", "isa")
@@ -33,14 +33,18 @@ log = logging.getLogger("draftwood.native")
 
 
 def open_kernels() -> NativeLibrary:
-    """The kernels for this processor. Raises CompilerError or KernelError."""
+    """The kernels for this processor. Raises CompilerError, or KernelError where they are of no use."""
+    check_processor()
     path = kernels()
     try:
-        return NativeLibrary(path)
+        library = NativeLibrary(path)
     except KernelError:  # it is whole, and yet of no use here
         with suppress(OSError):
             path.unlink()
-        return NativeLibrary(kernels())
+        library = NativeLibrary(kernels())
+    if not library.instructions:  # a system that does not list its processor's
+        raise KernelError(f"the compiler finds no vectors on this processor, {WITHOUT}")
+    return library
 
 
 def kernels(flags: tuple[str, ...] = FLAGS) -> Path:
@@ -66,7 +70,9 @@ def kernels(flags: tuple[str, ...] = FLAGS) -> Path:
 
 
 def check_available(flags: tuple[str, ...] = FLAGS) -> None:
-    """Raises CompilerError where kernels are neither in the cache nor can be compiled."""
+    """Raises KernelError where the processor lacks what the kernels need, and CompilerError where they are neither in
+    the cache nor can be compiled."""
+    check_processor()
     folder = cache_folder()
     if folder is None or cached(folder, flags) is None:
         compiler()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent / "kernels" / "llama.c"
 # No fast-math: results would depend on how a loop was cut. Products and sums contract, everywhere in the same way.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared")
+PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+FLAGS = ("-O3", PROCESSOR, "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared")
 COMPILERS = ("cc", "gcc", "clang")
 VERSION_SECONDS = 60  # a compiler that has not told its version by then is none
 

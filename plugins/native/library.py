@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,12 @@ BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 512  # likely tokens
 CPUINFO = Path("/proc/cpuinfo")
+X86 = ("x86_64", "AMD64")  # names of the machine
+FUSED = frozenset(("avx2", "fma", "f16c"))  # what the kernels need of x86; every 64-bit ARM has its like
+WITHOUT = (
+    "and the native kernels need AVX2 with FMA and F16C, or 64-bit ARM: run the bundle on such a processor, or build "
+    "it with --backend onnxruntime"
+)
 
 
 class Codes(NamedTuple):
@@ -32,6 +39,13 @@ class Codes(NamedTuple):
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
     offsets: NDArray[np.float32]
+
+
+class SignedCodes(NamedTuple):
+    """A matrix [N, K] in blocks of 32 inputs: codes * scales. codes: int8 [N, K]; scales: as those of Codes."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
 
 
 class KernelError(ValueError):
@@ -127,6 +141,8 @@ class NativeLibrary:
             *(c_void_p, c_int, c_int, c_void_p, c_int),
             *[c_void_p] * 5,
         ]
+        self._library.draftwood_round8.restype = None
+        self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
         self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
         self._brief = ctypes.PyDLL(str(path.resolve()))
@@ -171,15 +187,20 @@ class NativeLibrary:
         return result
 
     def round_to_codes(self, matrix: NDArray[np.float32]) -> Codes:
-        """A matrix [N, K] in blocks of 32 inputs, each with the scale and the offset, among many, that leave the
-        smallest square error."""
-        matrix = np.ascontiguousarray(matrix, np.float32)
-        outputs, inputs = matrix.shape
-        if inputs % BLOCK:
-            raise KernelError(f"{inputs} inputs are no blocks of {BLOCK}")
-        result = empty_codes(outputs, inputs)
+        """Round a matrix [N, K] to 4 bits in blocks of 32 inputs. Each block gets the scale and the offset, among many,
+        that leave the smallest square error."""
+        matrix = whole_blocks(matrix)
+        result = empty_codes(*matrix.shape)
         self._round(matrix, None, result, None)
         return result
+
+    def round_to_bytes(self, matrix: NDArray[np.float32]) -> SignedCodes:
+        """Round a matrix [N, K] to 8 bits in blocks of 32 inputs. Each block gets the scale by which its largest weight
+        fits."""
+        matrix = whole_blocks(matrix)
+        codes, scales, _ = empty_codes(*matrix.shape)
+        self._library.draftwood_round8(address(matrix), *matrix.shape, address(codes), address(scales))
+        return SignedCodes(codes, scales)
 
     def round_block(
         self, block: NDArray[np.float32], feedback: NDArray[np.float32]
@@ -227,6 +248,13 @@ class NativeLibrary:
         return ids[:count], weights[:count]
 
 
+def whole_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a matrix [N, K] as C reads it. Raises KernelError if its inputs do not divide into blocks."""
+    if matrix.shape[1] % BLOCK:
+        raise KernelError(f"{matrix.shape[1]} inputs are no blocks of {BLOCK}")
+    return np.ascontiguousarray(matrix, np.float32)
+
+
 def empty_codes(outputs: int, inputs: int) -> Codes:
     """Room for a matrix of that shape."""
     blocks = (outputs, inputs // BLOCK)
@@ -239,4 +267,11 @@ def available(wanted: tuple[str, ...]) -> set[str]:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         return set(wanted)
-    return {word for line in lines if line.startswith("flags") for word in line.split()[2:]} or set(wanted)
+    listed = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]  # on x86, on ARM
+    return {word for line in listed for word in line.split()} or set(wanted)
+
+
+def check_processor() -> None:
+    """Raises KernelError where the processor cannot multiply and add in one step: sums would have other bits."""
+    if platform.machine() in X86 and (missing := FUSED - available(tuple(FUSED))):
+        raise KernelError(f"this processor has no {', '.join(sorted(missing))}, {WITHOUT}")

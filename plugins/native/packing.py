@@ -39,9 +39,12 @@ def panels(matrix: NDArray[Any]) -> NDArray[Any]:
 def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
     """int8 [N, K] -> uint8 [panels, K / 4, 16, 4], or of codes from 0 to 15 [panels, K / 8, 16, 4]. K is a multiple of
     8."""
-    unsigned = (filled(codes).astype(np.int16) + (128 if bits == 8 else 0)).astype(np.uint8)
-    fours = unsigned.reshape(-1, PANEL, unsigned.shape[1] // 4, 4).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(fours if bits == 8 else fours[:, ::2] | fours[:, 1::2] << 4)
+    unsigned = filled(codes).view(np.uint8)
+    if bits == 8:
+        unsigned = unsigned ^ np.uint8(128)
+    fours = unsigned.view(np.uint32).reshape(-1, PANEL, unsigned.shape[1] // 4).transpose(0, 2, 1)  # four inputs each
+    packed = np.ascontiguousarray(fours) if bits == 8 else fours[:, ::2] | fours[:, 1::2] << np.uint32(4)
+    return np.ascontiguousarray(packed).view(np.uint8).reshape(*packed.shape, 4)
 
 
 def half_panels(scales: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -54,7 +54,8 @@ class FileRecord(NamedTuple):
 class Manifest:
     """The content of a bundle.
 
-    max_length: most tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role.
+    max_length: most tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role; a
+    bundle may have no draft.
     parity: for each engine, the largest difference of logits from the torch reference at build time; for a TensorRT
     plan that was not executed at build time, the difference of its graph. files: every file except the manifest, by
     name. adapters: names of the LoRA folders that were merged, by role.
@@ -165,10 +166,16 @@ class EngineBundle:
         backend.check_file(file, spec)
         return backend.open(file, spec, Opening(threads, provider, self.private))
 
+    @property
+    def has_draft(self) -> bool:
+        return DRAFT in self.manifest.engines
+
     def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine:
         """Open the draft beside a target with `threads`. draft_threads: 0 means one thread, because waking threads
         costs more than the passes of a small draft; on the native engine 0 means as many as the target's, because both
-        share one team of threads."""
+        share one team of threads. Raises ConfigError if there is no draft."""
+        if not self.has_draft:
+            raise ConfigError(f"{self.folder} was built with --draft none: build it with a draft")
         shared = BACKENDS[self.manifest.engines[DRAFT].backend].shares_threads
         return self.open_engine(DRAFT, draft_threads or (threads if shared else 1), provider)
 
@@ -224,4 +231,7 @@ def checksum(content: Mapping[str, Any]) -> str:
 def spec_fields(spec: EngineSpec) -> dict[str, Any]:
     """JSON-ready content of a spec."""
     plan = None if spec.plan is None else spec.plan.to_json()
-    return asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
+    content = asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
+    if not spec.kept_tokens:  # older releases know no such field, and read bundles without one
+        del content["kept_tokens"]
+    return content

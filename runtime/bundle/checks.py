@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from ...models.bindings import DTYPES, LOW_BIT, ROLES, output_names
+from ...models.bindings import DTYPES, LOW_BIT, ROLES, TARGET, output_names
 from ...models.config import LlamaConfig
 from ...models.errors import BundleError
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
@@ -56,8 +56,10 @@ def check_names(files: Iterable[str]) -> None:
 
 def check_numbers(manifest: Manifest) -> None:
     """Check the numbers that do not belong to a single engine."""
-    require(set(manifest.engines) == set(ROLES) == set(manifest.parity), "it does not describe a target and a draft")
-    require(set(manifest.adapters) <= set(ROLES), "it names the adapter of another model")
+    roles = set(manifest.engines)
+    sound = roles in ({TARGET}, set(ROLES)) and roles == set(manifest.parity)
+    require(sound, "it does not describe a target, with a draft or without one")
+    require(set(manifest.adapters) <= roles, "it names the adapter of another model")
     require(len(manifest.files) <= MOST_FILES, f"it lists {len(manifest.files)} files")
     for name, record in manifest.files.items():
         sound = record.bytes >= 0 and re.fullmatch("[0-9a-f]{64}", record.sha256) is not None
@@ -89,6 +91,7 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     require(file in manifest.files, f"it lists no file {file!r}")
     model, widths = spec.model, spec.pass_widths
     check_model(role, model)
+    check_kept_tokens(role, spec)
     require(ascending(widths) and bool(spec.widths) and widths[0] >= 1, f"the {role}'s widths do not ascend from 1")
     require(widths[-1] <= MOST_ROWS, f"the {role}'s passes have {widths[-1]} rows")
     least = manifest.max_length + 2 * spec.max_width
@@ -131,6 +134,17 @@ def check_model(role: str, model: LlamaConfig) -> None:
     require(min(multipliers) > 0, f"the {role}'s multipliers are none")
     require(variant.window is None or variant.window >= 1, f"the {role}'s window is {variant.window}")
     require(scales_positions(model), f"the {role}'s rope_scaling is none")
+
+
+def check_kept_tokens(role: str, spec: EngineSpec) -> None:
+    """A trimmed draft names the token of each of its columns; a target predicts every token."""
+    model, kept = spec.model, spec.kept_tokens
+    require(role != TARGET or model.draft_vocab_size is None, "the target's vocabulary is trimmed")
+    require(len(kept) == (model.draft_vocab_size or 0), f"the {role} has other columns than kept tokens")
+    if model.draft_vocab_size is not None:
+        inside = ascending(kept) and kept[0] >= 0 and kept[-1] < model.vocab_size
+        require(bool(kept) and inside, f"the {role}'s kept tokens are none of its vocabulary, or do not ascend")
+        require(not model.tie_embeddings, f"the {role}'s projection is trimmed and tied to its embedding")
 
 
 def scales_positions(model: LlamaConfig) -> bool:

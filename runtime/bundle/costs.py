@@ -65,7 +65,7 @@ def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: 
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    backends = dict.fromkeys(manifest.engines[role].backend for role in ROLES)
+    backends = dict.fromkeys(manifest.engines[role].backend for role in ROLES if role in manifest.engines)
     return {
         "processor": names[0] if names else platform.processor(),
         "cores": cores,

@@ -7,29 +7,58 @@ from typing import Any
 
 from ...models.bindings import ACCEPTANCE, DRAFT, TARGET
 from ...models.errors import ConfigError
-from ..speculation.config import SpeculativeConfig
+from ..speculation.config import AUTO, WITHOUT_DRAFT, SpeculativeConfig
+from ..speculation.growers.kinds import LOOKUP
 from .bundle import EngineBundle
+
+LOOKUP_NGRAM, LOOKUP_LEN = 2, 8  # tokens that a prompt lookup compares and proposes where nothing else is said
 
 
 def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeConfig:
     """The configuration for this bundle's engines. Default limits are lowered to the limits of the engines. Raises
-    ConfigError for explicit settings beyond them."""
+    ConfigError for explicit settings beyond them, and for settings of a draft where the bundle has none. There "auto"
+    becomes prompt lookup."""
+    if not bundle.has_draft:
+        speculative = without_draft(speculative, bundle.manifest.engines[TARGET].max_width)
     if not speculative.shaped:
         speculative = replace(speculative, **lower_defaults(speculative, bundle))
     refuse_too_large(speculative, bundle)
     return speculative
 
 
+def without_draft(speculative: SpeculativeConfig, max_width: int) -> SpeculativeConfig:
+    """The configuration for a bundle without a draft, whose target scores up to `max_width` rows in a pass. Raises
+    ConfigError if it needs a draft."""
+    if not speculative.drafts:
+        return speculative
+    settings = {name: getattr(speculative, name) for name in WITHOUT_DRAFT}
+    needing = [name for name, value in settings.items() if value not in WITHOUT_DRAFT[name]]
+    if speculative.grow != AUTO or needing:
+        name = needing[0] if speculative.grow == AUTO else "grow"
+        raise ConfigError(
+            f"{name}={getattr(speculative, name)!r} needs a draft, and this bundle was built with --draft none: use "
+            f"grow={LOOKUP!r} (or leave {name} out), or build the bundle with a draft"
+        )
+    if speculative.lookup_ngram:
+        return replace(speculative, grow=LOOKUP)
+    length = max(1, min(LOOKUP_LEN, max_width - 1))
+    return replace(speculative, grow=LOOKUP, lookup_ngram=LOOKUP_NGRAM, lookup_len=length)
+
+
 def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, Any]:
     """The defaults to change: the target's pass must hold the root and all tokens of a proposal, and the draft's cache
     every node that the draft scores in a round."""
-    target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
-    tokens = target.max_width - 1 - speculative.max_given
-    limits = {
-        "frontier_width": draft.max_width,
-        "max_draft_len": min(tokens, draft_room(bundle) // min(speculative.frontier_width, draft.max_width)),
-        "max_total_draft_tokens": tokens,
-    }
+    target = bundle.manifest.engines[TARGET]
+    if speculative.drafts:
+        draft = bundle.manifest.engines[DRAFT]
+        tokens = target.max_width - 1 - speculative.max_given
+        limits = {
+            "frontier_width": draft.max_width,
+            "max_draft_len": min(tokens, draft_room(bundle) // min(speculative.frontier_width, draft.max_width)),
+            "max_total_draft_tokens": tokens,
+        }
+    else:
+        limits = {"lookup_len": target.max_width - 1}
     defaults = {field.name: field.default for field in fields(SpeculativeConfig)}
     return {
         name: max(1, min(limit, getattr(speculative, name)))
@@ -39,8 +68,9 @@ def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict
 
 
 def refuse_too_large(speculative: SpeculativeConfig, bundle: EngineBundle) -> None:
-    target, draft = (bundle.manifest.engines[role] for role in (TARGET, DRAFT))
-    if speculative.needs_acceptance and ACCEPTANCE.name not in draft.outputs:
+    target = bundle.manifest.engines[TARGET]
+    draft = bundle.manifest.engines[DRAFT] if speculative.drafts else None
+    if draft is not None and speculative.needs_acceptance and ACCEPTANCE.name not in draft.outputs:
         raise ConfigError(
             "this bundle's draft has no acceptance head, which stop_rule='specdec++' and key='head' read: build the "
             "bundle with --acceptance-head (draftwood train-head makes one), or use stop_rule='confidence'"
@@ -50,6 +80,8 @@ def refuse_too_large(speculative: SpeculativeConfig, bundle: EngineBundle) -> No
             f"a proposal of {speculative.max_tokens} tokens and its root do not fit the target's widest pass of "
             f"{target.max_width} rows: propose fewer, or rebuild with larger --widths"
         )
+    if draft is None:
+        return
     if speculative.max_frontier > draft.max_width:
         raise ConfigError(
             f"{speculative.max_frontier} nodes do not fit the draft's widest pass of {draft.max_width} rows: "

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+STOP = "stop"  # the last token ends the text and is not part of it
+COMPLETE = "complete"  # the structured output is complete; the last token is part of the text
+LENGTH = "length"
+
 
 class TokenLogprob(NamedTuple):
-    """The natural log-probability of a token under the target's unprocessed distribution. top: the log-probabilities of
-    the most probable tokens, by token id."""
+    """The natural log-probability of a token under the target's unprocessed distribution, or, with a structured output,
+    under this distribution over the allowed tokens alone. top: the log-probabilities of the most probable tokens, by
+    token id."""
 
     token_id: int
     logprob: float
@@ -16,8 +21,8 @@ class TokenLogprob(NamedTuple):
 
 class TokenChunk(NamedTuple):
     """The tokens of one round. The first `num_drafted` come from the accepted proposal. The last token comes from the
-    target, unless the end of the text cut the round. finish_reason: None while more chunks follow, else "stop" or
-    "length"."""
+    target, unless the end of the text cut the round. finish_reason: None while more chunks follow, else STOP,
+    COMPLETE or LENGTH."""
 
     token_ids: list[int]
     num_drafted: int

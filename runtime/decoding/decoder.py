@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from ...models.bindings import TOP_IDS
 from ..engines.base import Engine, ForwardOutput
 from ..engines.passes import Passes, Steps, forward, prefill_passes
 from ..sampling.random import RandomStreams
-from ..sampling.sampler import Sampler, largest
+from ..sampling.sampler import Sampler, largest, log_softmax
 from ..sampling.softmax import softmax_of
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
@@ -28,6 +26,7 @@ from .loop import Job, drive
 from .request_state import RequestState
 from .round import (
     END_OF_ROOM,
+    LOOKED_UP,
     NO_SPECULATION,
     NOT_WORTH_IT,
     Observer,
@@ -46,7 +45,7 @@ def count_one() -> int:
 
 
 class SpeculativeDecoder:
-    """Decodes one request at a time with a target engine and, unless `config` is None, a draft engine.
+    """Decodes one request at a time with a target engine and, if `config` asks for one, a draft engine.
 
     The last committed token (the root) is in no cache. A round scores it together with the proposal below it.
     """
@@ -71,13 +70,14 @@ class SpeculativeDecoder:
         self._target = target
         self._costs = costs
         self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # by a plan's depth, size and chain
-        self._config = config if draft is not None else None
+        drafts = config is not None and config.drafts
+        self._config = config if draft is not None or not drafts else None
         self._max_length = max_length
         self._eos = frozenset(eos)
         self._proposer: DraftProposer | None = None
         self._cache = target.new_cache()
         try:
-            if draft is not None and config is not None:
+            if draft is not None and drafts:
                 self._proposer = DraftProposer(draft)
         except BaseException:
             self._cache.close()
@@ -124,7 +124,7 @@ class SpeculativeDecoder:
             with decoding:
                 outcome = yield from self._round(request)
                 kept, finish_reason = request.cut(outcome.token_ids)
-                logprobs = top_logprobs(outcome, kept, sampler.params.logprobs)
+                logprobs = top_logprobs(outcome, kept, sampler)
                 self._record(stats, request, outcome)
             if observe is not None:
                 observe(self._describe_round(request, outcome, kept, finish_reason, decoding))
@@ -176,21 +176,28 @@ class SpeculativeDecoder:
     def _plan(self, request: RequestState) -> RoundPlan | None:
         """The plan of the next round; None where rounds are not planned or no proposed token fits."""
         max_depth = request.tokens_left - 1
-        if request.controller is None or self._proposer is None or max_depth < 1:
+        if request.controller is None or max_depth < 1:
             return None
+        if self._proposer is None:  # the text so far says what would be proposed, and how much of it
+            found = [] if request.lookup is None else request.lookup.propose()
+            depth = min(max_depth, request.sampler.processing.count_allowed(found))
+            return request.controller.plan(request.length, depth, request.sharing())
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
-        if self._proposer is None or self._config is None or max_depth < 1:
+        if self._config is None or max_depth < 1:
             return Proposal(graph, unroll(graph, 0, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
+        if self._proposer is None:
+            return self._look_up(request, plan, max_depth)
         config, greedy, depth, sampler = self._config, request.greedy, max_depth, request.sampler
         if plan is not None:
             if not plan.depth:
                 return Proposal(graph, unroll(graph, 0, 0), NOT_WORTH_IT)
             config, depth = self._limit(config, plan), min(max_depth, plan.depth)
         found = [] if request.lookup is None else request.lookup.propose()[:depth]
+        found = found[: sampler.processing.count_allowed(found)]
         if not config.chooses(greedy):
             graft_given(graph, found)
         estimate = request.calibration or uncorrected
@@ -204,6 +211,15 @@ class SpeculativeDecoder:
         observed = request.observed
         reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if observed else ""
         return Proposal(graph, tree, reason)
+
+    def _look_up(self, request: RequestState, plan: RoundPlan | None, max_depth: int) -> Proposal:
+        """The proposal of a prompt lookup alone."""
+        graph = TokenGraph(request.root)
+        found = [] if request.lookup is None else request.lookup.propose()[:max_depth]
+        found = found[: request.sampler.processing.count_allowed(found)]
+        kept = found if plan is None else found[: plan.depth]
+        graft_chosen(graph, kept)
+        return Proposal(graph, unroll(graph, len(kept), max_depth), NOT_WORTH_IT if found and not kept else LOOKED_UP)
 
     def _limit(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
         """The configuration within the plan's limits; cached."""
@@ -265,16 +281,14 @@ class SpeculativeDecoder:
         return Round(proposal, probs, acceptance, token_ids[:kept], finish_reason, draft, target, host)
 
 
-def top_logprobs(outcome: Outcome, kept: int, count: int | None) -> list[TokenLogprob]:
-    """Log-probabilities of the `kept` tokens of a round, each with the `count` most probable tokens. Empty when `count`
-    is None."""
+def top_logprobs(outcome: Outcome, kept: int, sampler: Sampler) -> list[TokenLogprob]:
+    """Log-probabilities of the `kept` tokens of a round, if the request wants them."""
+    count = sampler.params.logprobs
     if count is None:
         return []
-    results = []
-    for row, token in zip((0, *outcome.acceptance.rows)[:kept], outcome.token_ids[:kept], strict=True):
-        scores = outcome.logits[row].astype(np.float64)
-        scores -= scores.max()
-        scores -= np.log(np.exp(scores).sum())
+    results, tokens = [], outcome.token_ids[:kept]
+    for index, (row, token) in enumerate(zip((0, *outcome.acceptance.rows)[:kept], tokens, strict=True)):
+        scores = log_softmax(sampler.processing.constrain(outcome.logits[row], tokens[:index]))
         best = largest(scores, count).tolist()
         results.append(TokenLogprob(token, float(scores[token]), {index: float(scores[index]) for index in best}))
     return results

@@ -12,6 +12,7 @@ from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
+from .chunk import COMPLETE, LENGTH, STOP
 
 
 class RequestState:
@@ -62,8 +63,10 @@ class RequestState:
         accepted path."""
         for index, token in enumerate(token_ids[: self.tokens_left]):
             if token in self._endings:
-                return index + 1, "stop"
-        return (self.tokens_left, "length") if len(token_ids) >= self.tokens_left else (len(token_ids), None)
+                return index + 1, STOP
+            if self.sampler.processing.completes(token_ids[: index + 1]):
+                return index + 1, COMPLETE
+        return (self.tokens_left, LENGTH) if len(token_ids) >= self.tokens_left else (len(token_ids), None)
 
     def commit(self, token_ids: Sequence[int], kept: int) -> None:
         """Add a round's tokens to the state. kept: how many of them the text keeps."""

@@ -21,6 +21,7 @@ END_OF_ROOM = "end of room"  # max_tokens or the context limit allows no deeper 
 DEPTH_LIMIT = "depth limit"
 TOKEN_BUDGET = "token budget"
 NOTHING_LEFT = "nothing left worth drafting"
+LOOKED_UP = "no more was looked up"
 PLANNED = "more would not pay"  # according to the cost model
 
 

@@ -5,6 +5,7 @@ A new backend over an exported graph or packed weights needs one entry here and 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,7 @@ from ...models.errors import EngineError
 from ...models.layers import network_of
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.library import BLOCK, KernelError, available
+from ...plugins.native.library import BLOCK, FUSED, X86, KernelError, available
 from .base import Engine, EngineSpec
 from .compatibility import TensorRTPlan
 from .native import weights as native
@@ -191,7 +192,6 @@ TENSORRT = Backend(
 TENSORRT_RTX = replace(TENSORRT, name="tensorrt-rtx", release=lambda: release_of("tensorrt-rtx"))
 BACKENDS = {each.name: each for each in (ONNXRUNTIME, NATIVE, TENSORRT, TENSORRT_RTX)}
 AUTO = "auto"  # a build's default: `choose_backend`
-FAST = {"avx512f", "avx512_vnni"}  # instructions with which the native kernels are faster than ONNX Runtime
 COMPILED = tuple(each.name for each in BACKENDS.values() if each.is_compiled)
 # The entry of an engine that is in no bundle, for instance the torch reference.
 UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, blocks={}, prompt_widths=(), grows=False)
@@ -222,11 +222,13 @@ def describe_backend(name: str) -> Backend:
 
 
 def choose_backend() -> Choice:
-    """Choose the native engine when its kernels can be compiled here and are fast, and ONNX Runtime otherwise."""
-    if missing := FAST - available(()):
+    """Choose the native engine where its kernels compile and were found fast, and ONNX Runtime otherwise."""
+    if platform.machine() not in X86:
+        return Choice(ONNXRUNTIME.name, "the native kernels were timed on x86 alone: --backend native takes them here")
+    if missing := FUSED - available(()):
         return Choice(ONNXRUNTIME.name, f"this processor has no {', '.join(sorted(missing))}")
     try:
         check_native(None)
     except EngineError:
         return Choice(ONNXRUNTIME.name, "there is no C compiler: pip install 'draftwood[native]' brings one")
-    return Choice(NATIVE.name, "there is a C compiler, and the processor has AVX-512")
+    return Choice(NATIVE.name, "there is a C compiler, and the processor has AVX2 or more")

@@ -36,6 +36,7 @@ class EngineSpec:
     plan: TensorRTPlan | None = None  # of the TensorRT backends
     max_batch: int = 1  # sequences in one pass over a static cache; each sequence has `capacity` slots
     prompt_widths: tuple[int, ...] = ()  # numbers of rows, above `widths`, that only prefill passes use; ascending
+    kept_tokens: tuple[int, ...] = ()  # of a trimmed draft: the token of each column of its logits, ascending
 
     @property
     def max_width(self) -> int:
@@ -113,8 +114,9 @@ class ForwardOutput(NamedTuple):
     """The results of one pass for the batch's `output_rows`. They are views of the engine's buffers and valid until the
     engine's next pass.
 
-    logits: float32 [R, V]. top_ids: int64 [R, K], and top_logprobs: float32 [R, K]: the most probable tokens under the
-    unprocessed distribution, best first; None on an engine without these outputs. acceptance: float32 [R], the
+    logits: float32 [R, V]. top_ids: int64 [R, K], and top_logprobs: float32 [R, K]: the columns of the most probable
+    tokens under the unprocessed distribution, best first; None on an engine without these outputs. Of a trimmed draft V
+    is the number of kept tokens, and DraftVocabulary says which token a column is. acceptance: float32 [R], the
     probability that the target accepts the row's own token; None where the draft has no acceptance head.
     """
 

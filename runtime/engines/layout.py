@@ -69,8 +69,8 @@ class Layout(NamedTuple):
             "T": shape.width,
             "S": shape.columns,
             "R": shape.outputs,
-            "V": model.vocab_size,
-            "K": bindings.top_columns(model.vocab_size),
+            "V": model.num_logits,
+            "K": bindings.top_columns(model.num_logits),
         }
         fields: dict[str, TensorSlice] = {}
         end = 0

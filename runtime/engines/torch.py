@@ -233,7 +233,7 @@ class TorchEngine(SoloEngine):
         logits = scored.logits.float()
         outputs = {bindings.LOGITS.name: logits}
         if bindings.TOP_IDS.name in self.spec.outputs:
-            top = torch.log_softmax(logits, dim=-1).topk(bindings.top_columns(self.spec.model.vocab_size))
+            top = torch.log_softmax(logits, dim=-1).topk(bindings.top_columns(self.spec.model.num_logits))
             outputs |= {bindings.TOP_IDS.name: top.indices, bindings.TOP_LOGPROBS.name: top.values}
         if self._head is not None:
             outputs[bindings.ACCEPTANCE.name] = self._head.acceptance(scored.hidden.float())

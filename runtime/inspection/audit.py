@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.bindings import TARGET
 from ...models.errors import RequestError
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.round import Round
 from ..decoding.stats import SpecDecodeStats
 from ..llm import LLM, Prompt
+from ..sampling.params import SamplingParams
 from ..sampling.random import seeded_streams
-from ..sampling.sampler import Sampler, SamplingParams
+from ..sampling.sampler import Sampler
 
 NOISE = 1e-3  # greatest difference of logits between passes of different widths, whose sums have different orders
 
@@ -61,9 +61,7 @@ def audit(llm: LLM, prompt: Prompt, params: SamplingParams) -> AuditReport:
 def audit_output(llm: LLM, prompt: Sequence[int], params: SamplingParams, token_ids: Sequence[int]) -> AuditReport:
     """Compare an output that `llm` has already generated. Raises like `audit`."""
     check_auditable(llm.speculative is not None, params)
-    manifest = llm.bundle.manifest
-    sampler = Sampler(params, prompt, manifest.eos_token_ids, manifest.engines[TARGET].model.vocab_size)
-    return compare(llm.plain_decoder(), prompt, sampler, token_ids)
+    return compare(llm.plain_decoder(), prompt, llm.sampler(params, prompt), token_ids)
 
 
 def check_auditable(speculates: bool, params: SamplingParams) -> None:

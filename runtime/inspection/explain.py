@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..decoding.round import Round
 from ..decoding.stats import SpecDecodeStats
-from ..sampling.sampler import SamplingParams
+from ..sampling.params import SamplingParams
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import ROOT, Edge, TokenGraph
 

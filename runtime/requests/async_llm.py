@@ -15,7 +15,9 @@ from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING, Loop
 from ..decoding.scheduler import QueueFullError, Scheduler
 from ..llm import LLM, PREFIX_CACHE_SLOTS, Prompt, Speculation
-from ..sampling.sampler import SamplingParams
+from ..sampling.params import SamplingParams
+from ..sampling.structured import StructuredOutput
+from ..structured.grammars import Grammar
 from ..text.writer import StreamChunk
 from .engine_thread import EngineThread
 from .stream import DeadlineError, Request, RequestStream, ShutdownError
@@ -115,6 +117,13 @@ class AsyncLLM(EngineThread):
         text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up))
         return await self._texts.compute(lambda: self.llm.encode_written(text), len(text))
 
+    async def compile(self, structured: StructuredOutput | None) -> Grammar | None:
+        """LLM.compile in another thread; None for None. Cancelling the task gives the grammar up."""
+        if structured is None:
+            return None
+        known = self.llm.grammars.find(structured)
+        return known or await self._texts.compile(lambda given_up: self.llm.compile(structured, given_up))
+
     @property
     def texts(self) -> TextThreads:
         """The threads that encode texts."""
@@ -136,6 +145,7 @@ class AsyncLLM(EngineThread):
         user: str | None = None,
         cache_salt: str | None = None,
         call: Hashable = None,
+        grammar: Grammar | None = None,
     ) -> RequestStream:
         """Queue a request; returns an iterator over its chunks, one per round. Needs a running event loop.
 
@@ -143,7 +153,8 @@ class AsyncLLM(EngineThread):
         included, after which the request ends with a DeadlineError. client, user: the sender of the request, and the
         sender's user, see Scheduler.submit. cache_salt: the request shares cache rows only with requests of the same
         salt. A client without the salt then cannot infer earlier prompts from response times or token counts. call: an
-        identifier of the API call; failures of the requests of one call count once. Errors before the request is
+        identifier of the API call; failures of the requests of one call count once. grammar: what `compile` returned
+        for `params.structured`; without it, this call compiles and the event loop waits. Errors before the request is
         queued: RequestError or ConfigError for bad input and for a request that needs more memory than there is,
         QueueFullError when no place is left, ShutdownError while draining or closed.
         """
@@ -154,7 +165,7 @@ class AsyncLLM(EngineThread):
             raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
-        job = self.llm.job(tokens, params, speculative=speculative, engines=self._engines)
+        job = self.llm.job(tokens, params, speculative=speculative, engines=self._engines, grammar=grammar)
         request = Request(
             id=name,
             steps=job.steps,

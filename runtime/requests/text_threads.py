@@ -14,17 +14,19 @@ from .stream import ShutdownError, to_exception
 # Texts longer than LONG_TEXT are encoded one at a time: four million characters take ten seconds and a gigabyte.
 SHORT_THREADS, LONG_THREADS = 4, 1
 CONVERSATION_THREADS = 32  # these threads only wait for a chat template's process
+GRAMMAR_THREADS = 32  # these wait for the process that tries a grammar
 
 T = TypeVar("T")
 
 
 class TextThreads:
-    """Thread pools for short texts, for long texts, and for conversations that a chat template formats."""
+    """Thread pools for short texts, long texts, conversations that a chat template formats, and grammars."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(SHORT_THREADS, "draftwood-text")
         self._long = ThreadPoolExecutor(LONG_THREADS, "draftwood-long-text")
         self._conversations = ThreadPoolExecutor(CONVERSATION_THREADS, "draftwood-conversation")
+        self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "draftwood-grammar")
         self._lock = Lock()
         self._closed = False
         self._stops: set[Callable[[], None]] = set()
@@ -39,6 +41,10 @@ class TextThreads:
         needs the result."""
         return await self._run(self._conversations, work)
 
+    async def compile(self, work: Callable[[Event], T]) -> T:
+        """The same for grammars, which conversations need not wait for."""
+        return await self._run(self._grammars, work)
+
     def close(self) -> None:
         """Raise ShutdownError in all waiting calls at once. The results of running work are discarded."""
         with self._lock:
@@ -46,7 +52,7 @@ class TextThreads:
             stops = list(self._stops)
         for stop in stops:
             stop()
-        for threads in (self._short, self._long, self._conversations):
+        for threads in (self._short, self._long, self._conversations, self._grammars):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, threads: ThreadPoolExecutor, work: Callable[[Event], T]) -> T:

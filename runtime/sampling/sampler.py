@@ -1,140 +1,27 @@
-"""SamplingParams, and Sampler: from the logits of a node to the distribution, or to the token, after the node's path.
+"""Sampler: from the logits of a node to the distribution, or to the token, after the node's path.
 
-The order of operations is vLLM's: logits processors, min_tokens, penalties, (greedy: arg-max) temperature, min-p,
-top-k, top-p. The logits of draft and target go through the same Sampler, so the request's settings apply to p and q.
+The order of operations is vLLM's: `processing.py`, (greedy: arg-max) temperature, min-p, top-k, top-p. The logits of
+draft and target go through the same Sampler, so the request's settings apply to p and q.
 """
 
 from __future__ import annotations
 
-import operator
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from types import NoneType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.errors import RequestError, shown
+from .constraint import Constraint
+from .params import SamplingParams, require
+from .processing import Processing, checked
 from .random import RandomStream
 from .softmax import NumpySoftmax, Softmax, Weights, best
 
-LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
-REPETITION_PENALTIES = (1e-6, 1e6)  # beyond this range logits overflow
-# Besides 0, which is greedy. In this range 1 / T, and a logit over T, are far from the limits of fp32.
-TEMPERATURES = (1e-6, 100.0)
-LARGEST_COUNT = 2**31 - 1  # tokens; a count is an int32 outside Python
-LARGEST_SEED = 2**64 - 1
-LARGEST_LOGIT = float(np.finfo(np.float32).max)  # the softmax of engines reads fp32
-MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings and characters; the text of every token is searched for stop strings
-MAX_STOP_TOKENS = 1024
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
-# The types that each annotation accepts (numpy's numbers included), and their name. Other settings are tuples.
-ACCEPTED_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((Integral,), "a whole number"),
-    "int | None": ((Integral, NoneType), "None or a whole number"),
-    "float": ((Real,), "a number"),
-    "bool": ((bool,), "True or False"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling settings with vLLM's names and meanings. Raises RequestError for values out of range or of a wrong type.
-
-    temperature: 0 is greedy, others are in TEMPERATURES. top_k 0 (or -1) and top_p 1 keep all tokens. min_p is relative
-    to the most probable token. The repetition penalty (1 = none) counts prompt and output; presence and frequency
-    penalties count only the output. A stop string or stop token ends the text and is not part of the text; the token
-    that ended the text is the last of the output tokens. logprobs: number of alternatives to report per token; None
-    reports no log-probabilities. A logits processor gets the output tokens so far, the path included, and float64
-    logits [V]; it returns logits [V], which are copied. A setting that is a tuple also accepts a list, one value, and
-    None.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_tokens: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    logits_processors: tuple[LogitsProcessor, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, kind in ((field.name, str(field.type)) for field in fields(self)):
-            value = getattr(self, name)
-            if kind not in ACCEPTED_TYPES:
-                object.__setattr__(self, name, as_tuple(value))  # only here are frozen fields normalised
-                continue
-            types, expected = ACCEPTED_TYPES[kind]
-            require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        most_tokens = f"not more than {LARGEST_COUNT}"
-        require("max_tokens", self.max_tokens, 1 <= self.max_tokens <= LARGEST_COUNT, f"at least 1 and {most_tokens}")
-        coldest, hottest = TEMPERATURES
-        in_range = self.temperature == 0 or coldest <= self.temperature <= hottest
-        require("temperature", self.temperature, in_range, f"0 (greedy) or between {coldest:g} and {hottest:g}")
-        require("top_k", self.top_k, 0 <= self.top_k <= LARGEST_COUNT, f"0 (off) or positive and {most_tokens}")
-        require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-        least, most = REPETITION_PENALTIES
-        in_range = least <= self.repetition_penalty <= most
-        require("repetition_penalty", self.repetition_penalty, in_range, f"between {least:g} and {most:g}")
-        require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
-        require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
-        require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
-        require("stop", self.stop, len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
-        require("stop", self.stop, all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
-        longest = max(map(len, self.stop), default=0)
-        require("stop", self.stop, longest <= MAX_STOP_LENGTH, f"strings of at most {MAX_STOP_LENGTH} characters")
-        few = len(self.stop_token_ids) <= MAX_STOP_TOKENS
-        require("stop_token_ids", self.stop_token_ids, few, f"at most {MAX_STOP_TOKENS} token ids")
-        require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
-        require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
-        seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
-        require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
-        require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "None or in [0, 20]")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def is_seeded(self) -> bool:
-        """Whether the text is drawn and must be the same each time. Another plan of how much to propose draws another
-        text of the same distribution, so the plans of such a text may depend on nothing but itself."""
-        return self.seed is not None and not self.greedy
-
-
-def as_tuple(value: object) -> tuple[Any, ...]:
-    """A tuple of `value`, which is a sequence of values, one value, or None."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-
-
-def token_id(value: Any) -> int:
-    """A token id of any library (numpy, torch) as a Python int; negative if `value` is no token id."""
-    try:
-        return -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        return -1
-
-
-def require(name: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise RequestError(f"{name} must be {expected}, not {shown(value)}")
 
 
 class Candidates(NamedTuple):
@@ -156,29 +43,39 @@ class Candidates(NamedTuple):
         return float(self.probs[self.ids == token].sum())
 
 
+NO_CANDIDATES = Candidates(np.zeros(0, np.int64), np.zeros(0))
+
+
 class Sampler:
     """Applies one request's settings to logits. A path is the list of tokens from the committed text to a node."""
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], eos: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        eos: Sequence[int],
+        vocab_size: int,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """constraint: the grammar of `params.structured`, at its beginning."""
         for token in params.stop_token_ids:
             require("stop_token_ids", token, token < vocab_size, f"below the vocabulary size {vocab_size}")
         self.params = params
-        self.output: list[int] = []
-        ending = {token for token in (*eos, *params.stop_token_ids) if 0 <= token < vocab_size}
-        self._ending = np.array(sorted(ending), np.int64)
-        self._prompt = np.array(sorted(set(prompt)), np.int64)
-        self._counts = np.zeros(vocab_size, np.int64)
+        self.processing = Processing(params, prompt, eos, vocab_size, constraint)
+        self._vocab_size = vocab_size
         self._softmax: Softmax = NumpySoftmax()
         self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length
         self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
-        self._penalises = (
-            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        )
+
+    @property
+    def output(self) -> list[int]:
+        """The committed tokens."""
+        return self.processing.output
 
     @property
     def follows_path(self) -> bool:
         """Whether the settings change logits depending on earlier tokens."""
-        return self._penalises or bool(self.params.logits_processors) or self.params.min_tokens > len(self.output)
+        return self.processing.follows_path
 
     def use(self, softmax: Softmax) -> None:
         """Use this softmax from now on, instead of numpy's."""
@@ -186,9 +83,7 @@ class Sampler:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output."""
-        self.output.extend(tokens)
-        for token in tokens:
-            self._counts[token] += 1
+        self.processing.commit(tokens)
 
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], stream: RandomStream) -> int:
         """The next token after `path`, from logits [V]."""
@@ -218,23 +113,40 @@ class Sampler:
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
         """The distribution from which the draft draws the token after `path`, above temperature 0: `distribution`
-        without its tail. The draft may draw from any distribution, as long as verification uses the same one as q."""
-        return self._likely(self._scores(logits, path), max(self.params.min_p, NEGLIGIBLE))
+        without its tail. The draft may draw from any distribution, as long as verification uses the same one as q.
+        Empty where the constraint allows none of the tokens that the draft predicts: the branch ends there."""
+        scores = self.processing.apply(logits, path)
+        if self.processing.is_closed(scores, path):
+            return NO_CANDIDATES
+        return self._likely(checked(scores), max(self.params.min_p, NEGLIGIBLE))
+
+    def ranking(
+        self, logits: NDArray[np.float32], path: Sequence[int], count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The `count` most probable tokens after `path`, best first, and their log-probabilities before temperature and
+        truncation; the mass of unlikely tokens is neglected. A token that may not follow has -inf; where `candidates`
+        is empty, every token has."""
+        scores = self.processing.apply(logits, path)
+        ids = largest(scores, count)
+        if self.processing.is_closed(scores, path):
+            return ids, np.full(len(ids), -np.inf)
+        checked(scores)
+        peak = scores[best(scores)]
+        total = float(np.exp(scores[scores > peak - LIKELY] - peak).sum(dtype=np.float64))
+        return ids, scores[ids].astype(np.float64) - float(peak) - math.log(total)
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
-        """Log-probabilities [V] after processors and penalties, before temperature and truncation."""
-        scores = self._process(logits, path)
-        scores -= scores.max()
-        return np.asarray(scores - np.log(np.exp(scores).sum()))
+        """Log-probabilities [V] after processors, penalties and constraint, before temperature and truncation."""
+        return log_softmax(self._scores(logits, path))
 
     def _scores(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """Logits [V] after processors, min_tokens and penalties, if the request has any."""
-        return self._process(logits, path) if self.follows_path else logits
+        """Logits [V] after processing, if the request has any. Raises RequestError if no token is left."""
+        return checked(self.processing.apply(logits, path)) if self.follows_path else logits
 
     def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
         """A buffer [V] for the row after `path`. Verifiers use at most one row of each path length at a time."""
         while len(self._buffers) <= len(path):
-            self._buffers.append(np.empty(len(self._counts), self._softmax.dtype))
+            self._buffers.append(np.empty(self._vocab_size, self._softmax.dtype))
         return self._buffers[len(path)]
 
     def _truncate(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
@@ -271,50 +183,27 @@ class Sampler:
             ids, weights = ids[kept], weights[kept]
         return Candidates(ids, weights / weights.sum())
 
-    def _process(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
-        """Logits [V] in float64 after processors, min_tokens and penalties."""
-        params = self.params
-        scores: NDArray[np.float64] = logits.astype(np.float64)
-        for processor in params.logits_processors:
-            # A copy, because the processor may keep the array that it returned, and the code below writes into it.
-            scores = np.array(processor([*self.output, *path], scores), np.float64)
-            if scores.shape != logits.shape:
-                raise RequestError(f"a logits processor returned shape {scores.shape} instead of {logits.shape}")
-        if len(self.output) + len(path) < params.min_tokens:
-            scores[self._ending] = -np.inf
-        if self._penalises:
-            with np.errstate(over="ignore"):  # the check below refuses overflows
-                scores = self._penalise(scores, path)
-        highest = scores.max()
-        if highest == -np.inf:
-            raise RequestError("no token is left to choose from: logits processors or min_tokens removed all of them")
-        if not abs(highest) <= LARGEST_LOGIT:
-            raise RequestError(
-                f"the largest logit became {highest}: logits processors must return numbers of fp32, or -inf"
-            )
-        scores[scores < -LARGEST_LOGIT] = -np.inf  # as in fp32
-        return scores
 
-    def _penalise(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:
-        params = self.params
-        counts = self._counts
-        if path:
-            counts = counts + np.bincount(path, minlength=len(counts))
-        if params.repetition_penalty != 1:
-            seen = counts > 0
-            seen[self._prompt] = True
-            penalised = np.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-            scores = np.where(seen, penalised, scores)
-        charge = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        return np.asarray(scores - charge)
+def log_softmax(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Log-probabilities [V]."""
+    logprobs: NDArray[np.float64] = scores.astype(np.float64)
+    logprobs -= logprobs.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    return logprobs
 
 
 def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     """Indices of the `count` largest scores, best first; the earlier of equal scores comes first."""
     likely = (scores > scores.max() - LIKELY).nonzero()[0]
     if len(likely) < count:
-        likely = np.arange(len(scores))
-    return np.asarray(likely[np.argsort(-scores[likely], kind="stable")[:count]])
+        likely = (scores > -np.inf).nonzero()[0]
+    if len(likely) > count > 0:
+        values = scores[likely]
+        likely = likely[at_least(values, np.partition(values, -count)[-count], count)]
+    found = likely[np.argsort(-scores[likely], kind="stable")[:count]]
+    if len(found) < min(count, len(scores)):
+        found = np.concatenate((found, (scores == -np.inf).nonzero()[0][: count - len(found)]))
+    return np.asarray(found)
 
 
 def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
@@ -324,7 +213,7 @@ def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
     return at_least(weights, descending[count - 1], count)
 
 
-def at_least(weights: NDArray[np.float64], least: np.float64, count: int) -> NDArray[np.int64]:
+def at_least(weights: NDArray[np.floating[Any]], least: np.floating[Any], count: int) -> NDArray[np.int64]:
     """Indices, ascending, of the `count` largest weights that are at least `least`; the first of equal weights are
     taken."""
     places = (weights >= least).nonzero()[0]

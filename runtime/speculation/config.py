@@ -10,7 +10,7 @@ from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
 from .bounds import SHARES, check_bounds
 from .growers.baseline import Grower
-from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, GrowerKind, Growth
+from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, LOOKUP, GrowerKind, Growth
 from .growers.lookup import PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .planning.calibration import Calibration, Estimate, uncorrected
@@ -37,6 +37,12 @@ GROWERS = tuple(KINDS)
 MERGERS = ("none", "gsd")
 KEYS = ("draft", "calibrated", "head")
 BUDGETS = ("cost", "fixed")
+WITHOUT_DRAFT = {  # settings that say how a draft proposes, and their values where there is none
+    "merge": ("none",),
+    "stop_rule": ("fixed",),
+    "key": ("draft", "calibrated"),
+    "verify": ("auto", "match"),
+}
 STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
 CHOICES: dict[str, tuple[str, ...]] = {
     "grow": (AUTO, *GROWERS),
@@ -56,6 +62,7 @@ class SpeculativeConfig:
     grow: the grower. "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth,
     or any `topology`, see `baseline.sequoia`). "dyspec" draws tokens where acceptance is likely, in a static shape;
     "dyspec-heap" and "dyspec-threshold" are the paper's own forms. "topk" chooses the draft's most probable tokens.
+    "lookup" proposes what a prompt lookup finds and needs no draft.
     "auto" is "topk" at temperature 0, with merge="gsd" and with verify="match", else "dyspec". With budget="cost" and
     neither merge nor lookup_ngram, "auto" is "chain" in rounds where a chain is expected to be faster. At temperature 0
     every proposal is lossless, so all growers choose the most probable tokens instead of drawing, and "dyspec" is
@@ -126,6 +133,8 @@ class SpeculativeConfig:
                 f"verify={self.verify!r} is not lossless for a {self.proposal} (grow={self.grow!r}, "
                 f"merge={self.merge!r}): it was proved for other draws; use verify={exact[0]!r}"
             )
+        if not self.drafts:
+            self._check_lookup()
 
     def _check_shape(self) -> None:
         if not self.branching or min(self.branching) < 1:
@@ -146,6 +155,19 @@ class SpeculativeConfig:
                 "token; use grow='topk', or one of the two"
             )
 
+    def _check_lookup(self) -> None:
+        """Refuse settings of a draft beside a grower that has none."""
+        if not self.lookup_ngram:
+            raise ConfigError(f"grow={LOOKUP!r} needs lookup_ngram, the length of the n-grams to look up: set it to 2")
+        for name, off in WITHOUT_DRAFT.items():
+            if getattr(self, name) not in off:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is for a draft's proposals: leave it out")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft proposes tokens."""
+        return self._kind.drafts
+
     @property
     def proposal(self) -> str:
         """The kind of the proposals above temperature 0, a key of LOSSLESS."""
@@ -165,11 +187,15 @@ class SpeculativeConfig:
     @property
     def max_given(self) -> int:
         """The most tokens that a prompt lookup adds to a proposal."""
+        if not self.drafts:
+            return min(self.lookup_len, self.max_draft_len)
         return self.lookup_len if self.lookup_ngram else 0
 
     @property
     def max_tokens(self) -> int:
         """The most tokens of one proposal, without its root."""
+        if not self.drafts:
+            return self.max_given
         return (self.max_draft_len if self._kind.is_chain else self.max_total_draft_tokens) + self.max_given
 
     @property
@@ -204,6 +230,8 @@ class SpeculativeConfig:
         """The shapes of proposals from which a controller may choose."""
         if self.shaped:
             return Shapes((len(self._limits().shape),), self.deepest(True), self.max_frontier, False, self.max_given)
+        if not self.drafts:
+            return Shapes((), self.max_given, 0, True, 0)
         if self._kind.is_chain:
             return Shapes((), self.max_draft_len, 1, True, self.max_given)
         most = self.max_total_draft_tokens
@@ -214,7 +242,7 @@ class SpeculativeConfig:
 
     def within(self, plan: RoundPlan) -> SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
-        if self.shaped:
+        if self.shaped or not self.drafts:
             return self
         grow = "chain" if plan.chain else self.grow
         return replace(self, grow=grow, max_draft_len=plan.depth, max_total_draft_tokens=plan.size)
@@ -236,7 +264,7 @@ class SpeculativeConfig:
 
     def lookup(self) -> PromptLookup | None:
         """The n-gram index of one request, if the configuration enables prompt lookup."""
-        return PromptLookup(self.lookup_ngram, self.lookup_len) if self.lookup_ngram else None
+        return PromptLookup(self.lookup_ngram, self.max_given) if self.lookup_ngram else None
 
     def verifier(self, greedy: bool) -> Verifier:
         """The verifier for this configuration's proposals. At temperature 0 all verifiers agree, and matching is the

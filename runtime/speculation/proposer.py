@@ -13,6 +13,7 @@ from ..sampling.sampler import Sampler
 from .graph.token_graph import ROOT, TokenGraph
 from .graph.token_tree import TokenTree
 from .growers.baseline import Grower
+from .growers.draft_vocabulary import DraftVocabulary
 from .growers.specdecpp import Stopper
 from .stopwatch import Stopwatch
 
@@ -26,6 +27,7 @@ class DraftProposer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._vocabulary = DraftVocabulary(engine.spec)
         self._cache = engine.new_cache()
         self._pending: list[int] = []
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
@@ -68,15 +70,16 @@ class DraftProposer:
             raise AssertionError("propose before start: there is no root")
         self._pending = []
         self._slots, self._visible = {}, []
-        nodes = [ROOT]
+        nodes, own = [ROOT], self._vocabulary.sampler(sampler)
         while True:
+            output = self._vocabulary.named(output)
             note_acceptance(graph, nodes, output)
             rows = [row for row, node in enumerate(nodes) if not stopper.before_draw(graph, node, output.logits[row])]
             if not rows:
                 return True
             if len(rows) < len(nodes):
                 nodes, output = [nodes[row] for row in rows], output.rows(rows)
-            grower.expand(graph, nodes, output, sampler, stream)
+            grower.expand(graph, nodes, output, own, stream)
             frontier = grower.frontier(graph)
             nodes = [node for node in frontier if not stopper.before_score(graph, node)]
             if not nodes:

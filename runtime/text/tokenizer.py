@@ -116,6 +116,10 @@ class Tokenizer:
             ) from error
         return text
 
+    def to_json(self) -> str:
+        """The content of tokenizer.json, without truncation and padding."""
+        return str(self._backend.to_str())
+
     def vocabulary(self) -> dict[str, int]:
         """Every token with its id, added tokens included."""
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)

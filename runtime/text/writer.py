@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..decoding.chunk import TokenChunk, TokenLogprob
+from ..decoding.chunk import COMPLETE, STOP, TokenChunk, TokenLogprob
 from ..decoding.stats import SpecDecodeStats
-from ..sampling.sampler import SamplingParams
+from ..sampling.params import SamplingParams
 from .detokenizer import IncrementalDetokenizer, StopChecker, StopResult
 from .tokenizer import Tokenizer
 
@@ -47,20 +47,20 @@ class TextWriter:
     def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
         """The text of one chunk. A stop string ends the text at the token that completes the stop string. A token that
         ends the text has no text itself, as in vLLM."""
-        released, reason = "", chunk.finish_reason
+        released, reason = "", STOP if chunk.finish_reason == COMPLETE else chunk.finish_reason
         kept = len(chunk.token_ids)
-        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids[: kept - (reason == "stop")])):
+        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids[: kept - (chunk.finish_reason == STOP)])):
             self._count += 1
             text, stopped = self._check(TextPiece(delta, index < chunk.num_drafted))
             released += text
             if stopped:
-                kept, reason = index + 1, "stop"
+                kept, reason = index + 1, STOP
                 break
         else:
             if reason is not None:
                 text, stopped = self._check(TextPiece(self._detokenizer.finish(), False))
                 released += text if stopped else text + self._stop.finish()
-                reason = "stop" if stopped else reason
+                reason = STOP if stopped else reason
         stats.num_tokens -= len(chunk.token_ids) - kept
         pieces = list(self._take(len(released)))
         return StreamChunk(released, chunk.token_ids[:kept], pieces, chunk.logprobs[:kept], reason, stats)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 
-from benchmarks.peers import process, run
+from benchmarks.peers import comparison, process, run
 from benchmarks.peers.process import (
     PROGRAMS,
     Entry,
@@ -21,6 +23,7 @@ from benchmarks.peers.process import (
 )
 from benchmarks.peers.programs import draftwood
 from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, split_method
+from benchmarks.peers.report import read_rows, to_markdown
 from benchmarks.tools.pair import SIZES, write_pair
 from draftwood.models.errors import RequestError
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -40,17 +43,20 @@ class Fake:
         os.write(1, b"a library that prints\\n")
         if options.precision == "int4":
             raise MemoryError("too small a machine")
-        self.methods = options.methods("draft")
+        self.methods, self.at_a_time = options.methods("draft"), 4 if options.precision == "bf16" else 1
 
-    def generate(self, method, prompt, max_tokens):
+    def generate(self, method, prompts, max_tokens):
         print("noise between answers")
         if method == "draft:3":
             raise ValueError("no such draft")
-        tokens = [prompt[-1] + step for step in range(1, max_tokens + 1)]
+        if method == "draft:7":
+            os._exit(1)
+        texts = [[prompt[-1] + step for step in range(1, max_tokens + 1)] for prompt in prompts]
         seconds = (0.002 if method == "draft:6" else 0.001) * max_tokens
-        if method == "draft:5" and len(prompt) > LONG:
-            tokens[-1] = 0
-        return Generation(tokens, seconds, {"accepted": max_tokens // 2})
+        if method == "draft:5" and len(prompts[0]) > LONG:
+            texts[0][-1] = 0
+        counters = {"accepted": max_tokens // 2, "drafted": max_tokens}
+        return Generation(texts, seconds, counters if method != "plain" else {})
 
 serve(Fake)
 """
@@ -95,6 +101,38 @@ def test_a_conversion_happens_once_per_pair_and_whole(options: PeerOptions, tiny
     assert options.convert_once(lambda folder: None) != done
 
 
+def test_programs_that_need_all_outputs_take_the_full_draft(options: PeerOptions, tmp_path: Path) -> None:
+    pair = tmp_path / "pair"
+    for role in ("target", "draft"):
+        (pair / role).mkdir(parents=True)
+    own = replace(options, pair=pair)
+    assert own.checkpoints == {"target": pair / "target", "draft": pair / "draft"}
+    without = own.convert_once(lambda folder: None)
+    (pair / "draft-full").mkdir()
+    assert own.checkpoints == {"target": pair / "target", "draft": pair / "draft-full"}
+    for file in (pair / "draft" / "config.json", pair / "draft-full" / "config.json"):
+        file.write_text("{}", encoding="utf-8")
+        before, without = without, own.convert_once(lambda folder: None)
+        assert without != before  # either draft's change converts anew
+
+
+def test_draftwood_loads_the_trimmed_draft(
+    options: PeerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def build(*arguments: object) -> None:
+        given.append(arguments[arguments.index("--draft") + 1])
+        Path(str(arguments[arguments.index("--output") + 1])).mkdir()
+
+    monkeypatch.setattr(draftwood, "run_draftwood", build)
+    (tmp_path / "pair").mkdir()
+    for role in ("target", "draft", "draft-full"):
+        (tmp_path / "pair" / role).symlink_to(options.pair / "draft")
+    draftwood.build_bundle(replace(options, pair=tmp_path / "pair"), "native")
+    assert given == [tmp_path / "pair" / "draft"]
+
+
 def test_a_bundle_is_built_anew_when_the_code_has_changed(
     options: PeerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,11 +159,14 @@ def test_a_program_answers_in_spite_of_what_it_prints(options: PeerOptions, tmp_
     peer = PeerProcess(fake_command(Entry("fake", "fp32"), options), tmp_path / "log.txt")
     try:
         assert (peer.version, peer.methods) == ("fake 1.0", [PLAIN, "draft:3", "draft:5"])
-        assert peer.generate(PLAIN, [4, 7], 3) == Generation([8, 9, 10], 0.003, {"accepted": 1})
+        assert peer.generate(PLAIN, [[4, 7], [1]], 3) == Generation([[8, 9, 10], [2, 3, 4]], 0.003, {})
         with pytest.raises(PeerError, match="no such draft"):
-            peer.generate("draft:3", [7], 3)
-        assert peer.generate("draft:5", [1], 1).tokens == [2]  # an error ends nothing
+            peer.generate("draft:3", [[7]], 3)
+        assert peer.generate("draft:5", [[1]], 1).texts == [[2]]  # an error ends nothing
         assert peer.processor_seconds() > 0
+        for _ in range(2):  # the second request meets a program that has ended
+            with pytest.raises(PeerError, match="ended without an answer"):
+                peer.generate("draft:7", [[1]], 1)
     finally:
         peer.close()
     assert "a library that prints" in (tmp_path / "log.txt").read_text()
@@ -155,8 +196,10 @@ def test_every_program_is_there_and_unknown_ones_are_refused() -> None:
         Entry("draftwood/native", "fp32"),
         Entry("draftwood/native", "int4"),
     ]
-    with pytest.raises(RequestError, match=r"'vllm' is not a peer; choose of draftwood, huggingface, llama\.cpp"):
-        parse_entries(["vllm"], ["fp32"])
+    with pytest.raises(
+        RequestError, match=r"'sglang' is not a peer; choose of draftwood, huggingface, llama\.cpp, ik_llama\.cpp"
+    ):
+        parse_entries(["sglang"], ["fp32"])
 
 
 def test_entries_that_do_not_fit_are_left_out_by_name() -> None:
@@ -170,8 +213,8 @@ def test_entries_that_do_not_fit_are_left_out_by_name() -> None:
 def test_a_whole_comparison(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "make_command", fake_command)
-    monkeypatch.setattr(run, "REST", 0.0)
+    monkeypatch.setattr(comparison, "make_command", fake_command)
+    monkeypatch.setattr(comparison, "REST", 0.0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n', encoding="utf-8")
     arguments = ["--pair", tiny, "--prompts", prompts, "--peers", "draftwood,llama.cpp", "--precisions", "fp32,int4"]
@@ -198,10 +241,47 @@ def test_a_whole_comparison(
     assert file.with_suffix(".svg").read_text().startswith("<?xml")
 
 
+def test_settings_have_lengths_and_texts_at_the_same_time(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "make_command", fake_command)
+    monkeypatch.setattr(comparison, "REST", 0.0)
+    pair = tmp_path / "chat"
+    pair.mkdir()
+    for role in ("target", "draft"):
+        shutil.copytree(tiny / role, pair / role)
+        template = "<s>{% for message in messages %}{{ message['content'] }}{% endfor %}</s>"
+        (pair / role / "chat_template.jinja").write_text(template, encoding="utf-8")
+    prompts = [{"prompt": f"{word} and more words"} for word in ascii_lowercase]
+    (pair / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts), encoding="utf-8")
+    arguments = ["--pair", pair, "--peers", "llama.cpp", "--precisions", "bf16,fp32"]
+    arguments += ["--draft-tokens", "5,6", "--methods", "draft:6,auto"]
+    arguments += ["--prompt-tokens", "6,12", "--at-a-time", "1,4", "--limit", 2, "--max-tokens", 4, "--repeats", 2]
+    arguments += ["--work", tmp_path, "--output", tmp_path / "results"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+    run.main()
+    (file,) = (tmp_path / "results").glob("peers_chat_20*.json")
+    figures = json.loads(file.read_text())
+    rows = {(row["setting"], row["precision"], row["method"]): row for row in figures["rows"]}
+    alone = ("prompts of 6 tokens", "prompts of 12 tokens")
+    # At fp32 the fake peer writes one text at a time, so it has no turn in the last setting.
+    groups = [(setting, precision) for setting in alone for precision in ("bf16", "fp32")] + [("4 at a time", "bf16")]
+    assert set(rows) == {(*group, method) for group in groups for method in (PLAIN, "draft:6")}
+    speeds = {(setting, method): row["tokens_per_second"] for (setting, _, method), row in rows.items()}
+    assert {speeds[setting, PLAIN] for setting in alone} == {1000.0} and speeds["4 at a time", PLAIN] == 4000.0
+    assert {row["acceptance"] for row in rows.values()} == {None, 0.5}
+    assert (figures["prompts"], figures["full_draft"], figures["at_a_time"]) == (2, False, [1, 4])
+    assert figures["tried"] == []  # nothing was to be chosen
+    lines = to_markdown(read_rows([file])).splitlines()
+    headings = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith("| **p") or " at a time" in line]
+    assert headings == [f"**{setting}, {precision}**" for setting, precision in groups]
+    assert file.with_suffix(".svg").read_text().startswith("<?xml")
+
+
 def test_without_a_single_peer_there_is_no_result(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "make_command", fake_command)
+    monkeypatch.setattr(comparison, "make_command", fake_command)
     arguments = ["--pair", tiny, "--peers", "llama.cpp", "--precisions", "int4"]
     output = ["--work", tmp_path, "--output", tmp_path / "x"]
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, [*arguments, *output])])
@@ -215,8 +295,10 @@ def test_without_a_single_peer_there_is_no_result(
     ("arguments", "message"),
     [
         ([], "has no checkpoint named target: python -m benchmarks.tools.pair"),
-        (["--peers", "vllm"], "'vllm' is not a peer"),
+        (["--peers", "sglang"], "'sglang' is not a peer"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
+        (["--at-a-time", "1,0"], "--at-a-time must be from 1 to 256"),
+        (["--at-a-time", "4"], "--at-a-time needs --prompt-tokens"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_reason(
@@ -236,7 +318,7 @@ def test_bad_input_ends_with_2_and_a_reason(
 @pytest.mark.full
 def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -> None:
     """The two programs that run in the project's own environment, on real models."""
-    prompt = Tokenizer.load(tiny / "target").encode("abcdefgh")
+    prompt, other = map(Tokenizer.load(tiny / "target").encode, ("abcdefgh", "ij"))
     texts, passes = {}, {}
     for module in ("draftwood", "huggingface"):
         command = [sys.executable, "-m", f"benchmarks.peers.programs.{module}"]
@@ -244,9 +326,14 @@ def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -
         peer = PeerProcess([*command, *options.to_arguments()], tmp_path / "log.txt")
         try:
             for method in peer.methods:
-                answer = peer.generate(method, prompt, 80)
-                texts[module, method] = answer.tokens
-                passes[module, method] = len(answer.tokens) / answer.counters["target_passes"]
+                answer = peer.generate(method, [prompt], 80)
+                (texts[module, method],) = answer.texts
+                passes[module, method] = answer.num_tokens / answer.counters["target_passes"]
+                if peer.at_a_time > 1:
+                    together = peer.generate(method, [prompt, other, prompt], 80)
+                    assert together.texts[0] == together.texts[2] == answer.texts[0] != together.texts[1]
+                    assert together.num_tokens == 240 and together.seconds > 0
+                    assert 0 < together.counters["target_passes"] <= 240
         finally:
             peer.close()
     assert len(set(map(tuple, texts.values()))) == 1 and len(texts["draftwood", PLAIN]) == 80

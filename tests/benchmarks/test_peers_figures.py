@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -16,18 +17,20 @@ from benchmarks.peers.figures import (
     choose_fastest,
     count_tokens_per_pass,
     make_row,
+    measure_acceptance,
     measure_speeds,
     median_speed_ratio,
     share_of_same_texts,
     summarise,
 )
+from benchmarks.peers.plot import choose_bars
 from benchmarks.peers.protocol import PLAIN, Generation
-from benchmarks.peers.report import to_markdown
+from benchmarks.peers.report import group_lines, read_rows, to_markdown
 from benchmarks.tools.record import rows_to_json
 
 
 def generation(seconds: float, tokens: tuple[int, ...] = (1, 2), **counters: float) -> Generation:
-    return Generation(list(tokens), seconds, counters)
+    return Generation([list(tokens)], seconds, counters)
 
 
 def runs_of(*seconds: float, tokens: tuple[int, ...] = (1, 2)) -> list[MethodRun]:
@@ -122,3 +125,55 @@ def test_rows_are_json() -> None:
     assert MethodRow(**json.loads(json.dumps(rows_to_json(rows)))[0]) == rows[0]._replace(
         tokens_per_second=16.2, low=16.2, high=16.2
     )
+
+
+def test_a_panel_shows_plain_decoding_and_the_fastest_other_method() -> None:
+    speeds = {
+        ("llama.cpp", PLAIN): 0.5,
+        ("llama.cpp", "draft:3"): 0.2,
+        ("llama.cpp", "draft:5"): 0.4,
+        ("vllm", PLAIN): 0.1,
+    }
+    rows = summarise({MethodKey("bf16", *names, "4 at a time"): runs_of(seconds) for names, seconds in speeds.items()})
+    shown = [(row.peer, row.method) for row in choose_bars(rows)]
+    assert shown == [("llama.cpp", PLAIN), ("llama.cpp", "draft:3"), ("vllm", PLAIN)]
+
+
+def test_settings_are_compared_apart() -> None:
+    runs = {
+        MethodKey("fp32", "draftwood/native", PLAIN, "short"): runs_of(0.1),
+        MethodKey("fp32", "llama.cpp", PLAIN, "short"): runs_of(0.2),
+        MethodKey("fp32", "draftwood/native", PLAIN, "long"): runs_of(0.8, tokens=(3, 4)),
+        MethodKey("fp32", "llama.cpp", PLAIN, "long"): runs_of(0.4, tokens=(3, 4)),
+    }
+    rows = summarise(runs)
+    assert [row.of_best for row in rows] == pytest.approx([2, 1, 0.5, 1])
+    assert [row.same_as_first for row in rows] == [1, 1, 1, 1]
+    groups = group_lines(rows)
+    assert {heading: [line.peer for line in lines] for heading, lines in groups.items()} == {
+        "short, fp32": ["draftwood/native", "llama.cpp"],
+        "long, fp32": ["llama.cpp", "draftwood/native"],
+    }
+
+
+def test_texts_at_the_same_time_count_together_and_compare_one_by_one() -> None:
+    together = MethodRun(0, 0, Generation([[1, 2], [3, 4]], 0.5, {"drafted": 8, "accepted": 2}), 0.0)
+    assert together.seconds_per_token == pytest.approx(0.125)
+    other = together._replace(generation=Generation([[1, 2], [3, 5]], 0.5, {}))
+    assert share_of_same_texts([together], [other]) == 0.5
+    assert measure_acceptance([together, together]) == 0.25
+    assert measure_acceptance([together, other]) is None
+    nothing = together._replace(generation=together.generation._replace(counters={"drafted": 0, "accepted": 0}))
+    assert measure_acceptance([nothing]) is None
+
+
+def test_files_of_earlier_runs_are_read_and_parts_are_joined(tmp_path: Path) -> None:
+    rows = summarise(
+        {MethodKey("fp32", "draftwood", PLAIN): runs_of(0.5), MethodKey("int8", "vllm", PLAIN): runs_of(1)}
+    )
+    files = []
+    for number, row in enumerate(rows_to_json(rows)):
+        earlier = {name: value for name, value in row.items() if name not in ("setting", "acceptance")}
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps({"rows": [row if number else earlier]}), encoding="utf-8")
+    assert read_rows(files) == rows

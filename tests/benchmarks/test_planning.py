@@ -13,7 +13,7 @@ from benchmarks.planning.simulated import MACHINES, simulate_speeds
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Proposal
 from draftwood.runtime.engines.passes import Passes
-from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.planning.controller import REMEMBERED, Controller, Experience

@@ -65,6 +65,7 @@ def test_a_prompt_is_read_in_the_widest_passes_and_delays_the_others() -> None:
 @pytest.mark.parametrize("acceptance", [0.5, 0.8])
 def test_one_client_gets_the_speed_of_the_planned_rounds(acceptance: float) -> None:
     costs = table(draft=0.05)
+    assert costs.draft is not None
     depth = Planner(acceptance, PassPrices(costs.target), PassPrices(costs.draft), costs.greedy).depth(1, 500, 999)
     served = simulate(Serving(costs, acceptance), [[Request(0.0, 1, 8000)]])[0]
     planned = expected_tokens(acceptance, depth) / (1 + 0.05 * depth)

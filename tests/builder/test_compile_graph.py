@@ -17,13 +17,13 @@ from trees import Tree, trees
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.parity import COARSER, TOLERANCE, largest_difference
+from draftwood.builder.parity import COARSER, TOLERANCE, largest_difference, rows_of
+from draftwood.builder.reference import Scored, score_rows
 from draftwood.models import bindings
 from draftwood.models.errors import BundleError, EngineError
 from draftwood.runtime.engines.base import EngineSpec, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
-from draftwood.runtime.engines.torch import TorchEngine
 
 CAPACITY = 200
 few = settings(max_examples=8)
@@ -37,8 +37,8 @@ def compact_engine(checkpoint: Checkpoint, file: Path, precision: str) -> OnnxRu
     return OnnxRuntimeEngine(file, spec)
 
 
-def reference(checkpoint: Checkpoint, engine: OnnxRuntimeEngine) -> TorchEngine:
-    return TorchEngine(checkpoint.tensor, EngineSpec(**{**fields(engine.spec), "precision": "fp32"}))
+def reference(checkpoint: Checkpoint, engine: OnnxRuntimeEngine) -> Scored:
+    return score_rows(checkpoint.tensor, checkpoint.config, rows_of(engine.spec))
 
 
 def fields(spec: EngineSpec) -> dict[str, Any]:

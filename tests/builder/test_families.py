@@ -21,7 +21,8 @@ from trees import Tree
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.parity import largest_difference
+from draftwood.builder.parity import largest_difference, rows_of
+from draftwood.builder.reference import score_rows
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.families import FAMILIES
 from draftwood.models.llama import Llama
@@ -136,7 +137,7 @@ def test_rounded_matrices_of_the_native_engine(name: str, precision: str, tmp_pa
     spec = spec_of(weights, TARGET, precision, WIDTHS, CAPACITY)
     engine, reference = (
         open_native(weights, spec, tmp_path),
-        TorchEngine(weights.tensor, replace(spec, precision="fp32")),
+        score_rows(weights.tensor, weights.config, rows_of(spec)),
     )
     rounding = precision if precision.startswith("int") else "fp32"
     assert largest_difference(engine, reference, rounding) < (0.1 if precision.startswith("int") else 1e-5)

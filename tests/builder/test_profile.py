@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 from costs import table
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.profile import Pair, measure, monotone, spread
+from draftwood.builder.profile import Pair, brief_contexts, measure, monotone, spread
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
-from draftwood.models.bindings import ROLES
+from draftwood.models.bindings import ROLES, TARGET
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import COSTS, EngineBundle
 from draftwood.runtime.bundle.costs import fingerprint, read_costs, write_costs
+from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
 
 
 def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
@@ -38,11 +42,48 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
     longest = bundle.manifest.max_length
     costs = measure(Pair(engines, longest, {"threads": 1}), begin, contexts=(16, 8, 16, longest + 1), repeats=2)
     for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
-        assert passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
+        assert passes is not None and passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
         assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
     assert costs.machine == {"threads": 1} and costs.spread is not None and costs.spread >= 1
     assert costs.greedy.round > 0 or costs.greedy.token > 0
     assert len(units) == 3 and set(units.values()) == {0}
+
+
+def test_a_build_measures_briefly() -> None:
+    """Two repeats of everything, where the time is up at once; and the shortest and the longest context."""
+    assert [brief_contexts(length) for length in (10, 64, 1024, 9000)] == [(64,), (64,), (64, 512), (64, 1536)]
+    engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
+    units: list[int] = []
+
+    def begin(step: Step) -> Callable[[], None]:
+        units.append(step.units)
+
+        def advance() -> None:
+            units[-1] -= 1
+
+        return advance
+
+    for seconds, repeats, passes in ((0, 9, 2), (0, 1, 2), (math.inf, 4, 5)):
+        for engine in engines.values():
+            engine.seen.clear()
+        costs = measure(Pair(engines, 200, {}), begin, (64,), repeats, seconds)
+        assert costs.target.contexts == (64,) and costs.target.widths == engines[TARGET].spec.widths
+        for engine in engines.values():
+            before = [width for length, width in engine.seen if length == 64]
+            assert before.count(engine.spec.max_width) == passes
+    assert not any(units)
+
+
+class Counting(FakeEngine):
+    """Remembers the tokens before each pass, and its rows."""
+
+    def score(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
+        self.seen.append((cache.length, batch.num_tokens))
+        return super().score(batch, cache)
+
+    @cached_property
+    def seen(self) -> list[tuple[int, int]]:
+        return []
 
 
 def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
@@ -50,7 +91,7 @@ def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
     for engine, backend in zip(engines.values(), ("native", "onnxruntime"), strict=True):
         engine.spec = replace(engine.spec, backend=backend)
     costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts=(8,), repeats=1)
-    assert not costs.target.padded and costs.draft.padded
+    assert not costs.target.padded and costs.draft is not None and costs.draft.padded
 
 
 @pytest.mark.parametrize("contexts", [(0,), (8, -5)])

@@ -24,9 +24,11 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
 from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
-from draftwood.builder.parity import largest_difference
+from draftwood.builder.parallel import PART
+from draftwood.builder.parity import largest_difference, rows_of
 from draftwood.builder.pipeline import build
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, WeightFormat
+from draftwood.builder.reference import score_rows
 from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
@@ -75,19 +77,36 @@ def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
 
 
 @settings(max_examples=40)
-@given(matrix=matrices(), bits=st.sampled_from([8, 4]), exponent=st.sampled_from([-40, -20, -9, 0]))
-def test_scales_of_two_bytes_are_fp16_numbers_and_cost_little(
-    matrix: NDArray[np.float32], bits: int, exponent: int
-) -> None:
-    """Also of blocks that fp16 can hardly tell from zero: there a code is worth its smallest number."""
+@given(matrix=matrices(), exponent=st.sampled_from([-40, -20, -9, 0]))
+def test_the_kernels_round_to_8_bits_as_numpy_does(matrix: NDArray[np.float32], exponent: int) -> None:
+    """Bit for bit: a block's scale is the fp16 number nearest to its peak over 127. Also of blocks that fp16 can hardly
+    tell from zero: there a code is worth its smallest number."""
     matrix = np.ldexp(matrix, exponent)
     assume(np.abs(matrix).max() < np.finfo(np.float16).max)
-    halves, floats = (WeightFormat(bits, 64, scale_bytes=width).quantize("matrix", matrix) for width in (2, 4))
-    assert (halves.scales == halves.scales.astype(np.float16)).all() and (halves.scales > 0).all()
-    blocks = (*halves.scales.shape, 64)
-    error, least = (np.square(stored.dequantized() - matrix).reshape(blocks).mean(-1) for stored in (halves, floats))
-    peaks = np.abs(matrix).reshape(blocks).max(-1)
-    assert (error <= 1.05 * least + np.square(peaks * 2.0**-10 + 2.0 ** (bits - 25))).all()
+    found = FORMATS["native", "int8"].quantize("matrix", matrix)
+    blocks = matrix.reshape(len(matrix), -1, 32)
+    peaks = np.abs(blocks).max(-1)
+    scales = np.where(peaks > 0, peaks / np.float32(127), np.float32(1)).clip(2.0**-24, 65504.0)
+    scales = scales.astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(found.scales, scales)
+    codes = np.rint(blocks / scales[..., None]).clip(-128, 127)
+    np.testing.assert_array_equal(found.codes, codes.reshape(matrix.shape))
+    assert found.offsets is None
+
+
+@pytest.mark.parametrize("key", FORMATS, ids="-".join)
+def test_a_matrix_of_many_parts_is_rounded_as_its_rows_are(key: tuple[str, str]) -> None:
+    """What several threads do at a time changes nothing."""
+    matrix = np.random.default_rng(3).standard_normal((PART // 1024 + 21, 1024)).astype(np.float32)
+    whole = FORMATS[key].quantize("matrix", matrix)
+    for part in (slice(0, 16), slice(250, 290), slice(-21, None)):
+        for one, other in zip(whole, FORMATS[key].quantize("matrix", matrix[part]), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                np.testing.assert_array_equal(one[part], other)
+    weights = whole.codes.reshape(len(matrix), whole.scales.shape[1], -1) * whole.scales[..., None]
+    weights += 0 if whole.offsets is None else whole.offsets[..., None]
+    np.testing.assert_array_equal(whole.dequantized(), weights.reshape(matrix.shape))
 
 
 def test_four_bits_err_less_in_smaller_blocks_and_less_than_unclipped() -> None:
@@ -128,7 +147,7 @@ def test_engines_compute_with_exactly_the_oracles_weights(shape: str, precision:
     weights = held(folder, "onnxruntime", precision)
     for computed, limit in (("fp32", 2e-5), (precision, 0.1)):
         engine = open_engine(folder, "onnxruntime", precision, tmp_path / "draft.onnx", bindings.DRAFT, computed)
-        difference = largest_difference(engine, TorchEngine(weights.tensor, engine.spec))
+        difference = largest_difference(engine, score_rows(weights.tensor, weights.config, rows_of(engine.spec)))
         assert 0 < difference < limit
     assert difference > 1e-4  # rounding happens
 
@@ -146,7 +165,7 @@ def test_parity_sees_another_weight(tmp_path: Path) -> None:
         return tensor
 
     with pytest.raises(BundleError, match="differs from the torch reference"):
-        largest_difference(engine, TorchEngine(other, engine.spec))
+        largest_difference(engine, score_rows(other, weights.config, rows_of(engine.spec)))
 
 
 @pytest.mark.parametrize("precision", bindings.LOW_BIT)

@@ -76,14 +76,18 @@ def test_the_choice_depends_on_processor_and_compiler(monkeypatch: pytest.Monkey
     def no_compiler() -> None:
         raise CompilerError("none")
 
-    monkeypatch.setattr(backends, "available", lambda wanted: {"avx2", "avx512f"})
-    assert backends.choose_backend() == ("onnxruntime", "this processor has no avx512_vnni")
-    monkeypatch.setattr(backends, "available", lambda wanted: {"avx2", "avx512f", "avx512_vnni"})
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(backends, "available", lambda wanted: {"avx", "avx2"})
+    assert backends.choose_backend() == ("onnxruntime", "this processor has no f16c, fma")
+    monkeypatch.setattr(backends, "available", lambda wanted: {"avx", "avx2", "f16c", "fma"})
     monkeypatch.setattr(backends, "check_available", lambda: None)
     assert backends.choose_backend().backend == "native"
     monkeypatch.setattr(backends, "check_available", no_compiler)
     backend, reason = backends.choose_backend()
     assert backend == "onnxruntime" and "pip install 'draftwood[native]'" in reason
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    backend, reason = backends.choose_backend()
+    assert backend == "onnxruntime" and "--backend native" in reason
 
 
 def test_json_is_one_object_and_speculation_changes_nothing(

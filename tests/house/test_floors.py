@@ -25,6 +25,7 @@ RESERVED = {
         "runtime/engines/torch.py",
         "builder/",
     ),
+    "llguidance": ("runtime/structured/",),
     "huggingface_hub": ("builder/checkpoints/hub.py",),
     "draftwood.models.llama": ("runtime/engines/torch.py", "builder/"),
 }
@@ -43,6 +44,7 @@ RUNTIME_ROOMS = (
     "speculation",
     "decoding",
     "text",
+    "structured",
     "bundle",
     ".",  # llm.py and what it is made of
     "inspection",

@@ -18,8 +18,14 @@ from draftwood.plugins.native.library import SHARES, KernelError, NativeLibrary,
 from draftwood.plugins.native.packing import alternated, code_panels, panels
 from draftwood.plugins.native.reference import linear, rounded
 
-# Processors without 16-byte products: the same C, other instructions. AVX-VNNI has them in 256 bits.
-PROCESSORS = ((), ("-march=x86-64-v3",), ("-march=x86-64-v3", "-mavxvnni"), ("-march=x86-64",))
+# Every file of instructions that x86 compiles, with and without products of bytes.
+PROCESSORS = (
+    (),
+    ("-march=skylake-avx512",),
+    ("-march=x86-64-v3",),
+    ("-march=x86-64-v3", "-mavxvnni"),
+    ("-march=x86-64",),
+)
 few = settings(max_examples=8)
 
 

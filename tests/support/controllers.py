@@ -40,4 +40,5 @@ def scaled(costs: CostModel, factor: float) -> CostModel:
         return replace(each, seconds=tuple(tuple(cost * factor for cost in row) for row in each.seconds))
 
     greedy, sampled = (HostCosts(*(cost * factor for cost in astuple(host))) for host in (costs.greedy, costs.sampled))
+    assert costs.draft is not None
     return CostModel(passes(costs.target), passes(costs.draft), greedy, sampled, {})

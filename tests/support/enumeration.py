@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.constraint import Constraint
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.cost import CostModel
 
@@ -65,12 +67,15 @@ def decoded(
     config: SpeculativeConfig | None,
     params: SamplingParams,
     costs: CostModel | None = None,
+    constraint: Callable[[], Constraint] | None = None,
+    eos: tuple[int, ...] = (),
 ) -> Distribution:
-    """The exact distribution of the decoder's output."""
+    """The exact distribution of the decoder's output. constraint: makes the grammar of each text."""
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
-        sampler = Sampler(params, PROMPT, (), target.spec.model.vocab_size)
-        decoder = SpeculativeDecoder(target, draft, config, 4096, (), costs)
+        grammar = None if constraint is None else constraint()
+        sampler = Sampler(params, PROMPT, eos, target.spec.model.vocab_size, grammar)
+        decoder = SpeculativeDecoder(target, draft, config, 4096, eos, costs)
         chunks = decoder.generate(PROMPT, sampler, streams, SpecDecodeStats())
         return tuple(token for chunk in chunks for token in chunk.token_ids)
 
@@ -85,8 +90,9 @@ def total_variation(a: Distribution, b: Distribution) -> float:
     return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
 
 
-def pair(seed: int, vocab_size: int) -> tuple[FakeEngine, FakeEngine]:
+def pair(seed: int, vocab_size: int, kept_tokens: tuple[int, ...] = ()) -> tuple[FakeEngine, FakeEngine]:
+    """A target and a draft; kept_tokens: those that a trimmed draft predicts."""
     truth = random_model(seed, vocab_size)
     guess = mixture(truth, random_model(seed + 1000, vocab_size), 0.6)
-    draft = FakeEngine(guess, vocab_size, "draft", accept=random_head(seed))
+    draft = FakeEngine(guess, vocab_size, "draft", accept=random_head(seed), kept_tokens=kept_tokens)
     return FakeEngine(truth, vocab_size), draft

@@ -8,8 +8,9 @@ from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Observer, Round
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.inspection.explain import Explanation, RoundRecorder
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.cost import CostModel
 

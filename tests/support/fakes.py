@@ -72,10 +72,14 @@ class FakeEngine(SoloEngine):
         role: str = "target",
         max_width: int = 64,
         accept: Accept | None = None,
+        kept_tokens: tuple[int, ...] = (),
     ) -> None:
-        model = LlamaConfig(vocab_size, 2, 2, 1, 1, 1, 2, 4096, 1e-5, 10000.0)
+        """kept_tokens: those whose columns a draft computes; empty: all."""
+        model = LlamaConfig(
+            vocab_size, 2, 2, 1, 1, 1, 2, 4096, 1e-5, 10000.0, draft_vocab_size=len(kept_tokens) or None
+        )
         widths = tuple(width for width in (1, 2, 4, 8, 16, 32, 64) if width <= max_width)
-        self.spec = EngineSpec(role, "fake", "", model, widths, 4096, "fp64", ("logits",))
+        self.spec = EngineSpec(role, "fake", "", model, widths, 4096, "fp64", ("logits",), kept_tokens=kept_tokens)
         self.predict = predict
         self.accept = accept
         self.passes = 0
@@ -90,13 +94,13 @@ class FakeEngine(SoloEngine):
         for row in range(batch.num_tokens):
             seen = batch.mask[row, : start + batch.num_tokens]
             cache.rows.append((int(batch.token_ids[row]), int(batch.position_ids[row]), seen))
-        logits = np.full((len(batch.output_rows), self.spec.model.vocab_size), -1.0)
+        logits = np.full((len(batch.output_rows), self.spec.model.num_logits), -1.0)
         acceptance = np.zeros(len(batch.output_rows))
         for index, row in enumerate(batch.output_rows.tolist()):
             if row < batch.num_tokens:
                 context = self._context(cache, start + row)
                 with np.errstate(divide="ignore"):
-                    logits[index] = np.log(self.predict(context))
+                    logits[index] = np.log(self.predict(context)[list(self.spec.kept_tokens) or slice(None)])
                 acceptance[index] = self.accept(context) if self.accept else 0.0
         # float64, so that enumeration is exact
         return ForwardOutput(logits, None, None, acceptance.astype(np.float32) if self.accept else None)

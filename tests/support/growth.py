@@ -5,8 +5,9 @@ from __future__ import annotations
 from fakes import Accept, FakeEngine, Predict
 
 from draftwood.runtime.engines.passes import run
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStream
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.growers.baseline import Grower
 from draftwood.runtime.speculation.growers.specdecpp import Fixed, Stopper

@@ -35,6 +35,7 @@ SPECULATION = ("test_verifier", *CONTROLLER, "test_cost", "test_decoder", "test_
 TESTS = {
     "runtime/text/writer.py": ("test_multibyte_text", "test_llm", "test_detokenizer"),
     "runtime/text/detokenizer.py": ("test_multibyte_text", "test_detokenizer", "test_llm"),
+    "runtime/sampling/params.py": ("test_sampling_params", "test_sampling", "test_llm"),
     "runtime/sampling/sampler.py": (
         "test_sampling",
         "test_sampling_params",

@@ -1,7 +1,7 @@
 /* Every function that the kernels export, over the edges of every shape, for a program that is compiled with
  * sanitizers (test_native_edges.py). Every array is allocated with its exact size, so that one number too many shows.
  * Results are compared where a plain loop says what they are. */
-#include "llama.c"
+#include "native_models.h"
 #include <stdio.h>
 
 static int checks;
@@ -11,19 +11,6 @@ static void check(int holds, const char *what, int size) {
     if (holds) return;
     printf("%s at size %d\n", what, size);
     exit(1);
-}
-
-static uint32_t state = 1;
-static float number(void) { /* from -1 to 1 */
-    state = state * 1664525u + 1013904223u;
-    return (float)(int32_t)state / 2147483648.0f;
-}
-
-/* Exactly `count` numbers. */
-static float *numbers(size_t count) {
-    float *values = malloc(count * sizeof(float));
-    for (size_t at = 0; at < count; at++) values[at] = number();
-    return values;
 }
 
 static const double TEMPERATURES[] = {5e-324, 1e-46, 1e-38, 0.7, 1, 3.3e37, 1e39, 1.7e308};
@@ -64,30 +51,6 @@ static void check_sampling(int size, enum kind kind, double temperature) {
     free(logits), free(weights);
 }
 
-/* Bytes of a matrix's weights, and a matrix of random ones. */
-static struct matrix matrix_of(int outputs, int inputs, enum format format, int biased) {
-    struct matrix matrix = {.outputs = outputs, .inputs = inputs, .format = format};
-    matrix.block = format >= INT8 ? CODE_BLOCK : 0;
-    const size_t bytes = panels_of(outputs) * panel_bytes(&matrix);
-    uint8_t *weights = malloc(bytes);
-    for (size_t at = 0; at < bytes; at++) weights[at] = format >= INT8 ? (uint8_t)(127 + 9 * number()) : 0x3a;
-    if (format == FP32)
-        for (size_t at = 0; at < bytes / 4; at++) ((float *)weights)[at] = number() / 8;
-    matrix.weights = weights;
-    if (format >= INT8) {
-        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES * (format == INT4 ? 2 : 1);
-        uint16_t *halves = malloc(scales * sizeof *halves);
-        for (size_t at = 0; at < scales; at++) halves[at] = 0x1c00; /* 2^-8 */
-        matrix.scales = halves;
-    }
-    if (biased) matrix.bias = numbers(panels_of(outputs) * LANES);
-    return matrix;
-}
-
-static void free_matrix(struct matrix matrix) {
-    free((void *)matrix.weights), free((void *)matrix.scales), free((void *)matrix.bias);
-}
-
 /* Codes, scales and offsets of numbers from -size to size; of a matrix of one block with feedback, too. */
 static void check_rounding(int outputs, int blocks, float size) {
     const size_t inputs = (size_t)blocks * CODE_BLOCK, count = outputs * inputs;
@@ -108,6 +71,12 @@ static void check_rounding(int outputs, int blocks, float size) {
         }
         for (int at = 0; at < outputs * blocks; at++)
             check(scales[at] > 0 && isfinite(scales[at]) && isfinite(offsets[at]), "scales", outputs);
+    }
+    draftwood_round8(weights, outputs, (int)inputs, (int8_t *)codes, scales);
+    for (size_t at = 0; at < count; at++) {
+        const float scale = scales[at / CODE_BLOCK], error = fabsf((int8_t)codes[at] * scale - weights[at]);
+        check(scale > 0 && isfinite(scale), "scales of 8 bits", outputs);
+        check(!(size > 1e-3f && size < 1e3f) || error <= size / 200, "an error of 8 bits", outputs);
     }
     free(weights), free(feedback), free(left), free(scales), free(offsets), free(codes);
 }
@@ -135,52 +104,6 @@ static void check_acceptance(int size) {
     for (int k = 0; k < size; k++) sum += (double)row[k] * odds[k];
     check(fabs(acceptance(row, odds, size, 0.25f) - 1 / (1 + exp(-sum))) < 1e-6, "acceptance", size);
     free(row), free(odds);
-}
-
-struct shape {
-    int vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
-    enum format format;
-    int pairs, normed; /* pairs: that rotate, in every other layer; normed: whether heads are */
-};
-
-static struct model model_of(struct shape shape) {
-    struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
-                          shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, 1e-5f, 0.5f,
-                          0.25f, 0.5f, 2, 0, 0, 0, 0, 0, 0, 0, {0}};
-    const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
-    const int whole = panels_of(shape.hidden) * LANES, head = panels_of(shape.head_dim) * LANES;
-    model.embedding = numbers((size_t)shape.vocab * shape.hidden);
-    model.norm = numbers(whole);
-    model.cosine = numbers((size_t)shape.positions * shape.pairs);
-    model.sine = numbers((size_t)shape.positions * shape.pairs);
-    model.odds = shape.blocks ? numbers(whole) : NULL;
-    struct layer *layers = malloc(shape.layers * sizeof *layers);
-    for (int index = 0; index < shape.layers; index++)
-        layers[index] = (struct layer){numbers(whole), numbers(whole),
-                                       shape.normed ? numbers(head) : NULL, shape.normed ? numbers(head) : NULL,
-                                       matrix_of(query + 2 * key, shape.hidden, shape.format, index % 2),
-                                       matrix_of(shape.hidden, query, shape.format, 0),
-                                       matrix_of(2 * model.inner, shape.hidden, shape.format, 0),
-                                       matrix_of(shape.hidden, shape.inner, shape.format, 1),
-                                       index % 2 ? 0 : shape.pairs};
-    struct matrix *blocks = malloc(shape.blocks * sizeof *blocks);
-    for (int index = 0; index < shape.blocks; index++) blocks[index] = matrix_of(shape.hidden, shape.hidden, FP32, 1);
-    model.layer = layers, model.block = blocks;
-    model.head = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
-    return model;
-}
-
-static void free_model(struct model model) {
-    for (int index = 0; index < model.layers; index++) {
-        const struct layer *layer = &model.layer[index];
-        free((void *)layer->input_norm), free((void *)layer->post_norm);
-        free((void *)layer->query_norm), free((void *)layer->key_norm);
-        free_matrix(layer->qkv), free_matrix(layer->output), free_matrix(layer->gate_up), free_matrix(layer->down);
-    }
-    for (int index = 0; index < model.blocks; index++) free_matrix(model.block[index]);
-    free((void *)model.layer), free((void *)model.block), free_matrix(model.head);
-    free((void *)model.embedding), free((void *)model.norm), free((void *)model.odds);
-    free((void *)model.cosine), free((void *)model.sine);
 }
 
 /* Passes of every number of rows up to `most` behind a text that grows to `capacity` slots; then rows are moved. */

@@ -1,4 +1,5 @@
-"""Draftwood, with the decoder of `draftwood bench`. The variant names the backend of the bundle.
+"""Draftwood, with the decoder of `draftwood bench`; AsyncLLM writes several texts at a time. The variant names the
+backend of the bundle.
 
 The program runs the commands of a user: `draftwood build`, then `draftwood profile`. A bundle is kept until the code
 that built it changes, since quantising a large target takes minutes. Its costs are measured anew in every run.
@@ -6,6 +7,7 @@ that built it changes, since quantising a large target takes minutes. Its costs 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
 import subprocess
@@ -15,16 +17,18 @@ from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks.peers.protocol import Generation, PeerOptions, serve
+from benchmarks.peers.protocol import MANY, Generation, PeerOptions, serve
 from draftwood import builder, models, plugins
 from draftwood.cli.bench import parse_config
 from draftwood.models.bindings import DRAFT, TARGET
+from draftwood.runtime import LLM, AsyncLLM, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.planning.cost import assumed
 
 TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
@@ -43,28 +47,61 @@ class Draftwood:
         self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_draft(options.threads))
         self._costs = read_costs(output) or assumed(*(engine.spec.model for engine in self._engines))
         self._decoders: dict[str, SpeculativeDecoder] = {}
+        self._threads = options.threads
+        self._llm: LLM | None = None
+        self._served: AsyncLLM | None = None
         self.version = f"draftwood {version('draftwood')}"
         if backend != "native":
             self.version += f", {backend} {version(backend)}"
-        self.methods = [*options.methods("chain"), *TREES, DEFAULT_METHOD]
+        self.methods, self.at_a_time = [*options.methods("chain"), *TREES, DEFAULT_METHOD], MANY
 
-    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
+    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        if len(prompts) > 1:
+            return asyncio.run(self._generate_all(method, prompts, params))
+        (prompt,) = prompts
         if method not in self._decoders:
             config, length = parse_config(method), self._bundle.manifest.max_length
             self._decoders[method] = SpeculativeDecoder(*self._engines, config, length, (), self._costs)
         stats = SpecDecodeStats()
         start = perf_counter()
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         sampler = Sampler(params, prompt, (), self._engines[0].spec.model.vocab_size)
         for _ in self._decoders[method].generate(prompt, sampler, seeded_streams(0), stats):
             pass
         seconds = perf_counter() - start
-        counters: dict[str, float] = {
-            "target_passes": stats.target_passes,
-            "drafted": stats.num_draft_tokens,
-            "accepted": stats.num_accepted_tokens,
-        }
-        return Generation(list(sampler.output), seconds, counters)
+        return Generation([list(sampler.output)], seconds, count([stats]))
+
+    async def _generate_all(self, method: str, prompts: list[list[int]], params: SamplingParams) -> Generation:
+        served = self._serve(len(prompts))
+        config = parse_config(method)
+
+        async def collect(prompt: list[int]) -> list[StreamChunk]:
+            return [chunk async for chunk in served.generate(prompt, params, speculative=config)]
+
+        start = perf_counter()
+        answers = await asyncio.gather(*map(collect, prompts))
+        seconds = perf_counter() - start
+        texts = [[token for chunk in chunks for token in chunk.token_ids] for chunks in answers]
+        return Generation(texts, seconds, count([chunks[-1].stats for chunks in answers]))
+
+    def _serve(self, at_a_time: int) -> AsyncLLM:
+        if self._llm is None:
+            self._llm = LLM(self._bundle.folder, threads=self._threads)
+        if self._served is None or self._served.max_running != at_a_time:
+            if self._served is not None:
+                self._served.close()
+            self._served = AsyncLLM(self._llm, max_running=at_a_time, prefix_cache_slots=0)
+        return self._served
+
+
+def count(stats: Iterable[SpecDecodeStats]) -> dict[str, float]:
+    """The protocol's counters. A pass of several texts counts for each of them."""
+    each = list(stats)
+    return {
+        "target_passes": sum(own.target_passes for own in each),
+        "drafted": sum(own.num_draft_tokens for own in each),
+        "accepted": sum(own.num_accepted_tokens for own in each),
+    }
 
 
 def build_bundle(options: PeerOptions, backend: str) -> Path:

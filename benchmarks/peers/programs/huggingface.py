@@ -25,14 +25,15 @@ class HuggingFace:
         self._target: Any
         self._draft: Any
         self._target, self._draft = (
-            LlamaForCausalLM.from_pretrained(options.pair / role, dtype=dtype) for role in ("target", "draft")
+            LlamaForCausalLM.from_pretrained(folder, dtype=dtype) for folder in options.checkpoints.values()
         )
         self._target.generation_config.eos_token_id = None
         self._draft.generation_config.eos_token_id = None
         self.version = f"transformers {__version__}, torch {torch.__version__}"
-        self.methods = options.methods("draft", "lookup")
+        self.methods, self.at_a_time = options.methods("draft", "lookup"), 1
 
-    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
+    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation:
+        (prompt,) = prompts
         kind, length = split_method(method)
         settings: dict[str, object] = {}
         if kind == "draft":
@@ -53,7 +54,7 @@ class HuggingFace:
         tokens: list[int] = output[0, len(prompt) :].tolist()
         seconds = perf_counter() - start
         handle.remove()
-        return Generation(tokens, seconds, {"target_passes": len(passes)})
+        return Generation([tokens], seconds, {"target_passes": len(passes)})
 
 
 if __name__ == "__main__":

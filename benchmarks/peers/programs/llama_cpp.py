@@ -1,9 +1,10 @@
-"""llama.cpp: one llama-server per method, asked over a local connection.
+"""llama.cpp: one llama-server per method, asked over local connections.
 
-A server's draft and length of a proposal are fixed when it starts. Weights are memory-mapped, so the servers share
-them. Key and value caches stay fp16, the default, at every precision of the weights. Q8_0 and Q4_0 are llama.cpp's own
-recipes; Q4_0 keeps the vocabulary projection at 6 bits, the variant "pure" does not. Seconds are those of the whole
-request over an open connection. The counter "own_seconds" has the server's own measurement, without HTTP.
+A server's draft and length of a proposal are fixed when it starts, and so is the number of its slots, which is that of
+the texts at a time. Weights are memory-mapped, so the servers share them. Key and value caches stay fp16, the default,
+at every precision of the weights. Q8_0 and Q4_0 are llama.cpp's own recipes; Q4_0 keeps the vocabulary projection at
+6 bits, the variant "pure" does not. The variants "q4_1" and "q4_k_m" are other recipes of four bits. Seconds are those
+of the whole requests over open connections. The counter "own_seconds" has the server's own measurement, without HTTP.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
+from benchmarks.peers.protocol import MANY, PLAIN, Generation, PeerOptions, serve, split_method
 
 TYPES = {"fp32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-CONTEXT = 1024
+CONTEXT = 1024  # tokens; a slot has a multiple
 SECONDS_TO_LOAD = 120
+
+
+class Slots(NamedTuple):
+    """The room of a server: texts at a time, and tokens of each."""
+
+    number: int
+    tokens: int
 
 
 class LlamaCpp:
@@ -30,38 +40,49 @@ class LlamaCpp:
         self._options = options
         self._models = options.convert_once(self._convert)
         self._servers: dict[str, tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]] = {}
+        self._slots = Slots(1, CONTEXT)
         atexit.register(self.close)
         shown = subprocess.run([self._program("llama-server"), "--version"], capture_output=True, text=True, check=True)
         self.version = (shown.stdout + shown.stderr).partition("\n")[0]
-        self.methods = options.methods("draft")
+        self.methods, self.at_a_time = options.methods("draft"), MANY
         self._server(PLAIN)
 
-    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
-        connection = self._server(method)
-        # ignore_eos would forbid the end of text, which changes what is written before it.
-        request = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "samplers": ["temperature"]}
-        body = json.dumps(request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False})
-        connection.close()  # the server closes idle connections
-        connection.connect()
-        start = perf_counter()
-        connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        content = answer.read()
-        seconds = perf_counter() - start
-        reply: dict[str, Any] = json.loads(content)
-        if answer.status != 200:
-            raise RuntimeError(f"llama-server answered {reply}")
-        timings = reply["timings"]
-        own = (timings["prompt_ms"] + timings["predicted_ms"]) / 1e3
-        counters = {"own_seconds": own}
-        if "draft_n" in timings:
-            counters |= {"drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"]}
-        return Generation(reply["tokens"], seconds, counters)
+    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation:
+        longest = max(map(len, prompts)) + max_tokens
+        slots = Slots(len(prompts), CONTEXT * -(-longest // CONTEXT))
+        if slots != self._slots:
+            self.close()
+            self._slots = slots
+        first = self._server(method)
+        connections = [first, *(http.client.HTTPConnection(first.host, first.port) for _ in prompts[1:])]
+        for connection in connections:
+            connection.close()  # the server closes idle connections
+            connection.connect()
+        bodies = [json.dumps(self._request(prompt, max_tokens)) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            start = perf_counter()
+            replies = list(clients.map(lambda one, body: post(one, "/completion", body), connections, bodies))
+            seconds = perf_counter() - start
+        texts = [self._read_tokens(one, reply) for one, reply in zip(connections, replies, strict=True)]
+        for connection in connections[1:]:
+            connection.close()
+        return Generation(texts, seconds, count([reply["timings"] for reply in replies]))
 
     def close(self) -> None:
-        for _, process in self._servers.values():
+        for connection, process in self._servers.values():
+            connection.close()
             process.terminate()
             process.wait()
+        self._servers = {}
+
+    def _request(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        # ignore_eos would forbid the end of text, which changes what is written before it.
+        request = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "samplers": ["temperature"]}
+        return request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False}
+
+    def _read_tokens(self, connection: http.client.HTTPConnection, reply: dict[str, Any]) -> list[int]:
+        tokens: list[int] = reply["tokens"]
+        return tokens
 
     def _server(self, method: str) -> http.client.HTTPConnection:
         if method not in self._servers:
@@ -69,19 +90,14 @@ class LlamaCpp:
         return self._servers[method][0]
 
     def _start(self, method: str) -> tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]:
-        kind, length = split_method(method)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        threads = str(self._options.threads)
-        arguments = ["-m", self._models / "target.gguf", "-c", CONTEXT, "-np", 1, "-t", threads, "-tb", threads]
-        if kind == "draft":
-            draft = ["-md", self._models / "draft.gguf", "--spec-type", "draft-simple"]
-            arguments += [*draft, "--spec-draft-n-max", length]
-        elif kind != PLAIN:
-            raise ValueError(f"method {method!r} is not one of {', '.join(self.methods)}")
-        arguments += ["--host", "127.0.0.1", "--port", port, "--no-warmup", "--log-disable"]
-        process = subprocess.Popen([self._program("llama-server"), *map(str, arguments)], stdout=sys.stderr)
+        command = [self._program("llama-server"), "-m", self._models / "target.gguf", *self._arguments(method)]
+        command += ["-np", self._slots.number, "-c", self._slots.number * self._slots.tokens]
+        command += ["-t", self._options.threads, "-tb", self._options.threads]
+        command += ["--host", "127.0.0.1", "--port", port, "--no-warmup", "--log-disable"]
+        process = subprocess.Popen([*map(str, command)], stdout=sys.stderr)
         connection = http.client.HTTPConnection("127.0.0.1", port)
         deadline = monotonic() + SECONDS_TO_LOAD
         while not is_healthy(connection):
@@ -91,24 +107,62 @@ class LlamaCpp:
             sleep(0.1)
         return connection, process
 
+    def _arguments(self, method: str) -> list[object]:
+        """Arguments of the server for a method."""
+        kind, length = split_method(method)
+        if kind == "draft":
+            draft = ["-md", self._models / "draft.gguf", "--spec-type", "draft-simple"]
+            return [*draft, "--spec-draft-n-max", length]
+        if kind != PLAIN:
+            raise ValueError(f"method {method!r} is not one of {', '.join(self.methods)}")
+        return []
+
     def _program(self, name: str) -> str:
         return str(self._options.work / "build" / "bin" / name)
 
+    def _converter(self) -> list[str]:
+        """The command that converts a Hugging Face folder."""
+        return make_converter(Path(sys.executable), self._options.work)
+
     def _convert(self, folder: Path) -> None:
-        precision = TYPES[self._options.precision]
-        for role in ("target", "draft"):
+        variant = self._options.variant
+        precision = variant.upper() if variant.startswith("q4_") else TYPES[self._options.precision]
+        for role, source in self._options.checkpoints.items():
             whole = folder / f"{role}-F32.gguf"
-            source = self._options.pair / role
-            converter = [sys.executable, "-m", "benchmarks.peers.programs.convert_gguf"]
-            convert = [*converter, str(self._options.work / "source"), str(source)]
-            subprocess.run([*convert, "--outfile", str(whole), "--outtype", "f32"], check=True, stdout=sys.stderr)
+            convert = [*self._converter(), str(source), "--outfile", str(whole), "--outtype", "f32"]
+            subprocess.run(convert, check=True, stdout=sys.stderr)
             if precision == "F32":
                 whole.rename(folder / f"{role}.gguf")
                 continue
-            pure = ["--pure"] if self._options.variant == "pure" else []
+            pure = ["--pure"] if variant == "pure" else []
             quantize = [self._program("llama-quantize"), *pure, str(whole), str(folder / f"{role}.gguf"), precision]
             subprocess.run(quantize, check=True, stdout=sys.stderr)
             whole.unlink()
+
+
+def make_converter(python: Path, home: Path) -> list[str]:
+    """home: llama.cpp's folder, with its source."""
+    return [str(python), "-m", "benchmarks.peers.programs.convert_gguf", str(home / "source")]
+
+
+def post(connection: http.client.HTTPConnection, path: str, body: str) -> dict[str, Any]:
+    """One request. Raises RuntimeError with the server's message."""
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    content = answer.read()
+    reply: dict[str, Any] = json.loads(content)
+    if answer.status != 200:
+        raise RuntimeError(f"llama-server answered {reply}")
+    return reply
+
+
+def count(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The protocol's counters, from what the server reports of each request."""
+    counters = {"own_seconds": max((each["prompt_ms"] + each["predicted_ms"]) / 1e3 for each in timings)}
+    if all("draft_n" in each for each in timings):
+        counters["drafted"] = sum(each["draft_n"] for each in timings)
+        counters["accepted"] = sum(each["draft_n_accepted"] for each in timings)
+    return counters
 
 
 def is_healthy(connection: http.client.HTTPConnection) -> bool:

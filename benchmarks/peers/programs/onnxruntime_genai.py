@@ -29,9 +29,10 @@ class OnnxRuntimeGenAI:
         self._library: Any = import_module("onnxruntime_genai")
         self._loaded: dict[str, Any] = {}
         self.version = f"onnxruntime-genai {version('onnxruntime-genai')}, onnxruntime {version('onnxruntime')}"
-        self.methods = options.methods("draft")
+        self.methods, self.at_a_time = options.methods("draft"), 1
 
-    def generate(self, method: str, prompt: list[int], max_tokens: int) -> Generation:
+    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation:
+        (prompt,) = prompts
         kind, length = split_method(method)
         if kind not in (PLAIN, "draft"):
             raise ValueError(f"method {method!r} is not one of {', '.join(self.methods)}")
@@ -53,7 +54,7 @@ class OnnxRuntimeGenAI:
         if kind == "draft":
             stats = generator.get_speculative_stats()
             counters = {"drafted": stats["draft_tokens_proposed"], "accepted": stats["draft_tokens_accepted"]}
-        return Generation(tokens, seconds, counters)
+        return Generation([tokens], seconds, counters)
 
     def _convert(self, folder: Path) -> None:
         plain, both = folder / PLAIN, folder / "draft"
@@ -66,7 +67,7 @@ class OnnxRuntimeGenAI:
         write_settings(both, whole)
 
     def _build(self, role: str, output: Path, cache: Path) -> None:
-        source = self._options.pair / role
+        source = self._options.checkpoints[role]
         build = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(output)]
         chosen = ["-p", self._options.precision, "-e", "cpu", "-c", str(cache)]
         subprocess.run([*build, *chosen], check=True, stdout=sys.stderr)

@@ -5,9 +5,12 @@
 
 /* 1 / (1 + e^-(row * odds + shift)): the probability that the target accepts the token a row belongs to. */
 INLINE float acceptance(const float *row, const float *odds, int size, float shift) {
-    f32 products = {0};
-    for (int k = 0; k < size; k += LANES) products += load(row + k) * load(odds + k);
+    f32 products[PARTS] = {{0}};
+    for (int k = 0; k < size; k += LANES)
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++)
+            products[part] += load(row + k + part * WIDTH) * load(odds + k + part * WIDTH);
     float sum = shift;
-    for (int lane = 0; lane < LANES; lane++) sum += products[lane];
+    for (int lane = 0; lane < LANES; lane++) sum += lane_of(products, lane);
     return 1.0f / (1.0f + expf(-sum));
 }

@@ -59,16 +59,20 @@ static int next_run(const struct panel_mask *mask, const int *rows, int count, i
 
 /* sums[r][p] += rows[r][from..from + inputs) * panels[p], in tiles; `next`: what comes after these panels. */
 static void products(int count, int panels, const float *const *rows, int from, int inputs, const float *weights,
-                     size_t panel, const float *next, f32 sums[][MOST_PANELS]) {
+                     size_t panel, const float *next, f32 sums[][VECTORS]) {
     const int tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
-    const size_t step = LANES * sizeof(float);
+    const size_t of_input = LANES * sizeof(float);
     for (int tile = 0; tile < tiles; tile++) {
         const int first = count * tile / tiles, size = count * (tile + 1) / tiles - first;
-        const struct ahead ahead = share(next, inputs * step, step, tile, tiles);
+        const struct ahead ahead = share(next, inputs * of_input, of_input, tile, tiles);
         const float *values[MOST_ROWS];
         for (int r = 0; r < size; r++) values[r] = rows[first + r] + from;
-#define PRODUCT(R, P) { dense_tile(R, P, values, weights, panel, ahead, inputs, FP32, sums + first); }
-        EACH_TILE(size, panels, PRODUCT)
+        for (int p = 0, step; p < panels; p += step) {
+            step = panels_at_once(size, panels - p);
+#define PRODUCT(R, P)                                                                                                  \
+    { dense_tile(R, P, values, weights + p * panel, panel, ahead, inputs, FP32, sums[first] + p * PARTS); }
+            EACH_TILE(size, step, PRODUCT)
+        }
     }
 }
 
@@ -78,12 +82,12 @@ static uint64_t weigh(float *scores, int size, f32 peak) {
     for (int first = 0; first < size; first += WHOLE * LANES) {
         const int last = first + WHOLE * LANES < size ? first + WHOLE * LANES : size;
         u32 sum = {0};
-        for (int slot = first; slot < last; slot += LANES) {
+        for (int slot = first; slot < last; slot += WIDTH) {
             f32 weight = power_of_two(load(scores + slot) - peak) * MOST_WEIGHT + WHOLE_ZERO;
             store(scores + slot, weight - WHOLE_ZERO);
             sum += (u32)weight - (u32)splat(WHOLE_ZERO);
         }
-        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
     }
     return total;
 }
@@ -96,7 +100,7 @@ static void attend(int count, const float *const *queries, float *const *outputs
                    float *scores) {
     const size_t key_panel = (size_t)head_dim * LANES, value_panel = (size_t)capacity * LANES;
     const float *weights[MOST_QUERIES];
-    f32 most[MOST_QUERIES], sums[MOST_QUERIES][MOST_PANELS];
+    f32 most[MOST_QUERIES], sums[MOST_QUERIES][VECTORS];
     uint64_t totals[MOST_QUERIES] = {0};
     for (int r = 0; r < count; r++) most[r] = splat(LEAST / 2), weights[r] = scores + (size_t)r * odd_lines(capacity);
     for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
@@ -106,10 +110,11 @@ static void attend(int count, const float *const *queries, float *const *outputs
             memset(sums, 0, count * sizeof *sums);
             products(count, step, queries, 0, head_dim, from, key_panel, from + step * key_panel, sums);
             for (int r = 0; r < count; r++)
-                for (int p = 0; p < step; p++) {
-                    f32 score = only(mask->bits[(size_t)rows[r] * mask->panels + panel + p], sums[r][p]);
+                for (int v = 0; v < step * PARTS; v++) {
+                    const uint16_t bits = mask->bits[(size_t)rows[r] * mask->panels + panel + v / PARTS];
+                    f32 score = only(bits >> v % PARTS * WIDTH, sums[r][v]);
                     most[r] = larger(most[r], score);
-                    store((float *)weights[r] + (panel + p) * LANES, score);
+                    store((float *)weights[r] + panel * LANES + v * WIDTH, score);
                 }
         }
     for (int r = 0; r < count; r++) most[r] = splat(largest(most[r]));
@@ -128,9 +133,9 @@ static void attend(int count, const float *const *queries, float *const *outputs
             }
         for (int r = 0; r < count; r++) {
             float share = (float)(1.0 / (double)(totals[r] ? totals[r] : 1)); /* nothing is seen */
-            for (int p = 0; p < step; p++) {
-                const int from = (panel + p) * LANES;
-                store_some(outputs[r] + from, sums[r][p] * share, head_dim - from);
+            for (int v = 0; v < step * PARTS; v++) {
+                const int from = panel * LANES + v * WIDTH;
+                store_some(outputs[r] + from, sums[r][v] * share, head_dim - from);
             }
         }
     }

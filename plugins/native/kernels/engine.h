@@ -4,7 +4,6 @@
 #include "threads.h"
 
 #define INTERFACE 4 /* of these structures; see library.py */
-#define ALIGNED(bytes) (((bytes) + 63) & ~(size_t)63)
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 10 /* at most */
 #define PHASES_BESIDE 6 /* and one for each block of the head of SpecDec++ */
@@ -56,12 +55,6 @@ static size_t values_of(const struct model *model, int capacity) {
     return (size_t)panels_of(model->head_dim) * LANES * capacity;
 }
 
-static void *allocate(size_t bytes) {
-    void *memory = aligned_alloc(64, ALIGNED(bytes));
-    if (memory) memset(memory, 0, bytes);
-    return memory;
-}
-
 static int allocate_rows(struct rows *rows, int count, int size) {
     const size_t cells = (size_t)count * padded(size);
     rows->stride = padded(size);
@@ -74,13 +67,13 @@ static int allocate_rows(struct rows *rows, int count, int size) {
 }
 
 static void free_rows(struct rows *rows) {
-    free(rows->values), free(rows->codes), free(rows->scales), free(rows->sums), free(rows->totals);
+    release(rows->values), release(rows->codes), release(rows->scales), release(rows->sums), release(rows->totals);
 }
 
 /* Room for masks and scores over a cache of `capacity` slots. */
 static int make_room(struct engine *engine, int capacity) {
     if (capacity <= engine->capacity) return 1;
-    free(engine->mask.bits), free(engine->scores);
+    release(engine->mask.bits), release(engine->scores);
     engine->mask.bits = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
     engine->scores = allocate((size_t)engine->team->threads * MOST_QUERIES * odd_lines(capacity) * sizeof(float));
     engine->capacity = engine->mask.bits && engine->scores ? capacity : 0;

@@ -39,5 +39,23 @@ const char *draftwood_instructions(void) {
 #if defined(__AVXVNNI__)
            "avx_vnni "
 #endif
+#if defined(__aarch64__)
+           "asimd "
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+           "asimddp "
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+           "i8mm "
+#endif
+#if defined(__ARM_FEATURE_ATOMICS)
+           "atomics "
+#endif
+#if defined(__ARM_FEATURE_SVE)
+           "sve "
+#endif
+#if defined(__ARM_FEATURE_SVE2)
+           "sve2 "
+#endif
         ;
 }

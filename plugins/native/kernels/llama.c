@@ -11,9 +11,9 @@ struct job {
 };
 
 /* 1 / rms, of `size` numbers whose squares were added by lanes. */
-INLINE float share_of(f32 squares, int size, float epsilon) {
+INLINE float share_of(const f32 *squares, int size, float epsilon) {
     float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+    for (int lane = 0; lane < LANES; lane++) sum += lane_of(squares, lane);
     return 1.0f / sqrtf(sum / (float)size + epsilon);
 }
 
@@ -22,10 +22,16 @@ static void normalize(const struct model *model, const struct rows *from, int ro
                       const struct rows *to, int into, const struct matrix *next) {
     const float *values = from->values + (size_t)row * from->stride;
     float *result = to->values + (size_t)into * to->stride;
-    f32 squares = {0};
-    for (int k = 0; k < model->hidden; k += LANES) { f32 value = load(values + k); squares += value * value; }
+    f32 squares[PARTS] = {{0}};
+    for (int k = 0; k < model->hidden; k += LANES)
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++) {
+            const f32 value = load(values + k + part * WIDTH);
+            squares[part] += value * value;
+        }
     const float share = share_of(squares, model->hidden, model->epsilon);
-    for (int k = 0; k < model->hidden; k += LANES) store(result + k, load(values + k) * share * load(weight + k));
+    for (int k = 0; k < panels_of(model->hidden) * LANES; k += WIDTH)
+        store(result + k, load(values + k) * share * load(weight + k));
     if (next->format >= INT8) round_row(to, into, next->inputs, next->block);
 }
 
@@ -35,17 +41,18 @@ enum ending { STORE, ADD, GATE, RESIDUAL };
 
 INLINE void finish(const struct matrix *matrix, const enum ending ending, float factor, int panel, int panels,
                    const f32 *sums, const float *row, float *result) {
-    f32 sum[MOST_PANELS];
-    for (int p = 0; p < panels; p++) {
-        sum[p] = sums[p];
-        if (matrix->bias) sum[p] += load(matrix->bias + (panel + p) * LANES);
+    f32 sum[VECTORS];
+    for (int v = 0; v < panels * PARTS; v++) {
+        sum[v] = sums[v];
+        if (matrix->bias) sum[v] += load(matrix->bias + panel * LANES + v * WIDTH);
     }
-    for (int p = 0; p < panels; p++) {
-        const int column = (panel + p) * LANES;
-        if (ending == STORE) store_some(result + column, sum[p] * factor, matrix->outputs - column);
-        if (ending == ADD) store(result + column, load(result + column) + sum[p] * factor);
-        if (ending == RESIDUAL) store(result + column, load(row + column) + silu(sum[p]));
-        if (ending == GATE && p % 2) store(result + column / 2 / LANES * LANES, silu(sum[p - 1]) * sum[p]);
+    for (int v = 0; v < panels * PARTS; v++) {
+        const int column = panel * LANES + v * WIDTH;
+        if (ending == STORE) store_some(result + column, sum[v] * factor, matrix->outputs - column);
+        if (ending == ADD) store(result + column, load(result + column) + sum[v] * factor);
+        if (ending == RESIDUAL) store(result + column, load(row + column) + silu(sum[v]));
+        if (ending == GATE && v >= PARTS) /* panels of gate and up in turn */
+            store(result + panel / 2 * LANES + v % PARTS * WIDTH, silu(sum[v - PARTS]) * sum[v]);
     }
 }
 
@@ -54,14 +61,14 @@ static void linear(struct cursor *cursor, const struct matrix *matrix, const str
                    int stride, const enum ending ending, float factor) {
     const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
     const int shares = cursor->team->threads * SHARES, chunk = ((panels + shares - 1) / shares + 1) / 2 * 2;
-    f32 sums[MOST_ROWS][MOST_PANELS];
+    f32 sums[MOST_ROWS][VECTORS];
     for (int unit; (unit = claim(cursor, (panels + chunk - 1) / chunk)) >= 0;) {
         const int end = (unit + 1) * chunk < panels ? (unit + 1) * chunk : panels;
         for (int panel = unit * chunk, step; panel < end; panel += step) {
             step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
             for (int tile = 0; tile < tiles; tile++) {
                 const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
-                multiply(matrix, from, row, count, panel, step, tile, tiles, sums);
+                multiply(matrix, from, row, count, panel, step, tile, tiles, sums[0]);
                 for (int r = 0; r < count; r++)
                     finish(matrix, ending, factor, panel, step, sums[r],
                            from->values + (size_t)(row + r) * from->stride, to + (size_t)(row + r) * stride);
@@ -72,10 +79,13 @@ static void linear(struct cursor *cursor, const struct matrix *matrix, const str
 
 /* head := head / rms(head) * weight. Heads lie side by side: what follows one is another. */
 static void normalize_head(float *head, const float *weight, int dim, float epsilon) {
-    f32 squares = {0};
-    for (int d = 0; d < dim; d += LANES) { f32 value = load_some(head + d, dim - d, 0); squares += value * value; }
+    f32 squares[PARTS] = {{0}};
+    for (int d = 0; d < dim; d += WIDTH) {
+        const f32 value = load_some(head + d, dim - d, 0);
+        squares[d / WIDTH % PARTS] += value * value;
+    }
     const float share = share_of(squares, dim, epsilon);
-    for (int d = 0; d < dim; d += LANES)
+    for (int d = 0; d < dim; d += WIDTH)
         store_some(head + d, load_some(head + d, dim - d, 0) * share * load(weight + d), dim - d);
 }
 
@@ -84,8 +94,8 @@ static void normalize_head(float *head, const float *weight, int dim, float epsi
 static void rotate(float *head, const float *cosine, const float *sine, int pairs, int dim, float factor) {
     for (int d = 0; d < pairs; d++) {
         float low = head[d], high = head[d + pairs];
-        head[d] = (low * cosine[d] - high * sine[d]) * factor;
-        head[d + pairs] = (high * cosine[d] + low * sine[d]) * factor;
+        head[d] = fmaf(low, cosine[d], -(high * sine[d])) * factor; /* says which of the products is rounded */
+        head[d + pairs] = fmaf(high, cosine[d], low * sine[d]) * factor;
     }
     for (int d = 2 * pairs; d < dim; d++) head[d] *= factor;
 }
@@ -216,9 +226,10 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
     struct rows *normed = &engine->normed;
     for (int output; (output = claim(cursor, pass->outputs)) >= 0;)
         normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
-    linear(cursor, &model->head, normed, pass->outputs, pass->logits, model->vocab, STORE, model->logits_multiplier);
+    const int columns = model->head.outputs; /* fewer than tokens where a draft's vocabulary is trimmed */
+    linear(cursor, &model->head, normed, pass->outputs, pass->logits, columns, STORE, model->logits_multiplier);
     for (int output; pass->ids && (output = claim(cursor, pass->outputs)) >= 0;)
-        rank(pass->logits + (size_t)output * model->vocab, model->vocab, pass->top,
+        rank(pass->logits + (size_t)output * columns, columns, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
     if (pass->acceptance) judge(cursor, engine, pass);
 }
@@ -237,7 +248,7 @@ void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
-    free(engine->mask.bits), free(engine->units), free(engine->scores), free(engine);
+    release(engine->mask.bits), release(engine->units), release(engine->scores), release(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
@@ -301,7 +312,7 @@ int draftwood_move(const struct model *model, float *keys, float *values, int ca
             for (int panel = 0; panel < panels; panel++)
                 memcpy(VALUE(first + row, panel), kept + (row * panels + panel) * LANES, LANES * sizeof(float));
     }
-    free(kept);
+    release(kept);
     return 0;
 }
 
@@ -318,9 +329,9 @@ int draftwood_linear(const struct matrix *matrix, const float *values, int rows,
     for (int row = 0, count; enough && row < rows; row += count) {
         count = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
         for (int panel = 0, step; panel < panels; panel += step) {
-            f32 sums[MOST_ROWS][MOST_PANELS];
+            f32 sums[MOST_ROWS][VECTORS];
             step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
-            multiply(matrix, &x, row, count, panel, step, 0, 1, sums);
+            multiply(matrix, &x, row, count, panel, step, 0, 1, sums[0]);
             for (int r = 0; r < count; r++)
                 finish(matrix, STORE, 1, panel, step, sums[r], NULL, result + (size_t)(row + r) * matrix->outputs);
         }

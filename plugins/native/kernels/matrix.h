@@ -6,16 +6,7 @@
 #pragma once
 #include "vector.h"
 
-/* Of a tile: as many sums as registers hold. More panels at once are slower from one row on: more streams to fetch. */
-#if defined(__AVX512F__)
-#define MOST_ROWS 8
-#else
-#define MOST_ROWS 2
-#endif
-#define MOST_PANELS 2
 #define CODE_BLOCK 32 /* inputs that share a scale: of integers */
-
-enum format { FP32, FP16, BF16, INT8, INT4 };
 
 /* [outputs, inputs]. Floats: panels [inputs][16]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
  * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in fp16 for each block of inputs. Of 8 bits,
@@ -54,47 +45,31 @@ INLINE void fetch(struct ahead ahead, size_t panels, size_t steps) {
     __builtin_prefetch(ahead.from + panels + steps * ahead.pace, 0, 3);
 }
 
-/* Sixteen weights of one input as fp32. */
-INLINE f32 widened(const void *weights, size_t index, const int format) {
-    if (format == FP32) return load((const float *)weights + index);
-    u16 half;
-    memcpy(&half, (const uint16_t *)weights + index, sizeof half);
-#if defined(__AVX512F__) /* said in its own words: gcc makes halves of it otherwise */
-    if (format == BF16) return (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
-    return (f32)_mm512_cvtph_ps((__m256i)half);
-#else
-    if (format == BF16) return (f32)(__builtin_convertvector(half, u32) << 16);
-    /* Exponent and mantissa move up; the product corrects the bias, and makes subnormals normal. */
-    u32 wide = __builtin_convertvector(half, u32);
-    f32 size = (f32)((wide & 0x7fff) << 13) * 0x1p112f;
-    return (f32)((u32)size | (wide & 0x8000) << 16);
-#endif
-}
-
-/* sums[r][p] += rows[r][0..inputs) * panels[p]; `panel` numbers lie between panels. */
+/* sums[r][p] += rows[r][0..inputs) * panels[p]; `panel` numbers lie between panels. Of a row, sums has VECTORS. */
 INLINE void dense_tile(const int R, const int P, const float *const *rows, const void *weights, size_t panel,
-                       struct ahead ahead, int inputs, const int format, f32 sums[][MOST_PANELS]) {
-    f32 sum[MOST_ROWS][MOST_PANELS];
+                       struct ahead ahead, int inputs, const enum format format, f32 *sums) {
+    const int V = P * PARTS;
+    f32 sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) sum[r][p] = sums[r][p];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sum[r][v] = sums[r * VECTORS + v];
     for (int k = 0; k < inputs; k++) {
-        f32 weight[MOST_PANELS];
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) {
-            weight[p] = widened(weights, p * panel + (size_t)k * LANES, format);
-            fetch(ahead, p * panel * (format == FP32 ? 4 : 2), k);
+        f32 weight[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            weight[v] = widened(weights, v / PARTS * panel + (size_t)k * LANES + v % PARTS * WIDTH, format);
+            if (v % PARTS == 0) fetch(ahead, v / PARTS * panel * (format == FP32 ? 4 : 2), k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) sum[r][p] += weight[p] * rows[r][k];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * rows[r][k];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) sums[r][p] = sum[r][p];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
 }
 
 /* Bytes of sixteen weights for one step of a tile: an input, or a vector of codes. */
@@ -105,81 +80,115 @@ INLINE size_t panel_bytes(const struct matrix *matrix) {
     return matrix->inputs / inputs_of_step * step_bytes(matrix->format);
 }
 
+/* Eight inputs of a vector of outputs, from `codes` on: bytes of the first four in `low`, of the others in `high`. */
+INLINE void load_codes(const uint8_t *codes, const int bits, i32 *low, i32 *high) {
+    memcpy(low, codes, sizeof *low);
+    if (bits == 8) memcpy(high, codes + LANES * 4, sizeof *high);
+    if (bits == 8) return;
+    *high = (i32)((u32)*low >> 4) & 0x0f0f0f0f;
+    *low &= 0x0f0f0f0f;
+}
+
+INLINE i32 add_products(i32 sum, i32 codes, const int8_t *values, const int bits) {
+    return bits == 8 ? add_bytes(sum, codes, repeated(values)) : add_small(sum, codes, repeated(values));
+}
+
+/* whole[r][v] += one block's products in integers, from input `k` of `values` and of the codes on. */
+INLINE void block_products(const int R, const int P, const int8_t *const *values, const uint8_t *codes, size_t panel,
+                           int k, struct ahead ahead, const int bits, i32 whole[][VECTORS]) {
+    const int V = P * PARTS, paired = PAIRS ? R / 2 * 2 : 0; /* rows that are multiplied two by two */
+#pragma GCC unroll 4
+    for (const int end = k + CODE_BLOCK; k < end; k += 8) {
+        i32 low[VECTORS], high[VECTORS]; /* all low ones first: no product waits for the one before it */
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const size_t first = v / PARTS * panel, at = first + (size_t)k * LANES * bits / 8;
+            load_codes(codes + at + v % PARTS * sizeof low[v], bits, &low[v], &high[v]);
+            if (v % PARTS == 0) fetch(ahead, first, (size_t)k * bits / 32);
+            if (v % PARTS == 0 && bits == 8) fetch(ahead, first, k / 4 + 1);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < paired; r += 2)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++)
+                add_pairs(&whole[r][v], &whole[r + 1][v], low[v], high[v], values[r] + k, values[r + 1] + k, bits);
+#pragma GCC unroll 8
+        for (int r = paired; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) whole[r][v] = add_products(whole[r][v], low[v], values[r] + k, bits);
+#pragma GCC unroll 8
+        for (int r = paired; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) whole[r][v] = add_products(whole[r][v], high[v], values[r] + k + 4, bits);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            if (r < paired && r % 2 == 0) split_pairs(&whole[r][v], &whole[r + 1][v]);
+            if (bits == 4) whole[r][v] = small_sums(whole[r][v]);
+        }
+}
+
 /* The same over codes: whole blocks in integers, then one product with both scales. A code of 8 bits is 128 too large:
  * what that adds to a block is known from the sum of the row's codes. So is what the offsets beside 4 bits add. */
 INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
-                         int panel, struct ahead ahead, const int bits, f32 sums[][MOST_PANELS]) {
-    const int block = CODE_BLOCK, blocks = matrix->inputs / block;
+                         int panel, struct ahead ahead, const int bits, f32 *sums) {
+    const int V = P * PARTS, blocks = matrix->inputs / CODE_BLOCK, row_blocks = x->stride / CODE_BLOCK;
     const size_t bytes = panel_bytes(matrix), of_block = bits == 4 ? 2 * LANES : LANES;
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
     const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * blocks * of_block;
-    const int row_blocks = x->stride / block;
     const int8_t *values[MOST_ROWS];
-    f32 sum[MOST_ROWS][MOST_PANELS];
+    f32 sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
         values[r] = x->codes + (size_t)(row + r) * x->stride;
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) sum[r][p] = (f32){0};
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sum[r][v] = (f32){0};
     }
     for (int b = 0; b < blocks; b++) {
-        i32 whole[MOST_ROWS][MOST_PANELS];
+        i32 whole[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++)
-                whole[r][p] = (i32){0} - (bits == 8 ? 128 * x->sums[(row + r) * row_blocks + b] : 0);
-#pragma GCC unroll 4
-        for (int step = 0; step < block; step += 32 / bits) {
-            const int k = b * block + step;
-            i32 low[MOST_PANELS], high[MOST_PANELS]; /* all low ones first: no product waits for the one before it */
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                memcpy(&low[p], codes + p * bytes + (size_t)k * LANES * bits / 8, sizeof low[p]);
-                fetch(ahead, p * bytes, (size_t)k * bits / 32);
-                if (bits == 4) {
-                    high[p] = (i32)((u32)low[p] >> 4) & 0x0f0f0f0f;
-                    low[p] &= 0x0f0f0f0f;
-                }
-            }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-                for (int p = 0; p < P; p++) whole[r][p] = dot4(whole[r][p], low[p], values[r] + k);
-            if (bits == 4)
+            for (int v = 0; v < V; v++)
+                whole[r][v] = (i32){0} - (bits == 8 ? (128 - BYTE_ZERO) * x->sums[(row + r) * row_blocks + b] : 0);
+        block_products(R, P, values, codes, bytes, b * CODE_BLOCK, ahead, bits, whole);
+        f32 scale[VECTORS], offset[VECTORS];
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-                    for (int p = 0; p < P; p++) whole[r][p] = dot4(whole[r][p], high[p], values[r] + k + 4);
-        }
-        f32 scale[MOST_PANELS], offset[MOST_PANELS];
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) {
-            const size_t at = ((size_t)p * blocks + b) * of_block;
-            scale[p] = widened(scales, at, FP16);
-            if (bits == 4) offset[p] = widened(scales, at + LANES, FP16);
-            __builtin_prefetch(scales + at + P * blocks * of_block, 0, 3); /* of the next panels */
+        for (int v = 0; v < V; v++) {
+            const size_t at = ((size_t)(v / PARTS) * blocks + b) * of_block + v % PARTS * WIDTH;
+            scale[v] = from_fp16(scales + at);
+            if (bits == 4) offset[v] = from_fp16(scales + at + LANES);
+            if (v % PARTS == 0) __builtin_prefetch(scales + at + P * blocks * of_block, 0, 3); /* of the next panels */
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const size_t at = (row + r) * row_blocks + b;
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                const f32 product = __builtin_convertvector(whole[r][p], f32);
-                sum[r][p] += product * (scale[p] * x->scales[at]);
-                if (bits == 4) sum[r][p] += offset[p] * x->totals[at];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                const f32 product = __builtin_convertvector(whole[r][v], f32);
+                sum[r][v] += product * (scale[v] * x->scales[at]);
+                if (bits == 4) sum[r][v] += offset[v] * x->totals[at];
             }
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) sums[r][p] = sum[r][p];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
+}
+
+/* Panels that a tile of so many rows takes at once: their sums must fit the registers. */
+INLINE int panels_at_once(int rows, int panels) {
+    return panels > 1 && rows * VECTORS <= MOST_SUMS ? MOST_PANELS : 1;
 }
 
 /* Call with every number of rows and panels as constants, so that a tile's sums stay in registers. */
-#define BOTH(R, panels, CALL) { if (panels == 2) CALL(R, 2) else CALL(R, 1) break; }
-#if defined(__AVX512F__)
+#define BOTH(R, panels, CALL)                                                                                          \
+    if (R > MOST_ROWS) break;                                                                                          \
+    if (R * VECTORS <= MOST_SUMS && panels == 2) CALL(R, 2) else CALL(R, 1)                                            \
+    break;
 #define EACH_TILE(rows, panels, CALL)                                                                                  \
     switch (rows) {                                                                                                    \
     case 1: BOTH(1, panels, CALL)                                                                                      \
@@ -191,38 +200,33 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
     case 7: BOTH(7, panels, CALL)                                                                                      \
     case 8: BOTH(8, panels, CALL)                                                                                      \
     }
-#else
-#define EACH_TILE(rows, panels, CALL)                                                                                  \
-    switch (rows) {                                                                                                    \
-    case 1: BOTH(1, panels, CALL)                                                                                      \
-    case 2: BOTH(2, panels, CALL)                                                                                      \
-    }
-#endif
 
 /* sums = up to MOST_ROWS rows, from `row` on, times up to MOST_PANELS panels: tile number `tile` of those that meet
- * these panels. */
+ * these panels. Of a row, sums has VECTORS. */
 static void multiply(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel, int panels,
-                     int tile, int tiles, f32 sums[][MOST_PANELS]) {
+                     int tile, int tiles, f32 *sums) {
     const float *values[MOST_ROWS];
     for (int r = 0; r < rows; r++) values[r] = x->values + (size_t)(row + r) * x->stride;
-    for (int r = 0; r < rows; r++)
-        for (int p = 0; p < panels; p++) sums[r][p] = (f32){0};
+    for (int v = 0; v < rows * VECTORS; v++) sums[v] = (f32){0};
     const size_t bytes = panel_bytes(matrix);
-    const char *weights = (const char *)matrix->weights + panel * bytes;
-    const struct ahead ahead = share(weights + panels * bytes, bytes, step_bytes(matrix->format), tile, tiles);
+    const char *weights = (const char *)matrix->weights + panel * bytes, *next = weights + panels * bytes;
+    for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
+        const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
+        step = panels_at_once(rows, panels - p);
 #define DENSE(R, P, FORMAT)                                                                                            \
     { dense_tile(R, P, values, weights, (size_t)matrix->inputs * LANES, ahead, matrix->inputs, FORMAT, sums); }
 #define FP32_TILE(R, P) DENSE(R, P, FP32)
 #define FP16_TILE(R, P) DENSE(R, P, FP16)
 #define BF16_TILE(R, P) DENSE(R, P, BF16)
-#define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, ahead, 8, sums); }
-#define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, ahead, 4, sums); }
-    switch (matrix->format) {
-    case FP32: EACH_TILE(rows, panels, FP32_TILE) break;
-    case FP16: EACH_TILE(rows, panels, FP16_TILE) break;
-    case BF16: EACH_TILE(rows, panels, BF16_TILE) break;
-    case INT8: EACH_TILE(rows, panels, INT8_TILE) break;
-    case INT4: EACH_TILE(rows, panels, INT4_TILE) break;
+#define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
+#define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
+        switch (matrix->format) {
+        case FP32: EACH_TILE(rows, step, FP32_TILE) break;
+        case FP16: EACH_TILE(rows, step, FP16_TILE) break;
+        case BF16: EACH_TILE(rows, step, BF16_TILE) break;
+        case INT8: EACH_TILE(rows, step, INT8_TILE) break;
+        case INT4: EACH_TILE(rows, step, INT4_TILE) break;
+        }
     }
 }
 
@@ -232,16 +236,15 @@ static void round_row(const struct rows *x, int row, int inputs, int block) {
     for (int b = 0; b * block < inputs; b++) {
         const float *values = x->values + (size_t)row * x->stride + b * block;
         f32 most = {0};
-        for (int k = 0; k < block; k += LANES) {
+        for (int k = 0; k < block; k += WIDTH) {
             f32 value = load(values + k);
             most = larger(most, larger(value, -value));
         }
         float peak = largest(most), step = peak > 1e-30f ? 127.0f / peak : 0.0f;
         i32 sum = {0};
-        for (int k = 0; k < block; k += LANES) {
+        for (int k = 0; k < block; k += WIDTH) {
             i32 code = nearest(load(values + k) * step);
-            i8 narrow = __builtin_convertvector(code, i8);
-            memcpy(x->codes + (size_t)row * x->stride + b * block + k, &narrow, sizeof narrow);
+            store_bytes(x->codes + (size_t)row * x->stride + b * block + k, code);
             sum += code;
         }
         x->scales[row * blocks + b] = peak / 127.0f;

@@ -6,7 +6,7 @@
 
 #define RUN 256 /* columns that are few enough to be added in fp32 */
 
-/* Sixteen columns; beyond the last one there is nothing. */
+/* A vector of columns; beyond the last one there is nothing. */
 INLINE f32 columns(const float *logits, int from, int size) {
     return load_some(logits + from, size - from, -INFINITY);
 }
@@ -14,7 +14,7 @@ INLINE f32 columns(const float *logits, int from, int size) {
 /* The largest of the columns that are numbers: `larger` takes its second operand where one of them is none. */
 static float highest(const float *logits, int size) {
     f32 most = splat(-INFINITY);
-    for (int from = 0; from < size; from += LANES) most = larger(columns(logits, from, size), most);
+    for (int from = 0; from < size; from += WIDTH) most = larger(columns(logits, from, size), most);
     return largest(most);
 }
 
@@ -33,10 +33,10 @@ static void rank(const float *logits, int size, int top, int64_t *ids, float *lo
     double total = 0;
     int count = 0;
     for (int first = 0; first < size; first += RUN) {
-        f32 sum = {0};
-        for (int from = first; from < first + RUN && from < size; from += LANES) {
+        f32 sum[PARTS] = {{0}};
+        for (int from = first, part = 0; from < first + RUN && from < size; from += WIDTH, part = (part + 1) % PARTS) {
             const f32 value = columns(logits, from, size);
-            sum += power_of_two((value - peak) * LOG2_E);
+            sum[part] += power_of_two((value - peak) * LOG2_E);
             uint32_t likely = not_below(value, count == top ? logprobs[top - 1] : -FLT_MAX);
             for (; likely; likely &= likely - 1) {
                 const int id = from + __builtin_ctz(likely);
@@ -48,7 +48,7 @@ static void rank(const float *logits, int size, int top, int64_t *ids, float *lo
                 ids[at] = id;
             }
         }
-        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        for (int lane = 0; lane < LANES; lane++) total += lane_of(sum, lane);
     }
     rank_rest(count, top, ids, logprobs);
     const float normalizer = peak + (float)log(total);

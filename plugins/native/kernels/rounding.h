@@ -1,10 +1,15 @@
-/* Weights rounded to 4 bits: for each block of inputs the scale and the offset, both fp16, that leave the smallest
- * square error. Sixteen outputs at a time: a lane belongs to one of them, so nothing is added across lanes. */
+/* Weights rounded to 8 and to 4 bits, in blocks of inputs. At 8 bits a block has an fp16 scale by which its largest
+ * weight fits. At 4 bits it has the scale and the offset, both fp16, that leave the smallest square error. A vector
+ * of outputs at a time: a lane belongs to one of them, so nothing is added across lanes. */
 #pragma once
 #include "matrix.h"
 
 #define LARGEST_CODE 15.0f
+#define SMALLEST_SCALE 0x1p-24f /* of fp16 */
 #define REFITS 2 /* of scale and offset to the codes that they gave */
+
+/* To the nearest integer, as `nearest` does and for the same numbers, but still floats. */
+INLINE f32 whole(f32 value) { return (settled(value) + WHOLE_ZERO) - WHOLE_ZERO; }
 
 /* The nearest fp16 numbers, ties to even, at most the largest one. */
 INLINE f32 halved(f32 value) {
@@ -21,9 +26,7 @@ struct affine {
 };
 
 INLINE f32 code_of(f32 weight, struct affine by, f32 inverse) {
-    f32 code = larger((weight - by.offset) * inverse, splat(0));
-    code = -larger(-code, splat(-LARGEST_CODE));
-    return __builtin_convertvector(nearest(code), f32);
+    return whole(smaller(larger((weight - by.offset) * inverse, splat(0)), splat(LARGEST_CODE)));
 }
 
 /* The squares of what a scale and an offset in fp16 leave of a block. */
@@ -53,11 +56,11 @@ INLINE struct affine refitted(const f32 *weights, struct affine by) {
     return (struct affine){choose(fits, scale, by.scale), choose(fits, offset, by.offset)};
 }
 
-/* One block of sixteen outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
+/* One block of WIDTH outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
 static struct affine search_affine(const f32 *weights, const float *shares, int count) {
     f32 least = weights[0], most = weights[0];
-    for (int k = 1; k < CODE_BLOCK; k++) least = -larger(-least, -weights[k]), most = larger(most, weights[k]);
-    const f32 smallest = splat(0x1p-24f);
+    for (int k = 1; k < CODE_BLOCK; k++) least = smaller(least, weights[k]), most = larger(most, weights[k]);
+    const f32 smallest = splat(SMALLEST_SCALE);
     struct affine best = {smallest, halved(least)};
     f32 error = splat(INFINITY);
     for (int at = 0; at < count; at++) {
@@ -76,6 +79,33 @@ static struct affine search_affine(const f32 *weights, const float *shares, int 
     return best;
 }
 
+/* A block of up to WIDTH outputs, by inputs; lanes without an output are zero. */
+INLINE void gather_block(const float *weights, int lanes, int inputs, f32 *block) {
+    memset(block, 0, CODE_BLOCK * sizeof *block);
+    for (int lane = 0; lane < lanes; lane++)
+        for (int k = 0; k < CODE_BLOCK; k++) block[k][lane] = weights[(size_t)lane * inputs + k];
+}
+
+/* A matrix of floats [outputs][inputs] as codes [outputs][inputs] from -128 to 127, with scales [outputs][inputs / 32]
+ * of fp16 numbers. */
+void draftwood_round8(const float *weights, int outputs, int inputs, int8_t *codes, float *scales) {
+    const int blocks = inputs / CODE_BLOCK;
+    for (int output = 0; output < outputs; output += WIDTH)
+        for (int b = 0; b < blocks; b++) {
+            const int lanes = outputs - output < WIDTH ? outputs - output : WIDTH;
+            const size_t first = (size_t)output * inputs + b * CODE_BLOCK;
+            f32 block[CODE_BLOCK], peak = {0};
+            gather_block(weights + first, lanes, inputs, block);
+            for (int k = 0; k < CODE_BLOCK; k++) peak = larger(peak, larger(block[k], -block[k]));
+            const f32 scale = larger(halved(choose(peak > 0, peak / 127.0f, splat(1))), splat(SMALLEST_SCALE));
+            for (int k = 0; k < CODE_BLOCK; k++) {
+                const f32 code = whole(smaller(larger(block[k] / scale, splat(-128)), splat(127)));
+                for (int lane = 0; lane < lanes; lane++) codes[first + (size_t)lane * inputs + k] = (int8_t)code[lane];
+            }
+            for (int lane = 0; lane < lanes; lane++) scales[(size_t)(output + lane) * blocks + b] = scale[lane];
+        }
+}
+
 /* A matrix of floats [outputs][inputs] as codes [outputs][inputs] from 0 to 15, with scales and offsets,
  * [outputs][inputs / 32], of fp16 numbers.
  *
@@ -84,13 +114,12 @@ static struct affine search_affine(const f32 *weights, const float *shares, int 
 void draftwood_round(const float *weights, int outputs, int inputs, const float *shares, int count,
                      const float *feedback, uint8_t *codes, float *scales, float *offsets, float *left) {
     const int blocks = inputs / CODE_BLOCK;
-    for (int output = 0; output < outputs; output += LANES)
+    for (int output = 0; output < outputs; output += WIDTH)
         for (int b = 0; b < blocks; b++) {
-            const int lanes = outputs - output < LANES ? outputs - output : LANES;
+            const int lanes = outputs - output < WIDTH ? outputs - output : WIDTH;
             const size_t first = (size_t)output * inputs + b * CODE_BLOCK;
-            f32 block[CODE_BLOCK] = {0};
-            for (int lane = 0; lane < lanes; lane++)
-                for (int k = 0; k < CODE_BLOCK; k++) block[k][lane] = weights[first + (size_t)lane * inputs + k];
+            f32 block[CODE_BLOCK];
+            gather_block(weights + first, lanes, inputs, block);
             const struct affine by = search_affine(block, shares, count);
             const f32 inverse = 1.0f / by.scale;
             for (int k = 0; k < CODE_BLOCK; k++) {

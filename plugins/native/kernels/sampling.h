@@ -14,18 +14,18 @@ double draftwood_softmax(const float *logits, int size, double temperature, floa
     double total = 0;
     if (!isfinite(peak)) return NAN;
     for (int first = 0; first < size; first += RUN) {
-        f32 sum = {0};
-        for (int from = first; from < first + RUN && from < size; from += LANES) {
+        f32 sum[PARTS] = {{0}};
+        for (int from = first, part = 0; from < first + RUN && from < size; from += WIDTH, part = (part + 1) % PARTS) {
             f32 power = (columns(logits, from, size) * 0.5f - peak * 0.5f) * factor;
             f32 limited = larger(splat(FAINT), power);
             f32 weight = from_on(power, FAINT, normal_power_of_two(limited));
             numbers += limited; /* is NaN where a logit is */
             store_some(weights + from, weight, size - from);
-            sum += weight;
+            sum[part] += weight;
         }
-        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        for (int lane = 0; lane < LANES; lane++) total += lane_of(sum, lane);
     }
-    for (int lane = 0; lane < LANES; lane++)
+    for (int lane = 0; lane < WIDTH; lane++)
         if (isnan(numbers[lane])) return NAN;
     return total;
 }
@@ -39,7 +39,7 @@ int draftwood_likely(const float *logits, int size, double temperature, double s
     const float least = (float)fmax(peak + temperature * log(share), -FLT_MAX);
     int count = 0;
     if (!isfinite(peak)) return -1;
-    for (int first = 0; first < size; first += LANES) {
+    for (int first = 0; first < size; first += WIDTH) {
         uint32_t left = not_below(columns(logits, first, size), least);
         for (; left; left &= left - 1) {
             const int id = first + __builtin_ctz(left);

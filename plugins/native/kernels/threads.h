@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include "memory.h"
 
 #define MOST_THREADS 64
 #define MOST_PHASES 4096
@@ -121,8 +122,7 @@ static struct team *teams[MOST_THREADS + 1];
 static struct team *open_team(int threads) {
     pthread_mutex_lock(&registry);
     struct team *team = teams[threads];
-    if (!team && (team = aligned_alloc(64, sizeof *team))) {
-        memset(team, 0, sizeof *team);
+    if (!team && (team = allocate(sizeof *team))) {
         pthread_mutex_init(&team->pass, NULL);
         pthread_mutex_init(&team->sleep, NULL);
         pthread_cond_init(&team->wake, NULL);
@@ -152,7 +152,7 @@ static void close_team(struct team *team) {
         pthread_cond_broadcast(&team->wake);
         pthread_mutex_unlock(&team->sleep);
         for (int thread = 1; thread < team->threads; thread++) pthread_join(team->helpers[thread], NULL);
-        free(team);
+        release(team);
     }
     pthread_mutex_unlock(&registry);
 }

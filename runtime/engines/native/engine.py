@@ -174,10 +174,10 @@ class NativeEngine(SoloEngine):
     def results(self, outputs: int, cache: NativeKVCache) -> Results:
         """Allocate the buffers of a pass over `cache` that scores `outputs` rows."""
         model, names = self.spec.model, self.spec.outputs
-        columns = bindings.top_columns(model.vocab_size)
+        columns = bindings.top_columns(model.num_logits)
         ranked = bindings.TOP_IDS.name in names
         headed = bindings.ACCEPTANCE.name in names
-        logits = np.zeros((outputs, model.vocab_size), np.float32)
+        logits = np.zeros((outputs, model.num_logits), np.float32)
         acceptance = np.zeros(outputs, np.float32) if headed else None
         ids = np.zeros((outputs, columns), np.int64) if ranked else None
         logprobs = np.zeros((outputs, columns), np.float32) if ranked else None

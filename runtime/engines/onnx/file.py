@@ -82,7 +82,7 @@ def check_graph(path: Path, spec: EngineSpec) -> None:
 def expected_tensors(spec: EngineSpec) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
     """The inputs and outputs of a graph in the additive form."""
     model = spec.model
-    sizes = {"1": 1, "V": model.vocab_size, "K": bindings.top_columns(model.vocab_size)}
+    sizes = {"1": 1, "V": model.num_logits, "K": bindings.top_columns(model.num_logits)}
     sizes |= {"H_kv": model.num_kv_heads, "D": model.head_dim}
 
     def tensor(binding: Binding) -> TensorType:

@@ -149,8 +149,8 @@ class OnnxRuntimeEngine(SoloEngine):
         binding = session.io_binding()
         keep_alive: list[Any] = []
 
-        sizes = {"B": 1, "1": 1, "T": width, "S": columns, "C": capacity, "R": outputs, "V": model.vocab_size}
-        sizes |= {"N": self.spec.max_batch, "4": 4, "K": bindings.top_columns(model.vocab_size)}
+        sizes = {"B": 1, "1": 1, "T": width, "S": columns, "C": capacity, "R": outputs, "V": model.num_logits}
+        sizes |= {"N": self.spec.max_batch, "4": 4, "K": bindings.top_columns(model.num_logits)}
 
         def buffer(item: bindings.Binding, bind: Callable[[str, Any], None]) -> NDArray[Any]:
             array = np.zeros([sizes[axis] for axis in item.shape], item.dtype)

@@ -96,7 +96,7 @@ def scratch_bytes(spec: EngineSpec) -> int:
 def buffer_bytes(spec: EngineSpec) -> int:
     """The bytes that passes need regardless of the number of slots: logits for every width, twice because sampling
     makes a copy of them."""
-    return 2 * 4 * spec.model.vocab_size * sum(spec.widths)
+    return 2 * 4 * spec.model.num_logits * sum(spec.widths)
 
 
 def limit_arenas() -> None:

@@ -223,6 +223,7 @@ class OpenAIApi:
     ) -> list[RequestStream]:
         """Queue all choices, or none."""
         params = body.sampling_params(default_max_tokens, self._vocab_size)
+        grammar = await self._async_llm.compile(params.structured)
         streams: list[RequestStream] = []
         call = object()
         try:
@@ -238,6 +239,7 @@ class OpenAIApi:
                         user=body.client,
                         cache_salt=body.cache_salt,
                         call=call,
+                        grammar=grammar,
                     )
                     streams.append(stream)
         except DraftwoodError:

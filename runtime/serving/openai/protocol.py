@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator
 
 from ....models.errors import RequestError, shown
 from ...llm import Prompt, Speculation, is_batch
-from ...sampling.sampler import (
+from ...sampling.params import (
     LARGEST_COUNT,
     LARGEST_SEED,
     MAX_STOP_LENGTH,
@@ -27,9 +27,11 @@ from ...sampling.sampler import (
     LogitsProcessor,
     SamplingParams,
 )
+from ...sampling.structured import StructuredOutput
 from ...speculation.bounds import check_bounds
 from ...speculation.config import SpeculativeConfig
 from ...text.conversation import Role
+from .forms import ResponseFormat, Strict, StructuredOutputs
 
 # Known fields that never change the text.
 IGNORED = {
@@ -61,7 +63,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "priority": (0,),
     "repeat_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
@@ -75,6 +76,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 16
 MAX_SALT = 1024
+GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's older names are guided_json, …
 
 MAX_USER = 512  # characters
 
@@ -82,23 +84,6 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH
 User = Annotated[str, StringConstraints(max_length=MAX_USER)]
 # Without fail_fast a wrong list would produce one error message per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
-
-
-class Strict(BaseModel):
-    """Strict JSON types: no "1" for 1, no 1 for true, no NaN. A field that is null counts as left out."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, content: Any) -> Any:
-        if not isinstance(content, dict):
-            return content
-        return {name: value for name, value in content.items() if not cls._is_neutral(name, value)}
-
-    @classmethod
-    def _is_neutral(cls, name: str, value: Any) -> bool:
-        return value is None
 
 
 class Body(Strict):
@@ -149,6 +134,12 @@ class GenerationBody(Body, ABC):
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT)] | None = Field(
         None, description="cache rows are shared only among requests with an equal salt"
     )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="structured_outputs.json by an older name")
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
     # Fields of this server only.
     speculative: Literal[False] | dict[str, Any] | None = Field(
         None, description="SpeculativeConfig's fields for this request; false or null for plain decoding"
@@ -191,8 +182,19 @@ class GenerationBody(Body, ABC):
             values["seed"] = None
         if self.logit_bias:
             values["logits_processors"] = (logit_bias(self.logit_bias, vocab_size),)
+        values["structured"] = self.structured()
         values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
         return SamplingParams(**values, max_tokens=self.token_limit or default_max_tokens, logprobs=self.num_logprobs)
+
+    def structured(self) -> StructuredOutput | None:
+        """The form that the body demands, by any of its names. Raises RequestError."""
+        given = {name: getattr(self, f"guided_{name}") for name in GUIDED}
+        older = StructuredOutputs(**given) if any(value is not None for value in given.values()) else None
+        forms = [each.structured() for each in (self.response_format, self.structured_outputs, older) if each]
+        demanded = [form for form in forms if form is not None]
+        if len(demanded) > 1:
+            raise RequestError("response_format, structured_outputs and guided_… demand two forms: send one of them")
+        return demanded[0] if demanded else None
 
     def speculation(self) -> Speculation:
         """The request's settings of speculation. Raises RequestError or ConfigError."""

@@ -24,7 +24,7 @@ from ...engines.shared.memory import OutOfMemoryError
 from ...llm import LLM
 from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
 from ...requests.stream import to_exception
-from ...sampling.sampler import SamplingParams
+from ...sampling.params import SamplingParams
 from ...text.writer import StreamChunk
 from ..json_text import parse as parse_json
 from .contract import OPTIONAL_INPUTS, PROMPT, ModelSettings

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import RequestError, shown
-from ...sampling.sampler import SamplingParams
+from ...sampling.params import SamplingParams
 from ...speculation.bounds import MAX_PROPOSAL, check_bounds
 from ...speculation.config import SpeculativeConfig
 from ..json_text import parse
@@ -261,9 +261,10 @@ LISTS = {spec.name for spec in OPTIONAL_INPUTS if spec.dims == VARIABLE}
 FLAGS = {spec.name for spec in OPTIONAL_INPUTS if spec.data_type == "TYPE_BOOL"} - {*NEUTRAL, *WITHOUT_EFFECT}
 SAMPLING = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SamplingParams)} | {"stop": texts}
 SPECULATION = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SpeculativeConfig)}
+UNSERVED = ("logits_processors", "logprobs", "structured")
 # Every setting of a request -> the function that converts its value.
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    **{name: kind for name, kind in SAMPLING.items() if name not in ("logits_processors", "logprobs")},
+    **{name: kind for name, kind in SAMPLING.items() if name not in UNSERVED},
     **SPECULATION,
     **{name: boolean for name in sorted(FLAGS)},
     "cache_salt": named,

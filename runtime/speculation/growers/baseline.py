@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
-from ...sampling.sampler import Sampler, largest
 from ..graph.token_graph import ROOT, Best, TokenGraph
+from .draft_vocabulary import DraftSampler
 from .drawing import drawings
 from .gsd import NO_MERGER, Merger
 
@@ -25,7 +25,12 @@ class Grower(Protocol):
         """The nodes of the next draft pass; empty when growth has ended."""
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         """Add children to `nodes`. Row i of `output`: the draft's prediction after nodes[i]."""
 
@@ -50,7 +55,12 @@ class StaticTree:
         return [node for node in self._layer if self._children[self._positions[node]]]
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         self._layer = []
         for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
@@ -82,13 +92,20 @@ class RankedStaticTree(StaticTree):
     """The same shape for temperature 0: the children of a node are its most probable tokens, best first."""
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         self._layer = []
         most = max(len(self._children[self._positions[node]]) for node in nodes)
         ids, logprobs = rank_children(graph, nodes, output, sampler, most)
         for row, node in enumerate(nodes):
             for column, position in enumerate(self._children[self._positions[node]][: ids.shape[1]]):
+                if logprobs[row, column] == -math.inf:
+                    break
                 self._place(graph, node, int(ids[row, column]), math.exp(logprobs[row, column]), position)
 
 
@@ -125,7 +142,12 @@ class BestFirst:
         return sorted(useful, key=lambda node: -graph.values[node])[: self.width]
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         ids, logprobs = rank_children(graph, nodes, output, sampler, self.width)
         offered = []
@@ -150,20 +172,15 @@ class BestFirst:
 
 
 def rank_children(
-    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, width: int
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: DraftSampler, width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The most probable tokens after each node and their log-probabilities, each [nodes, <= width], best first. The
-    engine's ranking is used unless logits processors or penalties of the request change it."""
+    engine's ranking is used unless the request changes logits. A token that may not follow has -inf."""
     columns = 0 if output.top_ids is None else output.top_ids.shape[1]
     if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path and width <= columns:
         return output.top_ids[: len(nodes), :width], output.top_logprobs[: len(nodes), :width].astype(np.float64)
-    ids, logprobs = [], []
-    for row, node in enumerate(nodes):
-        scores = sampler.log_probabilities(output.logits[row], graph.path(node))
-        best = largest(scores, width)
-        ids.append(best)
-        logprobs.append(scores[best])
-    return np.stack(ids), np.stack(logprobs)
+    ranked = [sampler.ranking(output.logits[row], graph.path(node), width) for row, node in enumerate(nodes)]
+    return np.stack([ids for ids, _ in ranked]), np.stack([logprobs for _, logprobs in ranked])
 
 
 def chain(length: int) -> tuple[int, ...]:

@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 
 from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
-from ...sampling.sampler import Sampler
 from ..graph.token_graph import ROOT, Best, TokenGraph
 from ..planning.calibration import Estimate, uncorrected
+from .draft_vocabulary import DraftSampler
 from .drawing import Drawing, drawings
 from .gsd import NO_MERGER, Merger
 
@@ -54,7 +54,12 @@ class DySpecHeap:
         return [self._sites[0][2]] if self._sites and len(graph) <= self.m else []
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
             self._drawings[node] = drawing
@@ -66,6 +71,8 @@ class DySpecHeap:
                 return  # the draft must score this node before a token can be drawn below it
             heapq.heappop(self._sites)
             drawing = self._drawings[node]
+            if drawing.exhausted:  # nothing may follow this node
+                continue
             y, share, R = drawing.draw(stream)
             a = self.estimate(drawing.drawn - 1, share)
             gain = log_v - graph.values[node]
@@ -120,7 +127,12 @@ class DySpecLayers:
         return useful[: self.width]
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         self._layer = []
         for node in nodes if self.head else ():
@@ -129,6 +141,9 @@ class DySpecLayers:
                 self._reach[node] = head_value(graph, node)
                 self._best.offer(self._reach[node])
         below, sites = open_sites(graph, nodes, output, sampler, self._reach)
+        for node in nodes:
+            if below[node].exhausted:  # the first child that was offered for this node does not exist
+                self._best.withdraw(self._reach[node])
         while sites:
             log_v, node = -sites[0][0], sites[0][1]
             drawing = below[node]
@@ -184,7 +199,12 @@ class DySpecThreshold:
         return sorted(useful, key=lambda node: -self._reach[node])[: self.width]
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         self._layer = []
         if self.head:
@@ -216,13 +236,14 @@ class DySpecThreshold:
 
 
 def open_sites(
-    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, reach: Mapping[int, float]
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: DraftSampler, reach: Mapping[int, float]
 ) -> tuple[dict[int, Drawing], list[tuple[float, int]]]:
-    """The Drawing of each node of a layer, and the first site below each node as a heap of (-log v, node); sites of
-    equal value are in creation order."""
-    sites = [(-reach[node], node) for node in nodes]
+    """The Drawing of each node of a layer, and the first site below each node that anything may follow, as a heap of
+    (-log v, node); sites of equal value are in creation order."""
+    below = dict(zip(nodes, drawings(graph, nodes, output, sampler), strict=True))
+    sites = [(-reach[node], node) for node in nodes if not below[node].exhausted]
     heapq.heapify(sites)
-    return dict(zip(nodes, drawings(graph, nodes, output, sampler), strict=True)), sites
+    return below, sites
 
 
 def replace_top(sites: list[tuple[float, int]], drawing: Drawing, log_v: float) -> None:

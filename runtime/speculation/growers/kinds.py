@@ -15,6 +15,7 @@ from .gsd import NO_MERGER, GraphMerger, Merger, UnexpandedMerger
 Topology = tuple[int, ...]
 DRAWN_CHAIN, DRAWN_TREE = "drawn chain", "drawn tree"
 DRAWN_GRAPH = "drawn graph"  # merged branches share their draws
+LOOKUP = "lookup"
 CHOSEN_GRAPH = "chosen graph"  # tokens are chosen by probability, or merges by the drawn tokens
 
 
@@ -47,7 +48,8 @@ class GrowerKind:
     """draw, choose: make the grower above temperature 0, and at temperature 0. proposal: the kind of the drawn
     proposals, a key of `config.LOSSLESS`; merged: the same with GSD. shape: makes the topology of a fixed shape from
     `branching` and `topology`. layered: whether a draft pass scores a whole layer, so that the depth can be planned.
-    by_value: whether estimates of acceptance decide where to draw."""
+    by_value: whether estimates of acceptance decide where to draw. drafts: whether a draft proposes; without one, draw
+    and choose are never called."""
 
     draw: Callable[[Growth], Grower]
     choose: Callable[[Growth], Grower] = best_first
@@ -56,6 +58,7 @@ class GrowerKind:
     shape: Callable[[Topology, Topology], Topology] | None = None
     layered: bool = True
     by_value: bool = False
+    drafts: bool = True
 
     @property
     def is_chain(self) -> bool:
@@ -69,6 +72,8 @@ class GrowerKind:
 
     def rows(self, limits: Growth) -> list[int]:
         """The most nodes that the draft scores in each pass of a round."""
+        if not self.drafts:
+            return []
         if self.shape is not None:
             depths = depths_of(limits.shape)
             return [depths.count(depth) for depth in range(1, max(depths))]
@@ -95,6 +100,7 @@ KINDS = {
     "k-ary": fixed_shape(lambda branching, _: k_ary(branching)),
     "static": fixed_shape(lambda _, topology: topology),
     "topk": GrowerKind(best_first, proposal=CHOSEN_GRAPH),
+    LOOKUP: GrowerKind(best_first, proposal=CHOSEN_GRAPH, drafts=False),  # the chain that a prompt lookup found
     "dyspec": GrowerKind(
         lambda g: DySpecLayers(g.size, g.depth, g.width, g.estimate, g.head, g.merger()), by_value=True
     ),

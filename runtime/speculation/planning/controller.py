@@ -180,13 +180,16 @@ class Controller:
             return passes.of(rows * sharing, spanned) / sharing
 
         self._plain_seconds = float(part(self._costs.target, np.array(1))) + self._host.plain
-        self._draft_alone = self._costs.draft.of(np.arange(1, self._costs.draft.widths[-1] + 1), spanned).tolist()
+        draft = self._costs.draft if shapes.frontier else None  # a prompt lookup has no draft passes
+        self._draft_alone = [0.0] if draft is None else draft.of(np.arange(1, draft.widths[-1] + 1), spanned).tolist()
         depths = np.arange(1, shapes.depth + 1)
         sizes = np.array([1] * shapes.chain + list(shapes.sizes))
         tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
         tokens[: int(shapes.chain)] = depths
         tokens += shapes.given
-        first = part(self._costs.draft, np.array(2))  # two rows: the root, and often the last accepted token
-        further = part(self._costs.draft, np.minimum(sizes, shapes.frontier))
         verify = part(self._costs.target, tokens + 1) + self._host.round + self._host.token * tokens
-        self._seconds = first + (depths - 1) * further[:, None] + verify
+        self._seconds = verify
+        if draft is not None:
+            first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
+            further = part(draft, np.minimum(sizes, shapes.frontier))
+            self._seconds = first + (depths - 1) * further[:, None] + verify

@@ -86,12 +86,13 @@ class HostCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of both engines on one machine. greedy, sampled: host time at temperature 0 and above. machine: see
-    `fingerprint` of `bundle/costs.py`; empty if nothing was measured. spread: for each pass, the upper quartile of its
-    repeated measurements over the least; of these the median over all passes. None if unknown."""
+    """Costs of both engines on one machine. draft: None for a bundle without one. greedy, sampled: host time at
+    temperature 0 and above. machine: see `fingerprint` of `bundle/costs.py`; empty if nothing was measured. spread: for
+    each pass, the upper quartile of its repeated measurements over the least; of these the median over all passes. None
+    if unknown."""
 
     target: PassCosts
-    draft: PassCosts
+    draft: PassCosts | None
     greedy: HostCosts
     sampled: HostCosts
     machine: Mapping[str, str | int]
@@ -102,7 +103,7 @@ class CostModel:
             raise ValueError(f"spread must be a number above 0, not {self.spread}")
 
 
-def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:
+def assumed(target: LlamaConfig, draft: LlamaConfig | None) -> CostModel:
     """Costs without a measurement: every pass reads all weights once at a usual memory bandwidth, and each further row
     adds a little."""
 
@@ -110,4 +111,5 @@ def assumed(target: LlamaConfig, draft: LlamaConfig) -> CostModel:
         once = 4 * num_parameters(model) / BYTES_PER_SECOND + 1e-4
         return PassCosts(ASSUMED_ROWS, (0,), (tuple(once * (1 + ROW_SHARE * (rows - 1)) for rows in ASSUMED_ROWS),))
 
-    return CostModel(passes(target), passes(draft), HostCosts(5e-5, 1e-4, 1e-5), HostCosts(8e-5, 1.5e-4, 4e-5), {})
+    own = None if draft is None else passes(draft)
+    return CostModel(passes(target), own, HostCosts(5e-5, 1e-4, 1e-5), HostCosts(8e-5, 1.5e-4, 4e-5), {})

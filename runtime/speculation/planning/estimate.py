@@ -35,7 +35,8 @@ STEPS = 40  # resolution of α and of ρ for the prior of trees
 
 class Shapes(NamedTuple):
     """The proposals to choose from: chains, if `chain` is true, and trees of the given `sizes` in tokens, ascending.
-    depth: greatest depth. frontier: rows of a draft pass. given: additional tokens from a prompt lookup."""
+    depth: greatest depth. frontier: rows of a draft pass, 0 without a draft. given: additional tokens from a prompt
+    lookup."""
 
     sizes: tuple[int, ...]
     depth: int

@@ -31,7 +31,7 @@ from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.llm import LLM
-from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 PROMPTS = ["hello", "a rather longer prompt than that", "the cat", "once", "x y z"]

@@ -15,8 +15,9 @@ from draftwood.models.errors import RequestError
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, SeededStream, seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 V, PROMPT = 8, (0, 1)

@@ -21,7 +21,8 @@ from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.shared.pool import PooledEngine
-from draftwood.runtime.llm import Prompt, SharedEngines
+from draftwood.runtime.llm import Prompt
+from draftwood.runtime.request_engines import SharedEngines
 from draftwood.runtime.requests.async_llm import AsyncLLM
 from draftwood.runtime.text.tokenizer import Tokenizer
 from draftwood.runtime.text.writer import TextWriter

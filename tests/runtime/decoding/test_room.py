@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Round
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 V, PROMPT = 4, (0, 1)

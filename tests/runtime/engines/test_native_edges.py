@@ -113,7 +113,10 @@ def logits_behind(engine: NativeEngine, length: int, value: float) -> NDArray[np
     return logits.copy()
 
 
-@pytest.mark.parametrize("march", [pytest.param("-march=native", marks=pytest.mark.full), "-march=x86-64"])
+@pytest.mark.parametrize(
+    "march",
+    [*(pytest.param(each, marks=pytest.mark.full) for each in ("-march=native", "-march=x86-64")), "-march=x86-64-v3"],
+)
 def test_no_access_out_of_bounds_and_no_undefined_behaviour(march: str, tmp_path: Path) -> None:
     """native_edges.c drives every function the library exports, over the edges of every shape."""
     program = tmp_path / "edges"

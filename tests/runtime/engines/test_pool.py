@@ -23,8 +23,9 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 VOCAB = 12

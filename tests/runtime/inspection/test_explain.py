@@ -25,8 +25,9 @@ from draftwood.runtime.decoding.round import (
 )
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.inspection.explain import ExplainedRound
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.cost import CostModel
 from draftwood.runtime.text.tokenizer import Tokenizer, token_texts

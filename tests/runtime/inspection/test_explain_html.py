@@ -12,7 +12,7 @@ from explanations import CONFIGS, EVIL, GREEDY, WARM, explained
 
 from draftwood.cli.main import main
 from draftwood.runtime.inspection.explain_html import HEIGHT, WIDTH, lay_out, to_html
-from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftwood.models.errors import RequestError
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import BLOCK, SeededStream
-from draftwood.runtime.sampling.sampler import LIKELY, NEGLIGIBLE, Candidates, Sampler, SamplingParams, largest, nucleus
+from draftwood.runtime.sampling.sampler import LIKELY, NEGLIGIBLE, Candidates, Sampler, largest, nucleus
 from draftwood.runtime.sampling.softmax import NumpySoftmax, Weights
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.growers.drawing import Drawing

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from draftwood.models.errors import RequestError
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from draftwood.plugins.native.library import FEW, NativeLibrary
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.native.engine import NativeSoftmax
 from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.sampling.softmax import NumpySoftmax, Weights, softmax_of
 from draftwood.runtime.speculation.config import SpeculativeConfig
 

@@ -194,7 +194,7 @@ def test_a_biased_token_is_chosen(client: Any, llm: LLM) -> None:
     [
         ({"model": "gpt-4"}, 404, "'tiny'"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, 400, "response_format"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"temperature": -1}, 400, "temperature"),
         ({"n": 129}, 400, "n: "),
@@ -205,7 +205,7 @@ def test_a_biased_token_is_chosen(client: Any, llm: LLM) -> None:
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "shorten it"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]}, 400, "'text'"),
-        ({"extra_body": {"guided_json": {}}}, 400, "guided_json is not supported"),
+        ({"extra_body": {"guided_decoding_backend": "x"}}, 400, "guided_decoding_backend is not supported"),
         ({"extra_body": {"speculative": {"grow": "topk", "verify": "block"}}}, 400, "not lossless"),
         ({"extra_body": {"speculative": {"max_total_draft_tokens": 500}}}, 400, "widest pass"),
         ({"extra_body": {"speculative": {"key": "head"}}}, 400, "acceptance head"),

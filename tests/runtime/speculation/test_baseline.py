@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from draftwood.runtime.engines.base import ForwardOutput
 from draftwood.runtime.engines.passes import run
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.graph.token_tree import unroll

@@ -14,8 +14,9 @@ from fakes import FakeEngine, mixture, random_model
 
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
@@ -151,6 +152,7 @@ def test_no_plan_is_deeper_than_there_is_room() -> None:
 
 def test_costs_follow_the_context() -> None:
     costs = table(1.0, 0.1)
+    assert costs.draft is not None
     dearer = PassCosts(costs.draft.widths, (0, 1000), (costs.draft.seconds[0], (9.0,) * len(costs.draft.widths)))
     longer = CostModel(costs.target, dearer, FREE, FREE, {})
     controller = Controller(longer, CHAIN, greedy=True)

@@ -134,6 +134,7 @@ def test_the_limits_themselves_are_taken() -> None:
 def test_a_table_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     assert read_costs(tmp_path) is None
     costs = table(1.0, 0.125)
+    assert costs.draft is not None
     costs = replace(costs, draft=replace(costs.draft, padded=False), spread=1.25)
     write_costs(costs, tmp_path)
     assert read_costs(tmp_path) == costs
@@ -256,7 +257,9 @@ def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
     small = LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 10000.0)
     large = LlamaConfig(32000, 1024, 2816, 12, 16, 4, 64, 2048, 1e-5, 10000.0)
     costs = assumed(large, small)
+    assert assumed(large, None) == replace(costs, draft=None)
     for passes, model in ((costs.target, large), (costs.draft, small)):
+        assert passes is not None
         once = 1e-4 + 4 * num_parameters(model) / 40e9
         for rows in (1, 2, 4, 8, 16, 32, 64):
             assert passes.at(rows, 0) == pytest.approx(once * (1 + 0.06 * (rows - 1)), rel=1e-12)

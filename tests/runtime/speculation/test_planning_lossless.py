@@ -9,7 +9,7 @@ from controllers import CHAIN, choices
 from costs import table
 from enumeration import decoded, pair, total_variation
 
-from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts

@@ -13,11 +13,13 @@ from enumeration import PROMPT, decoded, outcomes, pair, total_variation
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStream, RandomStreams
-from draftwood.runtime.sampling.sampler import Sampler, SamplingParams
+from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_graph import Edge, TokenGraph
 from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
+from draftwood.runtime.speculation.growers.draft_vocabulary import DraftSampler
 from draftwood.runtime.speculation.growers.dyspec import DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import UnexpandedMerger
 from draftwood.runtime.speculation.planning.calibration import Estimate, uncorrected
@@ -63,7 +65,12 @@ class Tampered(StaticTree, ABC):
     """Changes the edges below a node once they are drawn."""
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         super().expand(graph, nodes, output, sampler, stream)
         for node in nodes:
@@ -99,7 +106,12 @@ class GreedyDraws(StaticTree):
     """Takes the most probable token and pretends that it was drawn."""
 
     def expand(
-        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: Sampler, stream: RandomStream
+        self,
+        graph: TokenGraph,
+        nodes: Sequence[int],
+        output: ForwardOutput,
+        sampler: DraftSampler,
+        stream: RandomStream,
     ) -> None:
         class ArgMax:
             def categorical(self, probabilities: Any) -> int:

@@ -27,7 +27,7 @@ def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatTemplate]:
     template = ChatTemplate(LOOP)
     yield template
     template.close()
-    assert not template._processes
+    assert not template._pool._processes
 
 
 def test_one_process_serves_many_conversations() -> None:
@@ -35,7 +35,7 @@ def test_one_process_serves_many_conversations() -> None:
     assert [template.render({"x": number, "y": "\ud83d"}) for number in range(3)] == [
         f'{number}\u00e9"\ud83d"' for number in range(3)
     ]
-    assert len(template._processes) == 1
+    assert len(template._pool._processes) == 1
     template.close()
     with pytest.raises(RequestError, match="given up"):
         template.render({})
@@ -66,7 +66,7 @@ def test_what_eats_memory_is_refused(source: str, reason: str) -> None:
 def test_a_loop_is_ended_and_the_next_conversation_has_a_new_process(template: ChatTemplate) -> None:
     with pytest.raises(RequestError, match="within 1 s"):
         template.render({"loop": True})
-    assert not template._processes
+    assert not template._pool._processes
     assert template.render({"loop": False}) == "ok"
 
 
@@ -74,7 +74,7 @@ def test_loops_that_keep_others_waiting_end_sooner(template: ChatTemplate, monke
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)
     with ThreadPoolExecutor(PROCESSES) as threads:
         loops = [threads.submit(template.render, {"loop": True}) for _ in range(PROCESSES)]
-        wait_for(lambda: len(template._processes) == PROCESSES and not template._idle)
+        wait_for(lambda: len(template._pool._processes) == PROCESSES and not template._pool._idle)
         assert template.render({"loop": False}) == "ok"
         assert any("within 0.3 s" in str(loop.exception()) for loop in loops if loop.done())
         template.close()
@@ -86,15 +86,15 @@ def test_who_gives_up_ends_the_process(template: ChatTemplate, monkeypatch: pyte
     given_up = Event()
     with ThreadPoolExecutor(1) as threads:
         loop = threads.submit(template.render, {"loop": True}, given_up)
-        wait_for(lambda: template._processes)
-        (process,) = template._processes
+        wait_for(lambda: template._pool._processes)
+        (process,) = template._pool._processes
         given_up.set()
         assert isinstance(loop.exception(20), RequestError) and not process.alive
 
 
 def test_a_process_that_was_killed_is_replaced(template: ChatTemplate) -> None:
     assert template.render({"loop": False}) == "ok"
-    (process,) = template._processes
+    (process,) = template._pool._processes
     process._process.kill()
     process._process.wait()
     assert template.render({"loop": False}) == "ok"
@@ -103,7 +103,7 @@ def test_a_process_that_was_killed_is_replaced(template: ChatTemplate) -> None:
 def test_nothing_is_left_of_a_template_that_nobody_closed() -> None:
     template = ChatTemplate("x")
     template.render({})
-    (process,) = template._processes
+    (process,) = template._pool._processes
     del template
     gc.collect()
     assert not process.alive and not process._reader.is_alive()
@@ -118,7 +118,7 @@ def test_a_template_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("DRAFTWOOD_API_KEY", "secret")
     template = ChatTemplate("x")
     template.render({})
-    (process,) = template._processes
+    (process,) = template._pool._processes
     seen = Path(f"/proc/{process._process.pid}/environ")
     if seen.exists():
         assert b"secret" not in seen.read_bytes() and b"PATH" in seen.read_bytes()
@@ -129,8 +129,8 @@ def test_a_process_ends_with_the_one_that_started_it(template: ChatTemplate) -> 
     """Its input ends then, whatever it is doing."""
     with ThreadPoolExecutor(1) as threads:
         loop = threads.submit(template.render, {"loop": True})
-        wait_for(lambda: template._processes and next(iter(template._processes))._source is None)
-        (process,) = template._processes
+        wait_for(lambda: template._pool._processes and next(iter(template._pool._processes))._setting is None)
+        (process,) = template._pool._processes
         time.sleep(0.1)  # it has begun, or will begin: either way it ends
         assert process._process.stdin is not None
         os.close(os.dup(process._process.stdin.fileno()))

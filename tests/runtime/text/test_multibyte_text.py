@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.sampling.sampler import SamplingParams
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.text.detokenizer import IncrementalDetokenizer
 from draftwood.runtime.text.tokenizer import Tokenizer
 from draftwood.runtime.text.writer import TextWriter

@@ -1,0 +1,174 @@
+"""Time of a pass by instruction set, precision and rows, the native kernels beside ONNX Runtime under the same
+restriction. Every engine has one thread, and its processor time is what counts: others may use the machine meanwhile.
+
+ONNX Runtime chooses its kernels by CPUID; tools/without_avx512.c hides what AVX2 does not have (Linux, and a processor
+with cpuid_fault).
+
+python -m benchmarks.costs.instruction_sets --checkpoint DIR --output benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.tools.record import add_output, write_results
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.models.bindings import TARGET, output_names
+from draftwood.plugins.native import cache
+from draftwood.plugins.native.compile import FLAGS, PROCESSOR, compiler
+from draftwood.plugins.native.library import KernelError, NativeLibrary
+from draftwood.runtime.engines.backends import BACKENDS
+from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
+from draftwood.runtime.engines.passes import prefill
+
+ROWS = (1, 2, 4, 8)
+CAPACITY = 256
+HIDING = Path(__file__).parents[1] / "tools" / "without_avx512.c"
+SETS = {  # of the native kernels
+    "AVX-512 VNNI": ("-march=x86-64-v4", "-mavx512vnni"),
+    "AVX-512": ("-march=x86-64-v4",),
+    "AVX2": ("-march=x86-64-v3",),
+}
+
+
+class Contestant(NamedTuple):
+    """One backend under one restriction. kernels: the native library; hiding: the library that hides AVX-512."""
+
+    name: str
+    backend: str
+    kernels: Path | None = None
+    hiding: Path | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "int8", "int4"], metavar="NAME")
+    parser.add_argument("--context", type=int, default=64, metavar="SLOTS", help="in the cache (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="of each pass (default %(default)s)")
+    add_output(parser, "costs_instruction_sets")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        contestants = list(contestants_here(folder))
+        milliseconds: dict[str, dict[str, dict[str, float]]] = {}
+        for precision in args.precisions:
+            able = [each for each in contestants if precision in BACKENDS[each.backend].precisions]
+            specs = {each.backend: make_file(args.checkpoint, each.backend, precision, folder) for each in able}
+            milliseconds[precision] = measure(able, specs, folder, args.context, args.repeats)
+    table = Table("precision", "engine", *(f"{rows} rows" for rows in ROWS), title="processor ms of a pass")
+    for precision, engines in milliseconds.items():
+        for engine, passes in engines.items():
+            table.add_row(precision, engine, *(f"{value:.2f}" for value in passes.values()))
+    Console().print(table)
+    figures = {"checkpoint": args.checkpoint.name, "context": args.context, "cpu_ms": milliseconds}
+    write_results(args.output, args.name, figures)
+
+
+def contestants_here(folder: Path) -> Iterator[Contestant]:
+    """What this processor has instructions for."""
+    others = tuple(flag for flag in FLAGS if flag != PROCESSOR)
+    for name, flags in SETS.items():
+        kernels = cache.kernels((*others, *flags))
+        try:
+            NativeLibrary(kernels)
+        except KernelError:
+            continue
+        yield Contestant(f"native, {name}", "native", kernels)
+    hiding = folder / "hiding.so"
+    subprocess.run([*compiler(), "-O1", "-fPIC", "-shared", str(HIDING), "-o", str(hiding)], check=True)
+    yield Contestant("ONNX Runtime, AVX2", "onnxruntime", hiding=hiding)
+    yield Contestant("ONNX Runtime", "onnxruntime")
+
+
+def make_file(checkpoint: Path, backend: str, precision: str, folder: Path) -> EngineSpec:
+    """Write an engine's file, unless it is there; returns what it is."""
+    from draftwood.builder.engines.make import Source, write_graph
+    from draftwood.builder.engines.native import write_weights
+
+    source = Source(Checkpoint(checkpoint), TARGET, None, backend, precision)
+    model = source.checkpoint.config
+    file = f"{precision}.{BACKENDS[backend].file}"
+    spec = EngineSpec(TARGET, backend, file, model, ROWS, CAPACITY, precision, output_names(TARGET))
+    if not (folder / file).exists():
+        if backend == "native":
+            write_weights(source.weights, CAPACITY, folder / file, None)
+        else:
+            write_graph(source, spec, folder / file, lambda step: lambda: None)
+    return spec
+
+
+def measure(
+    contestants: list[Contestant], specs: dict[str, EngineSpec], folder: Path, context: int, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Median milliseconds by contestant and rows; each has a process, and they compute in turn."""
+    spawn = multiprocessing.get_context("spawn")
+    ends = []
+    for each in contestants:
+        mine, theirs = spawn.Pipe()
+        spawn.Process(target=serve, args=(each, specs[each.backend], folder, context, theirs), daemon=True).start()
+        mine.recv()  # it is ready
+        ends.append(mine)
+    times = {each.name: {rows: list[float]() for rows in ROWS} for each in contestants}
+    for _ in range(repeats):
+        for rows in ROWS:
+            for each, end in zip(contestants, ends, strict=True):
+                end.send(rows)
+                times[each.name][rows].append(end.recv())
+    for end in ends:
+        end.send(0)
+    return {
+        name: {str(rows): round(1e3 * median(seconds), 3) for rows, seconds in passes.items()}
+        for name, passes in times.items()
+    }
+
+
+def serve(contestant: Contestant, spec: EngineSpec, folder: Path, context: int, end: Connection) -> None:
+    """A process: passes of as many rows as `end` asks for, until it asks for none; answers seconds."""
+    if contestant.hiding is not None and ctypes.CDLL(str(contestant.hiding)).hide_avx512():
+        raise SystemExit("this processor or system cannot hide instructions")
+    engine = open_engine(contestant, spec, folder)
+    rng = np.random.default_rng(0)
+    cache = engine.new_cache()
+    prefill(engine, cache, rng.integers(0, spec.model.vocab_size, context).tolist())
+    end.send(0.0)
+    while rows := end.recv():
+        tokens, positions = rng.integers(0, spec.model.vocab_size, rows), np.arange(context, context + rows)
+        batch = TokenBatch.pad(tokens, positions, np.tri(rows, dtype=np.bool_), rows)
+        engine.score(batch, cache)  # fills the processor's caches, which another process has used
+        cache.commit([])
+        start = process_time()
+        engine.score(batch, cache)
+        end.send(process_time() - start)
+        cache.commit([])
+
+
+def open_engine(contestant: Contestant, spec: EngineSpec, folder: Path) -> Engine:
+    """On one thread."""
+    if contestant.kernels is None:
+        from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+
+        return OnnxRuntimeEngine(folder / spec.file, spec, 1)
+    from draftwood.runtime.engines.native import engine as native
+
+    with patch.object(native, "open_kernels", lambda: NativeLibrary(contestant.kernels or Path())):
+        return native.NativeEngine(folder / spec.file, spec, 1)
+
+
+if __name__ == "__main__":
+    main()

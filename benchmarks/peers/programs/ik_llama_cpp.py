@@ -1,0 +1,42 @@
+"""ik_llama.cpp, a fork of llama.cpp with other kernels: its llama-server, asked as llama.cpp's is.
+
+It reads what llama.cpp's converter writes, so the environment of llama.cpp must be there. Weights are repacked for its
+kernels when a server starts, and flash attention is on, which is its default. Its server returns no token ids; the text
+is encoded again after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+from benchmarks.peers.programs.llama_cpp import LlamaCpp, make_converter, post
+from benchmarks.peers.protocol import PLAIN, serve, split_method
+
+UNKNOWN = -1  # in the place of a token that the text does not tell
+
+
+class IkLlamaCpp(LlamaCpp):
+    def _read_tokens(self, connection: http.client.HTTPConnection, reply: dict[str, Any]) -> list[int]:
+        tokens: list[int] = post(connection, "/tokenize", json.dumps({"content": reply["content"]}))["tokens"]
+        count: int = reply["tokens_predicted"]
+        return [*tokens, *[UNKNOWN] * (count - len(tokens))][:count]
+
+    def _arguments(self, method: str) -> list[object]:
+        kind, length = split_method(method)
+        common = ["-rtr", "-cram", 0]
+        if kind == "draft":
+            # Proposals of a fixed length, as those of the other peers.
+            return [*common, "-md", self._models / "draft.gguf", "--draft-max", length, "--draft-p-min", 0]
+        if kind != PLAIN:
+            raise ValueError(f"method {method!r} is not one of {', '.join(self.methods)}")
+        return common
+
+    def _converter(self) -> list[str]:
+        home = self._options.work.parent / "llama.cpp"
+        return make_converter(home / "venv" / "bin" / "python", home)
+
+
+if __name__ == "__main__":
+    serve(IkLlamaCpp)

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Usage: sh benchmarks/peers/setup/ik_llama.cpp.sh [WORK]
+# ik_llama.cpp of 2026-09-16 in WORK/ik_llama.cpp (default build/peers): its source as ik-llama-cpp-python's source
+# package carries it, compiled for this processor (needs cmake, ninja and a C++ compiler; about 20 minutes on two cores).
+# The package itself is compiled for AVX2 and has no server. Attention kernels for quantised caches, which nothing here
+# uses, are left out. llama.cpp's converter writes the files that it reads, so llama.cpp.sh must have run first.
+set -eu
+work=${1:-build/peers}
+home=$work/ik_llama.cpp
+mkdir -p "$home"
+python3 -m venv "$home/venv"
+if [ ! -d "$home/source" ]; then
+    "$home/venv/bin/python" -m pip download -q --no-deps --no-binary :all: -d "$home" ik-llama-cpp-python==0.1.5
+    tar -xzf "$home"/ik_llama_cpp_python-0.1.5.tar.gz -C "$home"
+    mv "$home/ik_llama_cpp_python-0.1.5/vendor/ik_llama.cpp" "$home/source"
+    rm -r "$home/ik_llama_cpp_python-0.1.5"
+fi
+cmake -S "$home/source" -B "$home/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+    -DGGML_IQK_FA_ALL_QUANTS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF
+cmake --build "$home/build" --target llama-server llama-quantize

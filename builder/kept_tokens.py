@@ -1,0 +1,107 @@
+"""Which tokens a trimmed draft predicts: the most frequent ones (FR-Spec, arXiv 2502.14856), of a text or by rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..models.errors import ConfigError
+from ..models.fields import MOST
+from ..models.plain_files import read_plain
+from ..runtime.text.tokenizer import Tokenizer
+
+MOST_TEXT = 64 << 20  # bytes: some 15 million tokens, which take about a minute
+PIECE = 1 << 16  # characters that are tokenized at a time: the tokenizers library takes 256 bytes for each
+LINES = (".jsonl", ".ndjson")  # endings of files of JSON lines
+
+
+def most_frequent(
+    tokenizer: Tokenizer, count: int, vocab_size: int, text: Path | None, always: Iterable[int]
+) -> NDArray[np.int64]:
+    """The `count` tokens to keep of `vocab_size`, int64, ascending.
+
+    Special tokens and those in `always`, which end a text, are kept in any case. The others follow by their frequency
+    in `text`. Tokens of one frequency, and all tokens where there is no text, follow in the order of their ids, single
+    ASCII characters first: a BPE vocabulary lists its tokens in the order of their merges, the most frequent first.
+    Raises ConfigError for a count that the vocabulary does not have, or that leaves no room for the special tokens.
+    """
+    vocabulary = {index: token for token, index in tokenizer.vocabulary().items() if index < vocab_size}
+    most = min(MOST["draft_vocab_size"], vocab_size - 1)
+    special = {index for index in (*tokenizer.special_token_ids, *always) if 0 <= index < vocab_size}
+    if count > most:
+        raise ConfigError(
+            f"--draft-vocabulary {count} is too many: of the {vocab_size} tokens of the draft at most {most} can be "
+            "kept; ask for fewer, or leave it out to keep all"
+        )
+    if count <= len(special):
+        raise ConfigError(
+            f"--draft-vocabulary {count} leaves no room for other tokens beside the {len(special)} special ones: ask "
+            f"for at least {len(special) + 1}"
+        )
+    frequency = np.zeros(vocab_size, np.int64) if text is None else frequencies(tokenizer, vocab_size, text)
+    characters = {index for index, token in vocabulary.items() if is_ascii_character(token)}
+
+    def order(index: int) -> tuple[bool, bool, int, bool, int]:
+        return index not in special, index not in vocabulary, -int(frequency[index]), index not in characters, index
+
+    return np.array(sorted(sorted(range(vocab_size), key=order)[:count]), np.int64)
+
+
+def is_ascii_character(token: str) -> bool:
+    """Whether a token of a vocabulary is a character of ASCII, alone or behind a space, or a space. SentencePiece lists
+    its characters behind all merges."""
+    bare = token.lstrip("\u2581\u0120")  # how SentencePiece and byte-level BPE write a space
+    return len(token) <= 2 and len(bare) <= 1 and bare.isascii()
+
+
+def frequencies(tokenizer: Tokenizer, vocab_size: int, file: Path) -> NDArray[np.int64]:
+    """How often each token occurs in a file of text, or in the strings of a file of JSON lines, int64 [V]. Raises
+    ConfigError where the file cannot be read."""
+    try:
+        content = read_plain(file, MOST_TEXT).decode("utf-8")
+        texts = strings_of_lines(content) if file.suffix.lower() in LINES else iter([content])
+        counts = np.zeros(vocab_size, np.int64)
+        for piece in pieces(texts):
+            ids = np.array(tokenizer.encode(piece, add_special_tokens=False), np.int64)
+            counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--draft-vocabulary-text {file} cannot be read: {error}") from error
+    if not counts.any():
+        raise ConfigError(f"--draft-vocabulary-text {file} holds no text: name one like those that will be written")
+    return counts
+
+
+def strings_of_lines(content: str) -> Iterator[str]:
+    """Every string in a file of JSON lines, but no names of fields."""
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                yield from strings_of(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON ({error})") from error
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Every string in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from strings_of(item)
+
+
+def pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts in parts of whole lines, as far as lines are short enough."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            end = start + PIECE
+            if end < len(text):
+                end = text.rfind("\n", start, end) + 1 or end
+            yield text[start:end]
+            start = end

@@ -1,0 +1,80 @@
+/* AVX2 with FMA and F16C, with or without AVX-VNNI: a panel is two registers. */
+#pragma once
+#include <immintrin.h>
+#define WIDTH 8
+#include "lanes.h"
+
+#define MOST_ROWS 4  /* of a tile */
+#define MOST_SUMS 12 /* of its vectors */
+
+/* Of the first `size` numbers, or all of them. */
+INLINE __m256i first_lanes(int size) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(size), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+INLINE void store_some(float *to, f32 value, int size) {
+    if (size >= WIDTH) store(to, value); else _mm256_maskstore_ps(to, first_lanes(size), (__m256)value);
+}
+INLINE f32 load_some(const float *from, int size, float rest) {
+    if (size >= WIDTH) return load(from);
+    const __m256i mask = first_lanes(size);
+    return (f32)_mm256_blendv_ps((__m256)splat(rest), _mm256_maskload_ps(from, mask), (__m256)mask);
+}
+
+/* The second one where either is no number. */
+INLINE f32 larger(f32 a, f32 b) { return (f32)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm256_min_ps((__m256)a, (__m256)b); }
+
+/* The value in lanes whose bit is set, elsewhere LEAST. */
+INLINE f32 only(uint16_t bits, f32 value) {
+    const i32 each = {1, 2, 4, 8, 16, 32, 64, 128}, mask = (((i32){0} + bits) & each) == each;
+    return (f32)_mm256_blendv_ps((__m256)splat(LEAST), (__m256)value, (__m256)mask);
+}
+
+/* The value in lanes where `place` is no smaller than `least`, elsewhere 0. */
+INLINE f32 from_on(f32 place, float least, f32 value) {
+    return (f32)_mm256_and_ps(_mm256_cmp_ps((__m256)place, (__m256)splat(least), _CMP_GE_OQ), (__m256)value);
+}
+
+/* A bit for each lane that is not smaller: what is no number has one, too. */
+INLINE uint16_t not_below(f32 value, float least) {
+    return (uint16_t)_mm256_movemask_ps(_mm256_cmp_ps((__m256)value, (__m256)splat(least), _CMP_NLT_UQ));
+}
+
+/* In a register, exactly as it is: a compiler must not fuse a product with what is added to it afterwards. */
+INLINE f32 settled(f32 value) { __asm__("" : "+x"(value)); return value; }
+
+/* Integers from -128 to 127 as bytes. */
+INLINE void store_bytes(int8_t *to, i32 value) {
+    const __m256i all = (__m256i)value;
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    _mm_storel_epi64((__m128i *)to, _mm_packs_epi16(words, words));
+}
+
+/* Numbers of 16 bits as fp32. */
+INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
+INLINE f32 from_bf16(const uint16_t *at) {
+    return (f32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16);
+}
+
+/* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
+ * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */
+#if defined(__AVXVNNI__)
+#define BYTE_ZERO 0
+INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
+    return (i32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)row);
+}
+INLINE i32 add_small(i32 sum, i32 codes, i32 row) { return add_bytes(sum, codes, row); }
+INLINE i32 small_sums(i32 sum) { return sum; }
+#else
+#define BYTE_ZERO 128
+/* |code| times the row's number with the code's sign: pairs fit 16 bits. */
+INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
+    const __m256i code = _mm256_xor_si256((__m256i)codes, _mm256_set1_epi8((char)0x80));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8((__m256i)row, code));
+    return sum + (i32)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+INLINE i32 add_small(i32 sum, i32 codes, i32 row) { /* pairs of 16 bits: 16 products of at most 1905 fit */
+    return (i32)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)row));
+}
+INLINE i32 small_sums(i32 sum) { return (i32)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+#endif

@@ -1,0 +1,72 @@
+/* AVX-512 (F, BW, DQ, VL), with or without VNNI: a panel is one register. */
+#pragma once
+#include <immintrin.h>
+#define WIDTH 16
+#include "lanes.h"
+
+#define MOST_ROWS 8  /* of a tile */
+#define MOST_SUMS 16 /* of its vectors */
+
+/* Of the first `size` numbers, or all of them. */
+INLINE uint16_t first_lanes(int size) { return (uint16_t)(size < LANES ? (1 << size) - 1 : 0xffff); }
+INLINE void store_some(float *to, f32 value, int size) { _mm512_mask_storeu_ps(to, first_lanes(size), (__m512)value); }
+INLINE f32 load_some(const float *from, int size, float rest) {
+    return (f32)_mm512_mask_loadu_ps((__m512)splat(rest), first_lanes(size), from);
+}
+
+/* The second one where either is no number. */
+INLINE f32 larger(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm512_min_ps((__m512)a, (__m512)b); }
+
+/* The value in lanes whose bit is set, elsewhere LEAST. */
+INLINE f32 only(uint16_t bits, f32 value) {
+    return (f32)_mm512_mask_mov_ps((__m512)splat(LEAST), bits, (__m512)value);
+}
+
+/* The value in lanes where `place` is no smaller than `least`, elsewhere 0. */
+INLINE f32 from_on(f32 place, float least, f32 value) {
+    return (f32)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)place, (__m512)splat(least), _CMP_GE_OQ), (__m512)value);
+}
+
+/* A bit for each lane that is not smaller: what is no number has one, too. */
+INLINE uint16_t not_below(f32 value, float least) {
+    return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(least), _CMP_NLT_UQ);
+}
+
+/* In a register, exactly as it is: a compiler must not fuse a product with what is added to it afterwards. */
+INLINE f32 settled(f32 value) { __asm__("" : "+v"(value)); return value; }
+
+/* Integers from -128 to 127 as bytes. */
+INLINE void store_bytes(int8_t *to, i32 value) {
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));
+}
+
+/* Numbers of 16 bits as fp32. */
+INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
+INLINE f32 from_bf16(const uint16_t *at) {
+    return (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
+}
+
+/* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
+ * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */
+#if defined(__AVX512VNNI__)
+#define BYTE_ZERO 0
+INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
+    return (i32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)row);
+}
+INLINE i32 add_small(i32 sum, i32 codes, i32 row) { return add_bytes(sum, codes, row); }
+INLINE i32 small_sums(i32 sum) { return sum; }
+#else
+#define BYTE_ZERO 128
+/* |code| times the row's number with the code's sign: pairs fit 16 bits. */
+INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
+    const __m512i code = _mm512_xor_si512((__m512i)codes, _mm512_set1_epi8((char)0x80)), zero = _mm512_setzero_si512();
+    const __m512i other = _mm512_mask_sub_epi8((__m512i)row, _mm512_movepi8_mask(code), zero, (__m512i)row);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(code), other);
+    return sum + (i32)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+}
+INLINE i32 add_small(i32 sum, i32 codes, i32 row) { /* pairs of 16 bits: 16 products of at most 1905 fit */
+    return (i32)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)row));
+}
+INLINE i32 small_sums(i32 sum) { return (i32)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
+#endif

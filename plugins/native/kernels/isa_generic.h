@@ -1,0 +1,41 @@
+/* Any other processor: what the compiler makes of vectors of 16 bytes. */
+#pragma once
+#define WIDTH 4
+#include "plain.h"
+
+#define MOST_ROWS 2 /* of a tile */
+#define MOST_SUMS 8 /* of its vectors */
+
+/* In memory, exactly as it is: a compiler must not fuse a product with what is added to it afterwards. */
+INLINE f32 settled(f32 value) { __asm__("" : "+m"(value)); return value; }
+
+/* Integers from -128 to 127 as bytes. */
+INLINE void store_bytes(int8_t *to, i32 value) {
+    const i8 narrow = __builtin_convertvector(value, i8);
+    memcpy(to, &narrow, sizeof narrow);
+}
+
+INLINE u32 wide_words(const uint16_t *at) {
+    u16 words;
+    memcpy(&words, at, sizeof words);
+    return __builtin_convertvector(words, u32);
+}
+
+/* Numbers of 16 bits as fp32. Exponent and mantissa of fp16 move up; the product corrects the bias, and makes
+ * subnormals normal. */
+INLINE f32 from_fp16(const uint16_t *at) {
+    const u32 wide = wide_words(at);
+    const f32 size = (f32)((wide & 0x7fff) << 13) * 0x1p112f;
+    return (f32)((u32)size | (wide & 0x8000) << 16);
+}
+INLINE f32 from_bf16(const uint16_t *at) { return (f32)(wide_words(at) << 16); }
+
+/* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
+ * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */
+#define BYTE_ZERO 0
+INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
+    for (int byte = 0; byte < 4; byte++) sum += ((i32)((u32)codes >> 8 * byte) & 255) * (row << 24 - 8 * byte >> 24);
+    return sum;
+}
+INLINE i32 add_small(i32 sum, i32 codes, i32 row) { return add_bytes(sum, codes, row); }
+INLINE i32 small_sums(i32 sum) { return sum; }

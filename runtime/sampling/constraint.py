@@ -1,0 +1,77 @@
+"""Constraint: the tokens that a grammar allows after a text. PathMasks: the tokens that it allows after every path of a
+proposal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Constraint(Protocol):
+    """A grammar's state behind one text. At first the text is empty.
+
+    One object serves all paths of a proposal: it goes back to the place where two paths part, and advances from there.
+    A copy for each node would take time in proportion to the length of the text.
+    """
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete and nothing can follow."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[V]: whether each token may follow; at least one may. Only while the text has not ended. Raises RequestError
+        if the grammar exceeds a limit here."""
+
+    def advance(self, token: int) -> bool:
+        """Append a token to the text. False, without a change, if the token is not allowed."""
+
+    def roll_back(self, count: int) -> None:
+        """Remove the last `count` tokens."""
+
+
+class PathMasks:
+    """The masks of one request. A path is the list of tokens from the committed text to a node. Each path's mask is
+    computed once."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._path: list[int] = []  # behind which the constraint stands
+        self._masks: dict[tuple[int, ...], NDArray[np.bool_] | None] = {}
+
+    def after(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Whether each token [V] may follow a path. None if the grammar says nothing there: the text has ended before,
+        or a token of the path is not allowed."""
+        key = tuple(path)
+        if key not in self._masks:
+            follows = self._move(key) and not self._constraint.ended
+            self._masks[key] = self._constraint.allowed() if follows else None
+        return self._masks[key]
+
+    def ends(self, path: Sequence[int]) -> bool:
+        """Whether the text is complete behind a path of allowed tokens."""
+        return self._move(path) and self._constraint.ended
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Make a path of allowed tokens part of the text. Paths begin behind it from now on."""
+        if not self._move(tokens):
+            raise AssertionError(f"the constraint does not allow the committed tokens {list(tokens)}")
+        last = tuple(tokens)
+        self._masks = {(): self._masks[last]} if last in self._masks else {}
+        self._path = []
+
+    def _move(self, path: Sequence[int]) -> bool:
+        """Move the constraint behind a path. False if it does not allow the path."""
+        shared = 0
+        while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
+            shared += 1
+        if shared < len(self._path):
+            self._constraint.roll_back(len(self._path) - shared)
+            del self._path[shared:]
+        for token in path[shared:]:
+            if self._constraint.ended or not self._constraint.advance(token):
+                return False
+            self._path.append(token)
+        return True

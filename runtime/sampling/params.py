@@ -1,0 +1,132 @@
+"""SamplingParams: the sampling settings of one request, and their bounds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.errors import RequestError, shown
+from .structured import StructuredOutput
+
+LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
+REPETITION_PENALTIES = (1e-6, 1e6)  # beyond this range logits overflow
+# Besides 0, which is greedy. In this range 1 / T, and a logit over T, are far from the limits of fp32.
+TEMPERATURES = (1e-6, 100.0)
+LARGEST_COUNT = 2**31 - 1  # tokens; a count is an int32 outside Python
+LARGEST_SEED = 2**64 - 1
+MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings and characters; the text of every token is searched for stop strings
+MAX_STOP_TOKENS = 1024
+# The types that each annotation accepts (numpy's numbers included), and their name. Other settings are tuples.
+ACCEPTED_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((Integral,), "a whole number"),
+    "int | None": ((Integral, NoneType), "None or a whole number"),
+    "float": ((Real,), "a number"),
+    "bool": ((bool,), "True or False"),
+    "StructuredOutput | None": ((StructuredOutput, NoneType), "None or a StructuredOutput"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling settings with vLLM's names and meanings. Raises RequestError for values out of range or of a wrong type.
+
+    temperature: 0 is greedy, others are in TEMPERATURES. top_k 0 (or -1) and top_p 1 keep all tokens. min_p is relative
+    to the most probable token. The repetition penalty (1 = none) counts prompt and output; presence and frequency
+    penalties count only the output. A stop string or stop token ends the text and is not part of the text; the token
+    that ended the text is the last of the output tokens. logprobs: number of alternatives to report per token; None
+    reports no log-probabilities. A logits processor gets the output tokens so far, the path included, and float64
+    logits [V]; it returns logits [V], which are copied. structured: the form of the text; the text ends where
+    nothing can follow. A setting that is a tuple also accepts a list, one value, and None.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    structured: StructuredOutput | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in ((field.name, str(field.type)) for field in fields(self)):
+            value = getattr(self, name)
+            if kind not in ACCEPTED_TYPES:
+                object.__setattr__(self, name, as_tuple(value))  # only here are frozen fields normalised
+                continue
+            types, expected = ACCEPTED_TYPES[kind]
+            require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        most_tokens = f"not more than {LARGEST_COUNT}"
+        require("max_tokens", self.max_tokens, 1 <= self.max_tokens <= LARGEST_COUNT, f"at least 1 and {most_tokens}")
+        coldest, hottest = TEMPERATURES
+        in_range = self.temperature == 0 or coldest <= self.temperature <= hottest
+        require("temperature", self.temperature, in_range, f"0 (greedy) or between {coldest:g} and {hottest:g}")
+        require("top_k", self.top_k, 0 <= self.top_k <= LARGEST_COUNT, f"0 (off) or positive and {most_tokens}")
+        require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        least, most = REPETITION_PENALTIES
+        in_range = least <= self.repetition_penalty <= most
+        require("repetition_penalty", self.repetition_penalty, in_range, f"between {least:g} and {most:g}")
+        require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
+        require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
+        require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        require("stop", self.stop, len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
+        require("stop", self.stop, all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
+        longest = max(map(len, self.stop), default=0)
+        require("stop", self.stop, longest <= MAX_STOP_LENGTH, f"strings of at most {MAX_STOP_LENGTH} characters")
+        few = len(self.stop_token_ids) <= MAX_STOP_TOKENS
+        require("stop_token_ids", self.stop_token_ids, few, f"at most {MAX_STOP_TOKENS} token ids")
+        require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
+        require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
+        seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
+        require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
+        free = self.structured is None or not self.ignore_eos
+        require("ignore_eos", self.ignore_eos, free, "False with a structured output, which ends the text")
+        require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "None or in [0, 20]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the text is drawn and must be the same each time. Another plan of how much to propose draws another
+        text of the same distribution, so the plans of such a text may depend on nothing but itself."""
+        return self.seed is not None and not self.greedy
+
+
+def as_tuple(value: object) -> tuple[Any, ...]:
+    """A tuple of `value`, which is a sequence of values, one value, or None."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def token_id(value: Any) -> int:
+    """A token id of any library (numpy, torch) as a Python int; negative if `value` is no token id."""
+    try:
+        return -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return -1
+
+
+def require(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} must be {expected}, not {shown(value)}")

@@ -1,0 +1,80 @@
+"""StructuredOutput: the form that a request demands of its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...models.errors import RequestError, shown
+
+MAX_FORM = 1 << 16  # characters of a schema, a regular expression, a grammar, or all choices
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form of a text, with vLLM's names. Exactly one field is set. Raises RequestError otherwise, and for a field
+    of a wrong type or size.
+
+    json: a JSON schema, as an object or as text; kept as text. json_object: any JSON object. regex: a regular
+    expression that the whole text matches. choice: the text is one of these. grammar: a grammar in Lark's or GBNF's
+    notation. docs/structured.md says which schemas, expressions and grammars are supported.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.json_object) is not bool:
+            raise RequestError(f"json_object must be True or False, not {shown(self.json_object)}")
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))  # only here are frozen fields normalised
+        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False, ())]
+        if len(given) != 1:
+            names = ", ".join(field.name for field in fields(self))
+            raise RequestError(f"a structured output needs exactly one of {names}, not {', '.join(given) or 'none'}")
+        if self.json is not None:
+            object.__setattr__(self, "json", schema_text(self.json))
+        if not isinstance(self.choice, tuple) or not all(isinstance(each, str) and each for each in self.choice):
+            raise RequestError(f"choice must be a list of texts that are not empty, not {shown(self.choice)}")
+        if len(self.choice) > MAX_CHOICES:
+            raise RequestError(f"choice has {len(self.choice)} texts and may have {MAX_CHOICES}")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise RequestError(f"{name} must be text, not {shown(getattr(self, name))}")
+        if not (text := self.text):
+            raise RequestError(f"{self.kind} must not be empty")
+        if len(text) > MAX_FORM:
+            raise RequestError(f"{self.kind} has {len(text)} characters and may have {MAX_FORM}: shorten it")
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError(f"{self.kind} holds half of a surrogate pair, which is no character: send valid Unicode")
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return next(field.name for field in fields(self) if getattr(self, field.name) not in (None, False, ()))
+
+    @property
+    def text(self) -> str:
+        """The field as text: choices as a JSON array, `json_object` as the schema of any object."""
+        if self.choice:
+            return json.dumps(self.choice)
+        return '{"type": "object"}' if self.json_object else str(self.json or self.regex or self.grammar or "")
+
+
+def schema_text(schema: Any) -> str:
+    """A JSON schema as text. Raises RequestError if it is no JSON object."""
+    try:
+        content = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(content, Mapping):
+            raise RequestError(f"json must be a JSON schema, an object, not {shown(content)}")
+        return json.dumps(content, allow_nan=False)
+    except RequestError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json must be a JSON schema, but is no valid JSON ({shown(str(error))})") from error

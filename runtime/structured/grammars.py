@@ -1,0 +1,163 @@
+"""Grammars: compiles the structured outputs of requests with llguidance, and keeps the latest ones."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Event, Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...models.errors import RequestError
+from ..sampling.structured import StructuredOutput
+from ..text.tokenizer import Tokenizer
+from ..text.tokenizer_check import is_failure
+from ..text.worker_pool import WorkerPool
+from . import grammar_worker
+from .grammar_worker import open_matcher, open_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+LIBRARY = "llguidance"
+WORKER = Path(grammar_worker.__file__)
+COMPILE_SECONDS = 5.0  # time limit of one grammar; usual schemas take milliseconds
+CROWDED_SECONDS = 1.0  # the same limit while other grammars wait for a process
+PROCESSES = 2
+KEPT = 32  # most grammars that are kept
+
+
+class Grammar:
+    """A compiled grammar. Requests with the same grammar share what the library learns about it."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        """matcher: at its beginning. vocab_size: of the model."""
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def start(self) -> MatcherConstraint:
+        """The constraint of a new text."""
+        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a new text can begin: not after a request has filled the grammar's tables."""
+        copy = self._matcher.deep_copy()
+        copy.compute_bitmask()
+        return not copy.is_error()
+
+
+class MatcherConstraint:
+    """A Constraint over llguidance's matcher."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    @property
+    def ended(self) -> bool:
+        """See Constraint."""
+        self._check()
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """See Constraint."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(words, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def advance(self, token: int) -> bool:
+        """See Constraint."""
+        advanced = self._matcher.try_consume_tokens([token]) == 1
+        self._check()
+        return advanced
+
+    def roll_back(self, count: int) -> None:
+        """See Constraint."""
+        self._matcher.rollback(count)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(
+                "the structured output became too complex for its limits in the middle of the text "
+                f"({self._matcher.get_error().splitlines()[0]}): simplify it"
+            )
+
+
+class Grammars:
+    """The grammars of one model. May be used from several threads.
+
+    A grammar is compiled in another process first, with limits of time and memory. The library's own limits do not
+    bound all work: the multiples of a large number, for instance, take half a minute.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        """vocab_size: of the model. eos: the tokens that end a text."""
+        self._json = tokenizer.to_json
+        self._vocab_size, self._eos = vocab_size, [token for token in eos if 0 <= token < vocab_size]
+        self._lock, self._opening = Lock(), Lock()
+        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._opened: tuple[WorkerPool, LLTokenizer] | None = None
+
+    def find(self, form: StructuredOutput) -> Grammar | None:
+        """The grammar of a form, if it is kept."""
+        with self._lock:
+            known = self._kept.pop(form, None)
+            if known is None or not known.usable:
+                return None
+            self._kept[form] = known
+            return known
+
+    def compile(self, form: StructuredOutput, given_up: Event | None = None) -> Grammar:
+        """The grammar of a form of text. given_up: see WorkerPool.ask. Raises RequestError if the form is wrong or not
+        supported, exceeds a limit, or needs a package that is not installed."""
+        if (known := self.find(form)) is not None:
+            return known
+        with self._opening:
+            workers, tokenizer = self._open()
+        answer = workers.ask((json.dumps({"kind": form.kind, "text": form.text}) + "\n").encode(), given_up)
+        if "text" not in answer:
+            raise refusal(answer["error"])
+        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size)
+        if not grammar.usable:
+            raise refusal("it exceeds a limit")
+        with self._lock:
+            self._kept[form] = grammar
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._opening:
+            opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[0].close()
+
+    def _open(self) -> tuple[WorkerPool, LLTokenizer]:
+        """The processes and the library's tokenizer, which take memory only where structured outputs are used."""
+        if self._opened is None:
+            if find_spec(LIBRARY) is None:
+                raise RequestError(
+                    f"structured outputs need the package {LIBRARY}: install draftwood[structured] beside this model"
+                )
+            content = self._json()
+            setting = {"tokenizer": content, "vocab_size": self._vocab_size, "eos": self._eos}
+            line = (json.dumps(setting) + "\n").encode()
+            pool = WorkerPool(WORKER, line, refusal, PROCESSES, COMPILE_SECONDS, CROWDED_SECONDS)
+            try:
+                tokenizer = open_tokenizer(content, self._vocab_size, self._eos)
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
+                raise RequestError(f"{LIBRARY} cannot read this model's tokenizer: {error}") from error
+            self._opened = pool, tokenizer
+        return self._opened
+
+
+def refusal(reason: str) -> RequestError:
+    return RequestError(f"the structured output cannot be used: {reason}")

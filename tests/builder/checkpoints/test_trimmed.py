@@ -1,0 +1,237 @@
+"""Drafts with a trimmed output vocabulary: a stranger's folder is checked, and its engines compute the kept columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bundling import resigned
+from checkpoints import VOCAB_SIZE, edit_weights, transformers_logits, write_checkpoint, write_tokenizer
+
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines.export import export
+from draftwood.builder.head import data
+from draftwood.builder.head.data import load_frozen, soft_labels
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
+from draftwood.models.bindings import COMPACT, DRAFT, output_names
+from draftwood.models.errors import BundleError, CheckpointError, ConfigError, EngineError
+from draftwood.models.layers import HEAD_WEIGHT
+from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.base import EngineSpec
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import causal_batch
+from draftwood.runtime.engines.torch import TorchEngine
+
+KEPT = [*range(3, 60), 70, 100, 280]  # ascending, with gaps
+TEXT = [1, 20, 33, 47, 5, 100, 7]
+
+
+def write_trimmed(folder: Path, shape: str = "gqa", kept: list[int] = KEPT, whole_head: bool = False) -> Path:
+    """A trimmed draft's folder as `draftwood distill` writes it. whole_head: an untied projection has all rows."""
+    write_checkpoint(folder, shape, seed=1)
+    write_tokenizer(folder)
+    tokens = torch.tensor(kept)
+
+    def trim(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["d2t"] = tokens - torch.arange(len(kept))
+        if HEAD_WEIGHT in tensors and not whole_head:
+            tensors[HEAD_WEIGHT] = tensors[HEAD_WEIGHT][tokens].contiguous()
+
+    edit_weights(folder, trim)
+    return configured(folder, draft_vocab_size=len(kept))
+
+
+def configured(folder: Path, **settings: Any) -> Path:
+    """A folder with other settings in its config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+def target(folder: Path) -> Path:
+    return write_tokenizer(write_checkpoint(folder / "target"))
+
+
+def built(target: Path, draft: Path, output: Path, backend: str, precision: str = "fp32") -> EngineBundle:
+    options = BuildOptions(target, draft, output, backend, precision, draft_precision=precision, max_length=128)
+    return build(options, lambda step: lambda: None)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "native"])
+@pytest.mark.parametrize(("shape", "whole_head"), [("gqa", False), ("gqa", True), ("tied", False)])
+def test_an_engine_computes_the_kept_columns(backend: str, shape: str, whole_head: bool, tmp_path: Path) -> None:
+    draft = write_trimmed(tmp_path / "draft", shape, whole_head=whole_head)
+    bundle = built(target(tmp_path), draft, tmp_path / "bundle", backend)
+    spec = bundle.manifest.engines[DRAFT]
+    assert (list(spec.kept_tokens), spec.model.draft_vocab_size) == (KEPT, len(KEPT))
+    write_checkpoint(tmp_path / "whole", shape, seed=1)
+    expected = transformers_logits(tmp_path / "whole")([TEXT])[0, KEPT]
+    engine = bundle.open_engine(DRAFT)
+    output = engine.score(causal_batch(engine.spec, TEXT, 0), engine.new_cache())
+    last = output.logits[0]
+    assert last.shape == (len(KEPT),)
+    np.testing.assert_allclose(last, expected, atol=2e-4)
+    assert output.top_ids is not None and output.top_ids[0, 0] == expected.argmax()
+    engine.close()
+
+
+@pytest.mark.parametrize(("backend", "precision"), [("onnxruntime", "fp32"), ("native", "fp32"), ("native", "int8")])
+def test_greedy_text_is_plain_text_and_seeds_repeat(backend: str, precision: str, tmp_path: Path) -> None:
+    draft = write_trimmed(tmp_path / "draft")
+    built(target(tmp_path), draft, tmp_path / "bundle", backend, precision)
+    greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    configs = [SpeculativeConfig(budget="fixed"), SpeculativeConfig("chain", budget="fixed", lookup_ngram=1)]
+    with LLM(tmp_path / "bundle", None) as llm:
+        plain = llm.generate(TEXT, greedy).token_ids
+    for config in configs:
+        with LLM(tmp_path / "bundle", config) as llm:
+            result = llm.generate(TEXT, greedy)
+            assert result.token_ids == plain and result.stats.num_draft_tokens > 0
+            assert llm.generate(TEXT, replace(greedy, repetition_penalty=1.2)).stats.num_draft_tokens > 0
+            drawn = replace(greedy, temperature=0.8, seed=3)
+            assert llm.generate(TEXT, drawn).token_ids == llm.generate(TEXT, drawn).token_ids
+            together = llm.generate([TEXT, TEXT[:3]], greedy)  # over shared pools
+            assert together[0].token_ids == plain
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    return lambda folder: edit_weights(folder, change)
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no offsets": ("gqa", tensors(lambda t: t.pop("d2t")), "tensor d2t is missing"),
+    "other dtype": ("gqa", tensors(lambda t: t.update(d2t=t["d2t"].int())), r"d2t is I32"),
+    "other count": ("gqa", tensors(lambda t: t.update(d2t=t["d2t"][:-1].clone())), r"asks for I64 \[60\]"),
+    "falling": ("gqa", tensors(lambda t: t["d2t"].__setitem__(5, 0)), "never fall"),
+    "negative": ("gqa", tensors(lambda t: t["d2t"].__setitem__(0, -1)), "never fall"),
+    "beyond": ("gqa", tensors(lambda t: t["d2t"].__setitem__(-1, VOCAB_SIZE - 59)), "never fall"),
+    "huge": ("gqa", tensors(lambda t: t["d2t"].__setitem__(-1, 2**62)), "never fall"),
+    "too many": ("gqa", lambda f: configured(f, draft_vocab_size=VOCAB_SIZE + 1), "more than vocab_size"),
+    "none": ("gqa", lambda f: configured(f, draft_vocab_size=0), "positive integer"),
+    "no number": ("gqa", lambda f: configured(f, draft_vocab_size="60"), "positive integer"),
+    "unbounded": ("gqa", lambda f: configured(f, draft_vocab_size=1 << 40), "positive integer"),
+    "short head": ("gqa", tensors(lambda t: t.update({HEAD_WEIGHT: t[HEAD_WEIGHT][:50].clone()})), "has shape"),
+    "tied to others": ("tied", tensors(lambda t: t.update({HEAD_WEIGHT: torch.zeros(60, 32)})), "ties it"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_folder_is_refused(case: str, tmp_path: Path) -> None:
+    shape, change, message = WRONG[case]
+    folder = write_trimmed(tmp_path, shape)
+    change(folder)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(folder)
+
+
+def test_a_tied_folder_may_repeat_the_rows(tmp_path: Path) -> None:
+    folder = write_trimmed(tmp_path, "tied")
+    expected = Checkpoint(folder).tensor(HEAD_WEIGHT)
+    edit_weights(folder, lambda t: t.update({HEAD_WEIGHT: t["model.embed_tokens.weight"][torch.tensor(KEPT)].clone()}))
+    assert np.array_equal(Checkpoint(folder).tensor(HEAD_WEIGHT), expected)
+
+
+def test_a_trimmed_draft_is_no_target_and_is_not_trimmed_again(tmp_path: Path) -> None:
+    draft = write_trimmed(tmp_path / "draft")
+    with pytest.raises(CheckpointError, match="cannot be a target"):
+        built(draft, draft, tmp_path / "bundle", "onnxruntime")
+    options = BuildOptions(target(tmp_path), draft, tmp_path / "bundle", draft_vocabulary=40)
+    with pytest.raises(CheckpointError, match="predicts 60 of 288 tokens already"):
+        build(options, lambda step: lambda: None)
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda content: change(content["engines"]["draft"])
+
+
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "fewer": (edited(lambda spec: spec["kept_tokens"].pop()), "other columns than kept tokens"),
+    "falling": (edited(lambda spec: spec["kept_tokens"].reverse()), "do not ascend"),
+    "twice": (edited(lambda spec: spec["kept_tokens"].__setitem__(1, 3)), "do not ascend"),
+    "beyond": (edited(lambda spec: spec["kept_tokens"].__setitem__(-1, VOCAB_SIZE)), "none of its vocabulary"),
+    "of all": (edited(lambda spec: spec["model"].pop("draft_vocab_size")), "other columns than kept tokens"),
+    "target": (lambda c: c["engines"]["target"]["model"].update(draft_vocab_size=3), "target's vocabulary is trimmed"),
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineBundle]:
+    folder = tmp_path_factory.mktemp("trimmed")
+    draft = write_trimmed(folder / "draft")
+    return {each: built(target(folder), draft, folder / each, each) for each in ("onnxruntime", "native")}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    case: str, bundles: dict[str, EngineBundle], tmp_path: Path
+) -> None:
+    change, message = MANIFESTS[case]
+    bundles["native"].copy_to(tmp_path / "bundle")
+    resigned(tmp_path / "bundle", change)
+    with pytest.raises(BundleError, match=message):
+        EngineBundle.open(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "native"])
+def test_a_file_with_other_columns_than_the_manifest_says_is_refused(
+    backend: str, bundles: dict[str, EngineBundle], tmp_path: Path
+) -> None:
+    def shorten(content: dict[str, Any]) -> None:
+        spec = content["engines"]["draft"]
+        spec["kept_tokens"] = spec["kept_tokens"][:20]
+        spec["model"]["draft_vocab_size"] = 20
+
+    bundles[backend].copy_to(tmp_path / "bundle")
+    resigned(tmp_path / "bundle", shorten)
+    with pytest.raises(EngineError, match="where the manifest says"):
+        EngineBundle.open(tmp_path / "bundle").open_engine(DRAFT)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [(0, "at least 1"), (VOCAB_SIZE, "leave it out"), (3, "leaves no room"), (1 << 40, "is too many")],
+)
+def test_a_number_of_tokens_that_makes_no_sense_is_refused(count: int, message: str, tmp_path: Path) -> None:
+    folder = target(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        options = BuildOptions(folder, folder, tmp_path / "bundle", draft_vocabulary=count)
+        build(options, lambda step: lambda: None)
+
+
+def test_the_graph_that_tensorrt_reads_computes_the_kept_columns(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write_trimmed(tmp_path / "draft", "tied"))
+    export(checkpoint, DRAFT, 128, tmp_path / "draft.onnx", lambda name: None, form=COMPACT)
+    kept, outputs = tuple(KEPT), output_names(DRAFT, form=COMPACT)
+    spec = EngineSpec(DRAFT, "", "", checkpoint.config, (1, 8), 128, "fp32", outputs, kept_tokens=kept)
+    engine, reference = OnnxRuntimeEngine(tmp_path / "draft.onnx", spec), TorchEngine(checkpoint.tensor, spec)
+    found, expected = (
+        each.score(causal_batch(spec, TEXT, 0), each.new_cache()).logits.copy() for each in (engine, reference)
+    )
+    assert found.shape == (1, len(KEPT))
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def test_a_head_is_trained_on_tokens_that_the_draft_can_draw(tmp_path: Path) -> None:
+    """p_acc of an untrimmed draft's tokens would teach the head what never happens."""
+    checkpoint = Checkpoint(write_trimmed(tmp_path / "draft", kept=[5, 200]))
+    draft, whole = load_frozen(checkpoint, 64), load_frozen(Checkpoint(target(tmp_path)), 64)
+    generator = torch.Generator().manual_seed(0)
+    seen: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def recorded(p: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Any:
+            labels = soft_labels(p, q, generator)
+            seen.append(labels.y)
+            return labels
+
+        patch.setattr(data, "soft_labels", recorded)
+        examples = data.collect(whole, draft, [[1, 5], [1, 9, 3]], 12, 1.0, None, generator, checkpoint.kept_tokens)
+    assert set(seen[0].flatten().tolist()) == {5, 200} and len(examples.p_acc) == 24

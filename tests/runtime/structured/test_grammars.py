@@ -1,0 +1,219 @@
+"""Grammars by llguidance: what they allow, how they go back, and what hostile ones cost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draftwood.models.errors import RequestError
+from draftwood.runtime.sampling.constraint import PathMasks
+from draftwood.runtime.sampling.params import SamplingParams
+from draftwood.runtime.sampling.structured import MAX_FORM, StructuredOutput
+from draftwood.runtime.structured import grammars as module
+from draftwood.runtime.structured.grammars import KEPT, Grammars
+from draftwood.runtime.text.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance", reason="needs the [structured] extra")
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_pair: Path) -> Iterator[Tokenizer]:
+    with Tokenizer.load(tiny_pair / "target") as tokenizer:
+        yield tokenizer
+
+
+@pytest.fixture(scope="module")
+def eos(tokenizer: Tokenizer) -> int:
+    return min(tokenizer.special_token_ids)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer, eos: int) -> Iterator[Grammars]:
+    opened = Grammars(tokenizer, tokenizer.vocab_size + 5, (eos,))  # models have more rows than tokens
+    yield opened
+    opened.close()
+
+
+FORMS = {
+    "json": (
+        StructuredOutput(json=PERSON),
+        ['{"name": "Ann", "age": 7}', '{"name":"é","age":-1}'],
+        ['{"age": 7}', "x"],
+    ),
+    "json text": (StructuredOutput(json=json.dumps({"enum": ["a", 1]})), ['"a"', "1"], ["a", "2"]),
+    "json_object": (StructuredOutput(json_object=True), ["{}", '{"a": [1, null]}'], ["[]", "1"]),
+    "regex": (StructuredOutput(regex="[ab]+c?"), ["ab", "bac"], ["c", "abcc"]),
+    "choice": (StructuredOutput(choice=["yes", 'né"q\\\n', "/"]), ["yes", 'né"q\\\n', "/"], ["ye", "no"]),
+    "GBNF": (StructuredOutput(grammar='root ::= "x" item*\nitem ::= "y" | "z"'), ["x", "xyz"], ["y", ""]),
+    "Lark": (StructuredOutput(grammar='start: "x" item*\nitem: "y" | "z"'), ["x", "xyz"], ["y", ""]),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_texts_of_a_form(name: str, grammars: Grammars, tokenizer: Tokenizer, eos: int) -> None:
+    form, right, wrong = FORMS[name]
+    grammar = grammars.compile(form)
+    assert grammars.compile(form) is grammar
+
+    def is_complete(text: str) -> bool:
+        constraint = grammar.start()
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            if constraint.ended or not constraint.allowed()[token]:
+                return False
+            assert constraint.advance(token)
+        return constraint.ended or bool(constraint.allowed()[eos])
+
+    assert [text for text in right if not is_complete(text)] == []
+    assert [text for text in wrong if is_complete(text)] == []
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_masks_and_advances_agree_on_every_path(name: str, grammars: Grammars, tokenizer: Tokenizer, eos: int) -> None:
+    """A random walk with all siblings: a token is allowed exactly where it can be appended, and rolling back restores
+    the state. A mask by way of other paths is the mask from the start."""
+    grammar, draws = grammars.compile(FORMS[name][0]), np.random.default_rng(0)
+    masks, path = PathMasks(grammar.start()), list[int]()
+    while len(path) < 12 and (mask := masks.after(path)) is not None:
+        assert mask.shape == (tokenizer.vocab_size + 5,) and mask.any() and not mask[tokenizer.vocab_size :].any()
+        fresh = grammar.start()
+        assert all(fresh.advance(token) for token in path)
+        assert np.array_equal(fresh.allowed(), mask)
+        for token in draws.permutation(tokenizer.vocab_size)[:40].tolist():
+            assert fresh.advance(token) == mask[token]
+            if mask[token]:
+                fresh.roll_back(1)
+            assert (masks.after([*path, token]) is None) >= (not mask[token])
+        assert np.array_equal(fresh.allowed(), mask)
+        path.append(int(draws.choice(np.flatnonzero(mask))))
+    if masks.after(path) is None:
+        assert masks.ends(path)
+
+
+HOSTILE: dict[str, tuple[StructuredOutput, str]] = {
+    "a remote reference": (StructuredOutput(json={"$ref": "https://example.org/x"}), "not present"),
+    "a file's reference": (StructuredOutput(json={"$ref": "file:///etc/passwd"}), "not present"),
+    "references in a circle": (
+        StructuredOutput(json={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+        "no text has this form",
+    ),
+    "an unsupported keyword": (StructuredOutput(json={"not": {"type": "string"}}), "Unimplemented keys"),
+    "ignored keywords by a hidden setting": (
+        StructuredOutput(json={"not": {}, "x-guidance": {"lenient": True}}),
+        "Unimplemented keys",
+    ),
+    "no text at all": (StructuredOutput(json={"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
+    "an impossible regex": (StructuredOutput(regex=r"[^\x00-\U0010ffff]"), "no text has this form"),
+    "half a regex": (StructuredOutput(regex="(a"), "unclosed group"),
+    "a regex of parentheses": (StructuredOutput(regex="(" * 30000 + "a" + ")" * 30000), "cannot be used"),
+    "a deep schema": (StructuredOutput(json='{"items":' * 900 + "{}" + "}" * 900), "recursion limit"),
+    "a grammar of parentheses": (StructuredOutput(grammar="start: " + "(" * 20000 + '"a"' + ")" * 20000), "deeply"),
+    "a grammar that doubles": (
+        StructuredOutput(grammar="start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(30)) + 'A30: "x"'),
+        "cannot be used",
+    ),
+    "a grammar without a rule": (StructuredOutput(grammar='root ::= "a" | b'), "'b' not found"),
+    "many properties": (
+        StructuredOutput(json={"properties": {f"p{i}": {} for i in range(4500)}, "type": "object"}),
+        "cannot be used",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_forms_are_refused_with_the_reason(name: str, grammars: Grammars) -> None:
+    form, reason = HOSTILE[name]
+    with pytest.raises(RequestError, match="structured output cannot be used") as caught:
+        grammars.compile(form)
+    assert reason in str(caught.value) and len(str(caught.value)) < 700
+
+
+def test_a_form_that_takes_too_long_ends_its_process_only(
+    tokenizer: Tokenizer, eos: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library has no limit for this one. Others are compiled meanwhile, in the other process."""
+    monkeypatch.setattr(module, "COMPILE_SECONDS", 2.0)
+    opened = Grammars(tokenizer, tokenizer.vocab_size, (eos,))
+    refused = list[str]()
+
+    def compile_slow() -> None:
+        try:
+            opened.compile(StructuredOutput(json={"type": "integer", "multipleOf": 99999989}))
+        except RequestError as error:
+            refused.append(str(error))
+
+    slow = threading.Thread(target=compile_slow)
+    slow.start()
+    opened.compile(StructuredOutput(choice=("yes", "no")))
+    slow.join()
+    assert "did not finish within" in refused[0] or "process ended" in refused[0]
+    opened.compile(StructuredOutput(choice=("yes", "maybe")))
+    opened.close()
+
+
+def test_the_number_of_kept_grammars_is_bounded(grammars: Grammars) -> None:
+    first = grammars.compile(StructuredOutput(regex="a"))
+    for count in range(KEPT):
+        grammars.compile(StructuredOutput(regex=f"b{{{count + 1}}}"))
+    assert len(grammars._kept) == KEPT
+    assert grammars.compile(StructuredOutput(regex="a")) is not first
+
+
+def test_a_grammar_that_exceeds_a_limit_in_a_text_ends_this_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Behind the first letter 2,500 rules are possible, more than the library follows."""
+    rules = [f"r{number}" for number in range(2500)]
+    form = StructuredOutput(
+        grammar=f"start: {'|'.join(rules)}\n" + "".join(f'{rule}: "x" "{rule}"\n' for rule in rules)
+    )
+    with pytest.raises(RequestError, match="too complex for its limits"):
+        constraint = grammars.compile(form).start()
+        for token in tokenizer.encode("xr1", add_special_tokens=False):
+            constraint.advance(token)
+            constraint.allowed()
+
+
+def test_a_missing_package_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"install draftwood\[structured\]"):
+        Grammars(tokenizer, tokenizer.vocab_size, ()).compile(StructuredOutput(regex="a"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "exactly one of"),
+        ({"regex": "a", "json_object": True}, "exactly one of"),
+        ({"json_object": 1}, "True or False"),
+        ({"json": "[]"}, "must be a JSON schema"),
+        ({"json": "{"}, "no valid JSON"),
+        ({"json": "[" * 100000}, "no valid JSON"),
+        ({"json": {"enum": [float("nan")]}}, "no valid JSON"),
+        ({"json": {"enum": [object()]}}, "no valid JSON"),
+        ({"regex": ""}, "must not be empty"),
+        ({"regex": 5}, "must be text"),
+        ({"regex": "\ud800"}, "surrogate"),
+        ({"regex": "a" * (MAX_FORM + 1)}, "shorten it"),
+        ({"choice": ["", "a"]}, "texts that are not empty"),
+        ({"choice": "yes"}, "must be a list"),
+        ({"choice": ["a"] * 1025}, "may have 1024"),
+    ],
+)
+def test_wrong_fields_are_refused(fields: dict[str, object], reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        StructuredOutput(**fields)  # type: ignore[arg-type]
+
+
+def test_a_text_without_an_end_has_no_form() -> None:
+    with pytest.raises(RequestError, match="ignore_eos must be False"):
+        SamplingParams(ignore_eos=True, structured=StructuredOutput(json_object=True))

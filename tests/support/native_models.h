@@ -1,0 +1,93 @@
+/* Random matrices and models for programs that drive the kernels, the same on every processor. Every array is allocated
+ * with its exact size. */
+#pragma once
+#include "llama.c"
+
+static uint32_t state = 1;
+static float number(void) { /* from -1 to 1 */
+    state = state * 1664525u + 1013904223u;
+    return (float)(int32_t)state / 2147483648.0f;
+}
+
+/* Exactly `count` numbers. */
+static float *numbers(size_t count) {
+    float *values = malloc(count * sizeof(float));
+    for (size_t at = 0; at < count; at++) values[at] = number();
+    return values;
+}
+
+/* A matrix of random weights. */
+static struct matrix matrix_of(int outputs, int inputs, enum format format, int biased) {
+    struct matrix matrix = {.outputs = outputs, .inputs = inputs, .format = format};
+    matrix.block = format >= INT8 ? CODE_BLOCK : 0;
+    const size_t bytes = panels_of(outputs) * panel_bytes(&matrix);
+    uint8_t *weights = malloc(bytes);
+    for (size_t at = 0; at < bytes; at++) weights[at] = (uint8_t)(128 + 128 * number());
+    for (size_t at = 0; at < bytes / 2 && format < INT8; at++) { /* of each size up to 1/8 */
+        const float value = number() / 8;
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        if (format == BF16) ((uint16_t *)weights)[at] = bits >> 16;
+        if (format == FP16) ((uint16_t *)weights)[at] = bits >> 16 & 0x8000 | (bits >> 13 & 0x3ff) | 0x2400;
+        if (format == FP32 && at < bytes / 4) ((float *)weights)[at] = value;
+    }
+    matrix.weights = weights;
+    if (format >= INT8) {
+        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES * (format == INT4 ? 2 : 1);
+        uint16_t *halves = malloc(scales * sizeof *halves);
+        for (size_t at = 0; at < scales; at++) halves[at] = (uint16_t)(0x0c00 + 127 * number()); /* about 2^-12 */
+        matrix.scales = halves;
+    }
+    if (biased) matrix.bias = numbers(panels_of(outputs) * LANES);
+    return matrix;
+}
+
+static void free_matrix(struct matrix matrix) {
+    free((void *)matrix.weights), free((void *)matrix.scales), free((void *)matrix.bias);
+}
+
+struct shape {
+    int vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
+    enum format format;
+    int pairs, normed; /* pairs: that rotate, in every other layer; normed: whether heads are */
+};
+
+static struct model model_of(struct shape shape) {
+    struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
+                          shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, 1e-5f, 0.5f,
+                          0.25f, 0.5f, 2, 0, 0, 0, 0, 0, 0, 0, {0}};
+    const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
+    const int whole = panels_of(shape.hidden) * LANES, head = panels_of(shape.head_dim) * LANES;
+    model.embedding = numbers((size_t)shape.vocab * shape.hidden);
+    model.norm = numbers(whole);
+    model.cosine = numbers((size_t)shape.positions * shape.pairs);
+    model.sine = numbers((size_t)shape.positions * shape.pairs);
+    model.odds = shape.blocks ? numbers(whole) : NULL;
+    struct layer *layers = malloc(shape.layers * sizeof *layers);
+    for (int index = 0; index < shape.layers; index++)
+        layers[index] = (struct layer){numbers(whole), numbers(whole),
+                                       shape.normed ? numbers(head) : NULL, shape.normed ? numbers(head) : NULL,
+                                       matrix_of(query + 2 * key, shape.hidden, shape.format, index % 2),
+                                       matrix_of(shape.hidden, query, shape.format, 0),
+                                       matrix_of(2 * model.inner, shape.hidden, shape.format, 0),
+                                       matrix_of(shape.hidden, shape.inner, shape.format, 1),
+                                       index % 2 ? 0 : shape.pairs};
+    struct matrix *blocks = malloc(shape.blocks * sizeof *blocks);
+    for (int index = 0; index < shape.blocks; index++) blocks[index] = matrix_of(shape.hidden, shape.hidden, FP32, 1);
+    model.layer = layers, model.block = blocks;
+    model.head = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
+    return model;
+}
+
+static void free_model(struct model model) {
+    for (int index = 0; index < model.layers; index++) {
+        const struct layer *layer = &model.layer[index];
+        free((void *)layer->input_norm), free((void *)layer->post_norm);
+        free((void *)layer->query_norm), free((void *)layer->key_norm);
+        free_matrix(layer->qkv), free_matrix(layer->output), free_matrix(layer->gate_up), free_matrix(layer->down);
+    }
+    for (int index = 0; index < model.blocks; index++) free_matrix(model.block[index]);
+    free((void *)model.layer), free((void *)model.block), free_matrix(model.head);
+    free((void *)model.embedding), free((void *)model.norm), free((void *)model.odds);
+    free((void *)model.cosine), free((void *)model.sine);
+}
