@@ -57,6 +57,7 @@ EXACT, CALIBRATED = "fp32", "int4 calibrated"
 OURS = (EXACT, "bf16", "int8", "int4", CALIBRATED)
 PARTS = ("divergence", "speed", "texts")
 PROMPT_TOKENS, DECODED = 64, 64  # of the speed
+FIRST_TOKENS = (12, 36)  # of a peer's text, before all of it
 WIDTHS = (1, 64)
 Figures = dict[str, dict[str, Any]]  # by name of the format
 
@@ -227,7 +228,8 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
         written = [decode(exact, prompt, tokens).tokens for prompt in track(prompts, "Writing fp32's texts")]
         exact.close()
         exact_file.write_text(json.dumps(written), encoding="utf-8")
-    texts = json.loads(exact_file.read_text(encoding="utf-8"))[: len(prompts)]
+    ends = Checkpoint(settings.checkpoint).eos_token_ids
+    texts = [until(ends, text) for text in json.loads(exact_file.read_text(encoding="utf-8"))[: len(prompts)]]
     for name in names:
         both = track(list(zip(prompts, texts, strict=True)), f"Comparing the texts of {name}")
         if name in OURS:
@@ -236,15 +238,34 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
             engine.close()
         else:
             with settings.peers[name].decoder(name) as complete:
-                lengths = [common(complete(prompt, tokens).tokens, text) for prompt, text in both]
+                lengths = [written_alike(complete, prompt, text) for prompt, text in both]
         quartiles = np.percentile(lengths, (25, 50, 75)).round(1).tolist()
-        figures[name]["same_tokens"] = {"quartiles": quartiles, "of": tokens, "texts": len(lengths)}
+        figures[name]["same_tokens"] = {
+            "quartiles": quartiles,
+            "whole_texts": sum(same == len(text) for same, text in zip(lengths, texts, strict=True)),
+            "texts": len(texts),
+        }
+
+
+def until(ends: Sequence[int], text: list[int]) -> list[int]:
+    """A text up to its first end of text, which a peer does not return."""
+    return text[: next((at for at, token in enumerate(text) if token in ends), len(text))]
 
 
 def agreement(engine: Engine, prompt: list[int], text: list[int]) -> int:
     """Tokens of a text that an engine would have written, too."""
-    logits = np.concatenate(list(score_chunks(engine, engine.new_cache(), [*prompt, *text[:-1]])))
+    logits = np.concatenate(list(score_chunks(engine, engine.new_cache(), [*prompt, *text])))
     return common(logits[len(prompt) - 1 :].argmax(-1).tolist(), text)
+
+
+def written_alike(complete: Complete, prompt: list[int], text: list[int]) -> int:
+    """Tokens of a text that a peer writes, too. Most texts part early, so it is asked for a few tokens first."""
+    same = 0
+    for tokens in (*FIRST_TOKENS, len(text)):
+        same = common(complete(prompt, tokens).tokens, text)
+        if same < tokens:
+            break
+    return same
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
