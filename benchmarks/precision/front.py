@@ -1,4 +1,4 @@
-"""Speed against quality: every weight format of this project and of llama.cpp on one checkpoint.
+"""Speed against quality: every weight format of this project, llama.cpp and OpenVINO GenAI on one checkpoint.
 
     python -m benchmarks.precision.front --checkpoint DIR --prompts ../shared/data/prompts --work WORK \\
         --output benchmarks/results
@@ -8,11 +8,11 @@ WORK/figures.json, and the last call writes them with a picture.
 
 divergence: KL(fp32 || format) in nats per token, how often both have the same best token, and loss, of the running
 engines, with the rounding of activations that each of them does. The second half of every window of 1,024 tokens
-counts, as llama-perplexity has it; llama.cpp is compared with its own F32.
+counts, as llama-perplexity has it; llama.cpp is compared with its own F32, everything else with ours.
 speed: plain greedy tokens per second behind 64 tokens of prompt, all engines in turn, medians.
 texts: how many tokens of greedy text pass before it leaves fp32's, over many prompts: quartiles.
 
-Without --llama-cpp (made by benchmarks/peers/setup/llama.cpp.sh) its formats are left out.
+Without --llama-cpp or --openvino (made by the scripts in benchmarks/peers/setup) their formats are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from rich.progress import track
 from rich.table import Table
 from scipy.special import log_softmax
 
-from benchmarks.precision import front_llama_cpp as llama
+from benchmarks.precision.front_llama_cpp import LlamaCpp
+from benchmarks.precision.front_openvino import OpenVino
+from benchmarks.precision.front_peer import Complete, Decoded, Divergence, Peer, mean, score
 from benchmarks.precision.quality import score_chunks
 from benchmarks.precision.texts import LONGEST_PROMPT, SCORED, WINDOW, Texts, read_texts
 from benchmarks.tools.record import add_output, write_results
@@ -55,25 +57,20 @@ EXACT, CALIBRATED = "fp32", "int4 calibrated"
 OURS = (EXACT, "bf16", "int8", "int4", CALIBRATED)
 PARTS = ("divergence", "speed", "texts")
 PROMPT_TOKENS, DECODED = 64, 64  # of the speed
+FIRST_TOKENS = (12, 36)  # of a peer's text, before all of it
 WIDTHS = (1, 64)
 Figures = dict[str, dict[str, Any]]  # by name of the format
 
 
-class Decoded(NamedTuple):
-    """Greedy text, and its tokens per second."""
-
-    tokens: list[int]
-    speed: float
-
-
 class Settings(NamedTuple):
-    """checkpoint: a Hugging Face folder. work: for everything that is made. threads: of each engine."""
+    """checkpoint: a Hugging Face folder. work: for everything that is made. threads: of each engine. peers: by the
+    names of their formats."""
 
     checkpoint: Path
     work: Path
     texts: Texts
     threads: int
-    llama: llama.LlamaCpp | None
+    peers: dict[str, Peer]
 
 
 def main() -> None:
@@ -82,6 +79,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, metavar="DIR", help="folder of prompts, *.jsonl")
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="for engines, texts and figures")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="build/peers/llama.cpp")
+    parser.add_argument("--openvino", type=Path, metavar="DIR", help="build/peers/openvino-genai")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--only", default="", metavar="FORMATS", help="int8,Q8_0,...; default: all")
     parser.add_argument("--threads", type=int, default=2)
@@ -92,11 +90,14 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     texts = read_texts(args.prompts, args.checkpoint, args.texts)
-    peer = None if args.llama_cpp is None else llama.LlamaCpp(args.llama_cpp, args.checkpoint, args.work, args.threads)
-    settings = Settings(args.checkpoint, args.work, texts, args.threads, peer)
-    names = [
-        name for name in (*OURS, *(llama.FORMATS if peer else ())) if not args.only or name in args.only.split(",")
-    ]
+    found: list[Peer] = []
+    if args.llama_cpp is not None:
+        found.append(LlamaCpp(args.llama_cpp, args.checkpoint, args.work, args.threads))
+    if args.openvino is not None:
+        found.append(OpenVino(args.openvino, args.checkpoint, args.work, args.threads))
+    peers = {name: peer for peer in found for name in peer.formats}
+    settings = Settings(args.checkpoint, args.work, texts, args.threads, peers)
+    names = [name for name in (*OURS, *peers) if not args.only or name in args.only.split(",")]
     file = args.work / "figures.json"
     figures: Figures = defaultdict(dict, json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})
     parts: dict[str, Callable[[], object]] = {
@@ -109,7 +110,7 @@ def main() -> None:
         file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     show(figures)
     written = write_results(args.output, args.name, {"threads": args.threads, "formats": figures})
-    draw(figures, written.with_suffix(".svg"))
+    draw(figures, found, written.with_suffix(".svg"))
 
 
 def spec_of(settings: Settings, name: str) -> EngineSpec:
@@ -149,52 +150,39 @@ def calibrated(settings: Settings, checkpoint: Checkpoint) -> QuantizedCheckpoin
 
 def bits_of(settings: Settings, name: str) -> float:
     """Bits of a weight in the matrices of a pass."""
-    if name in OURS:
-        return bits_of_weight(spec_of(settings, name))
-    assert settings.llama is not None
-    return settings.llama.bits(name)
+    return bits_of_weight(spec_of(settings, name)) if name in OURS else settings.peers[name].bits(name)
 
 
 def add_divergences(settings: Settings, names: Sequence[str], figures: Figures) -> None:
-    wanted = [name for name in names if name != EXACT]
-    engines = {name: engine_of(settings, name) for name in (EXACT, *wanted) if name in OURS}
-    sums: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
-    for text, windows in settings.texts.windows.items():
-        for window in track(windows, f"Reading {text} with {', '.join(engines)}"):
-            exact = logprobs(engines[EXACT], window)
-            for name, engine in engines.items():
-                sums[f"{name}/{text}"].append(score(exact, logprobs(engine, window), window))
-    for name, engine in engines.items():
-        engine.close()
-        for text in settings.texts.windows:
-            figures[name][text] = dict(
-                zip(("kl", "top", "loss"), np.mean(sums[f"{name}/{text}"], axis=0).round(5).tolist(), strict=True)
-            )
-    for name in track([name for name in wanted if name not in OURS], "Reading with llama.cpp"):
-        assert settings.llama is not None
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for name in dict.fromkeys((EXACT, *(name for name in names if name in OURS))):
+            engines[name] = engine_of(settings, name)
+            stack.callback(engines[name].close)
+        exact = partial(logprobs, engines[EXACT])
         for text, windows in settings.texts.windows.items():
-            figures[name][text] = settings.llama.divergence(name, text, windows)
+            scores: dict[str, list[Divergence]] = defaultdict(list)
+            for window in track(windows, f"Reading {text} with {', '.join(engines)}"):
+                reference = exact(window)
+                for name, engine in engines.items():
+                    scores[name].append(score(reference, logprobs(engine, window), window))
+            for name in engines:
+                figures[name][text] = mean(scores[name])
+            for name in track([name for name in names if name in settings.peers], f"Reading {text} with others"):
+                figures[name][text] = settings.peers[name].divergence(name, text, windows, exact)
     for name in names:
         figures[name]["bits"] = round(bits_of(settings, name), 3)
         if (seconds := file_of(settings, name).with_suffix(".seconds")).is_file():
             figures[name]["packing_seconds"] = float(seconds.read_text(encoding="utf-8"))
 
 
-def logprobs(engine: Engine, window: Sequence[int]) -> NDArray[np.float32]:
+def logprobs(engine: Engine, window: list[int]) -> NDArray[np.float32]:
     """[scored, V]: of the tokens after the scored ones of a window."""
     logits = np.concatenate(list(score_chunks(engine, engine.new_cache(), window)))
     return np.asarray(log_softmax(logits[SCORED], axis=-1), np.float32)
 
 
-def score(exact: NDArray[np.float32], own: NDArray[np.float32], window: Sequence[int]) -> NDArray[np.float64]:
-    """KL(exact || own), share of equal best tokens, and loss: means over the scored positions."""
-    divergence = (np.exp(exact) * (exact - own)).sum(-1, dtype=np.float64).mean()
-    same = (exact.argmax(-1) == own.argmax(-1)).mean()
-    following = np.array(window[SCORED.start + 1 : SCORED.stop + 1])
-    return np.array([divergence, same, -own[np.arange(len(own)), following].mean()])
-
-
-def decode(engine: Engine, prompt: Sequence[int], tokens: int) -> Decoded:
+def decode(engine: Engine, prompt: list[int], tokens: int) -> Decoded:
     """Greedy text behind a prompt; the first token comes from the prompt's pass, and is not timed."""
     cache = engine.new_cache()
     last = prefill(engine, cache, prompt)
@@ -213,35 +201,26 @@ def add_speeds(settings: Settings, names: Sequence[str], figures: Figures, repea
     prompt = settings.texts.windows["prose"][0][:PROMPT_TOKENS]
     speeds: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
-        decoders: dict[str, Callable[[], float]] = {}
+        decoders: dict[str, Complete] = {}
         for name in names:
             if name in OURS:
                 engine = engine_of(settings, name)
                 stack.callback(engine.close)
-                decoders[name] = partial(speed_of, engine, prompt)
+                decoders[name] = partial(decode, engine)
             else:
-                assert settings.llama is not None
-                server = stack.enter_context(settings.llama.server(name))
-                decoders[name] = partial(server_speed, server, prompt)
+                decoders[name] = stack.enter_context(settings.peers[name].decoder(name))
         for turn in track(range(repeats + 1), "Decoding in turn"):
-            for name, speed in decoders.items():
-                if (found := speed()) and turn:
-                    speeds[name].append(found)
+            for name, complete in decoders.items():
+                speed = complete(prompt, DECODED).speed
+                if turn:
+                    speeds[name].append(speed)
     for name in names:
         figures[name]["tokens_per_second"] = round(median(speeds[name]), 1)
 
 
-def speed_of(engine: Engine, prompt: Sequence[int]) -> float:
-    return decode(engine, prompt, DECODED).speed
-
-
-def server_speed(server: Any, prompt: list[int]) -> float:
-    return llama.complete(server, prompt, DECODED)[1]
-
-
 def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, tokens: int) -> None:
     """fp32's texts are written once. An engine of ours reads them: the first token that it would not have written is
-    where its own text leaves, for a row has the same bits in a pass of any width. A server writes its own texts."""
+    where its own text leaves, for a row has the same bits in a pass of any width. A peer writes its own texts."""
     prompts = settings.texts.prompts
     exact_file = settings.work / f"greedy-{tokens}-{LONGEST_PROMPT}.json"
     if not exact_file.is_file():
@@ -249,7 +228,8 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
         written = [decode(exact, prompt, tokens).tokens for prompt in track(prompts, "Writing fp32's texts")]
         exact.close()
         exact_file.write_text(json.dumps(written), encoding="utf-8")
-    texts = json.loads(exact_file.read_text(encoding="utf-8"))[: len(prompts)]
+    ends = Checkpoint(settings.checkpoint).eos_token_ids
+    texts = [until(ends, text) for text in json.loads(exact_file.read_text(encoding="utf-8"))[: len(prompts)]]
     for name in names:
         both = track(list(zip(prompts, texts, strict=True)), f"Comparing the texts of {name}")
         if name in OURS:
@@ -257,17 +237,35 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
             lengths = [agreement(engine, prompt, text) for prompt, text in both]
             engine.close()
         else:
-            assert settings.llama is not None
-            with settings.llama.server(name) as server:
-                lengths = [common(llama.complete(server, prompt, tokens)[0], text) for prompt, text in both]
+            with settings.peers[name].decoder(name) as complete:
+                lengths = [written_alike(complete, prompt, text) for prompt, text in both]
         quartiles = np.percentile(lengths, (25, 50, 75)).round(1).tolist()
-        figures[name]["same_tokens"] = {"quartiles": quartiles, "of": tokens, "texts": len(lengths)}
+        figures[name]["same_tokens"] = {
+            "quartiles": quartiles,
+            "whole_texts": sum(same == len(text) for same, text in zip(lengths, texts, strict=True)),
+            "texts": len(texts),
+        }
+
+
+def until(ends: Sequence[int], text: list[int]) -> list[int]:
+    """A text up to its first end of text, which a peer does not return."""
+    return text[: next((at for at, token in enumerate(text) if token in ends), len(text))]
 
 
 def agreement(engine: Engine, prompt: list[int], text: list[int]) -> int:
     """Tokens of a text that an engine would have written, too."""
-    logits = np.concatenate(list(score_chunks(engine, engine.new_cache(), [*prompt, *text[:-1]])))
+    logits = np.concatenate(list(score_chunks(engine, engine.new_cache(), [*prompt, *text])))
     return common(logits[len(prompt) - 1 :].argmax(-1).tolist(), text)
+
+
+def written_alike(complete: Complete, prompt: list[int], text: list[int]) -> int:
+    """Tokens of a text that a peer writes, too. Most texts part early, so it is asked for a few tokens first."""
+    same = 0
+    for tokens in (*FIRST_TOKENS, len(text)):
+        same = common(complete(prompt, tokens).tokens, text)
+        if same < tokens:
+            break
+    return same
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -286,15 +284,16 @@ def show(figures: Figures) -> None:
     Console(width=150).print(table)
 
 
-def draw(figures: Figures, picture: Path) -> None:
+def draw(figures: Figures, peers: Sequence[Peer], picture: Path) -> None:
     """Every format that has both figures; true bits of a weight beside it."""
     canvas = new_figure(6, 4)
     axes = canvas.subplots()
-    for label, marker, ours in (("draftwood, native", "o", True), ("llama.cpp", "s", False)):
+    groups = [("draftwood, native", "o", OURS), *((peer.label, peer.marker, peer.formats) for peer in peers)]
+    for label, marker, forms in groups:
         points = sorted(
             (row["prose"]["kl"], row["tokens_per_second"], f"{name}, {row['bits']:.2f}")
             for name, row in figures.items()
-            if (name in OURS) == ours and row.get("prose", {}).get("kl", 0) > 0 and "tokens_per_second" in row
+            if name in forms and row.get("prose", {}).get("kl", 0) > 0 and "tokens_per_second" in row
         )
         axes.plot(*zip(*[point[:2] for point in points], strict=True), marker, label=label) if points else None
         for index, (divergence, speed, text) in enumerate(points):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,6 +20,7 @@ from typing import Any
 from gguf import GGUFReader
 
 from benchmarks.peers.programs.llama_cpp import is_healthy
+from benchmarks.precision.front_peer import Complete, Decoded, Divergence, LogProbs
 from benchmarks.precision.texts import WINDOW
 from draftwood.runtime.text.tokenizer import Tokenizer
 
@@ -32,6 +34,8 @@ ATTEMPTS = 5  # its last lines are lost where it ends before its log was written
 
 class LlamaCpp:
     """One installation (benchmarks/peers/setup/llama.cpp.sh) and the files of one checkpoint in `work`."""
+
+    formats, label, marker = FORMATS, "llama.cpp", "s"
 
     def __init__(self, home: Path, checkpoint: Path, work: Path, threads: int) -> None:
         self._home, self._checkpoint, self._work, self._threads = home.resolve(), checkpoint, work, threads
@@ -59,8 +63,8 @@ class LlamaCpp:
         weights = sum(int(tensor.n_elements) for tensor in tensors.values())
         return 8 * sum(int(tensor.n_bytes) for tensor in tensors.values()) / weights
 
-    def divergence(self, form: str, name: str, windows: list[list[int]]) -> dict[str, float]:
-        """What llama-perplexity says of a text: see `score` in front.py. Its F32 model is its reference."""
+    def divergence(self, form: str, name: str, windows: list[list[int]], exact: LogProbs) -> Divergence:
+        """What llama-perplexity says of a text: see front_peer.score. Its F32 model is its reference, not `exact`."""
         text = self._work / f"{name}.txt"
         with Tokenizer.load(self._checkpoint) as tokenizer:
             text.write_text(tokenizer.decode(list(chain.from_iterable(windows))) + " and so on", encoding="utf-8")
@@ -80,7 +84,7 @@ class LlamaCpp:
         raise RuntimeError(f"llama-perplexity shows no figures:\n{shown[-2000:]}")
 
     @contextmanager
-    def server(self, form: str) -> Iterator[http.client.HTTPConnection]:
+    def decoder(self, form: str) -> Iterator[Complete]:
         """A llama-server for one sequence."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -96,7 +100,7 @@ class LlamaCpp:
                 if process.poll() is not None or monotonic() > deadline:
                     raise RuntimeError(f"llama-server for {form} did not start; its last lines are on stderr")
                 sleep(0.1)
-            yield connection
+            yield partial(complete, connection)
         finally:
             process.terminate()
             process.wait()
@@ -111,7 +115,7 @@ class LlamaCpp:
         return result.stdout + result.stderr
 
 
-def complete(connection: http.client.HTTPConnection, prompt: list[int], tokens: int) -> tuple[list[int], float]:
+def complete(connection: http.client.HTTPConnection, prompt: list[int], tokens: int) -> Decoded:
     """Greedy text of a server, and tokens per second after the prompt, by its own clock."""
     request = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0, "samplers": ["temperature"]}
     body = json.dumps(request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False})
@@ -122,4 +126,4 @@ def complete(connection: http.client.HTTPConnection, prompt: list[int], tokens: 
     reply: dict[str, Any] = json.loads(answer.read())
     if answer.status != 200:
         raise RuntimeError(f"llama-server answered {reply}")
-    return list(reply["tokens"]), float(reply["timings"]["predicted_per_second"])
+    return Decoded(list(reply["tokens"]), float(reply["timings"]["predicted_per_second"]))
