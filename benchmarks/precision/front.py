@@ -228,7 +228,7 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
         written = [decode(exact, prompt, tokens).tokens for prompt in track(prompts, "Writing fp32's texts")]
         exact.close()
         exact_file.write_text(json.dumps(written), encoding="utf-8")
-    ends = Checkpoint(settings.checkpoint).eos_token_ids
+    ends = Checkpoint(settings.checkpoint).eos_token_ids()
     texts = [until(ends, text) for text in json.loads(exact_file.read_text(encoding="utf-8"))[: len(prompts)]]
     for name in names:
         both = track(list(zip(prompts, texts, strict=True)), f"Comparing the texts of {name}")

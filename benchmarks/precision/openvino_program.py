@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 import numpy as np
-import openvino  # type: ignore[import-not-found]
-import openvino_genai  # type: ignore[import-not-found]
+import openvino
+import openvino_genai
 
 CHUNK = 64  # rows of a pass over a text
 

@@ -19,8 +19,9 @@ from ...runtime.decoding.decoder import SpeculativeDecoder
 from ...runtime.decoding.loop import Job, Loop
 from ...runtime.decoding.scheduler import Scheduler
 from ...runtime.decoding.stats import SpecDecodeStats
+from ...runtime.sampling.params import SamplingParams
 from ...runtime.sampling.random import seeded_streams
-from ...runtime.sampling.sampler import Sampler, SamplingParams
+from ...runtime.sampling.sampler import Sampler
 from ...runtime.sampling.softmax import softmax_of
 from .conversation import Layout
 from .distributions import COLUMNS, TopSelector, TopTokens, recorded
