@@ -249,6 +249,16 @@ def test_a_round_teaches_the_lookup_its_tokens() -> None:
     assert stats.num_accepted_tokens >= 12
 
 
+def test_only_the_number_of_tokens_limits_the_depth_of_algorithm_1() -> None:
+    """Where the draft is sure of each token, its tree is a path of all of them."""
+    engines = [FakeEngine(lambda seen: certain((seen[-1] + 1) % 4), V, role) for role in ("target", "draft")]
+    config = SpeculativeConfig("dyspec-heap", max_total_draft_tokens=5)
+    decoder = SpeculativeDecoder(engines[0], engines[1], config, 4096, ())
+    sampler = Sampler(SamplingParams(max_tokens=24, temperature=1), PROMPT, (), V)
+    first = next(decoder.generate(PROMPT, sampler, seeded_streams(0), SpecDecodeStats()))
+    assert first.token_ids == [2, 3, 0, 1, 2, 3]
+
+
 class RankingEngine(FakeEngine):
     """Names the best token of each row. As with real engines, nobody may read the logits of such a pass."""
 
