@@ -44,7 +44,13 @@ TESTS = {
         "test_llm",
     ),
     "runtime/decoding/scheduler.py": ("test_scheduler", "test_queueing", "test_async_llm"),
-    "runtime/decoding/loop.py": ("test_async_pool", "test_async_llm", "test_prompt_chunks", "test_faults_batching"),
+    "runtime/decoding/loop.py": (
+        "test_async_pool",
+        "test_async_llm",
+        "test_prompt_chunks",
+        "test_faults_batching",
+        "test_pool",
+    ),
     "runtime/decoding/decoder.py": (
         "test_decoder",
         "test_room",
@@ -108,7 +114,11 @@ TESTS = {
     "runtime/speculation/stopwatch.py": ("test_decoder", *EXPLAIN),
     "runtime/speculation/verifier.py": ("test_verifier", "test_decoder", "test_lossless"),
     **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("acceptance", "attention", "matrix", "ranking")},
-    **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("sampling", "threads", "vector")},
+    **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("rounding", "sampling", "threads", "vector")},
+    **{
+        f"plugins/native/kernels/{name}.h": (*KERNELS, "test_native_instructions")
+        for name in ("isa_avx2", "isa_avx512", "plain")
+    },
     "plugins/native/kernels/llama.c": KERNELS,
 }
 

@@ -57,6 +57,23 @@ def decode(
     return list(texts.values())
 
 
+def test_a_loop_knows_how_many_jobs_share_its_passes() -> None:
+    """Plans of rounds depend on it."""
+    target, _ = fake_engines()
+    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(3, 0))
+    assert loop.num_sharing == 1
+    jobs = []
+    with ExitStack() as decoders:
+        for tokens in (2, 4, 6):
+            params, stats = SamplingParams(max_tokens=tokens, ignore_eos=True), SpecDecodeStats()
+            decoder = SpeculativeDecoder(target, None, None, 4096, ())
+            decoders.callback(decoder.close)
+            steps = decoder.steps([1, 2], Sampler(params, [1, 2], (), VOCAB), seeded_streams(0), stats)
+            jobs.append(Job(steps=steps, write=lambda chunk: chunk, stats=stats))
+        seen = [loop.num_sharing for _ in loop.run(jobs)]
+    assert seen[0] == 3 and seen[-1] == 1 and sorted(seen, reverse=True) == seen
+
+
 def no_steps() -> Steps[TokenChunk]:
     yield from ()
 
