@@ -50,6 +50,7 @@ TESTS = {
         "test_prompt_chunks",
         "test_faults_batching",
         "test_pool",
+        "test_memory",
     ),
     "runtime/decoding/decoder.py": (
         "test_decoder",

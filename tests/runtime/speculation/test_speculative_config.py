@@ -35,6 +35,14 @@ def test_the_drafts_probabilities_are_corrected_where_values_of_drawn_tokens_dec
     assert made(grow="dyspec").calibration(greedy=True) is None
 
 
+def test_the_rows_of_draft_passes_follow_the_shape() -> None:
+    """A pass over each layer but the last one, whose tokens get no children."""
+    chain, tree = made(grow="chain", max_draft_len=4), made(grow="k-ary", branching=(3, 2, 1))
+    assert (chain.max_frontier, chain.max_draft_rows) == (1, 3)
+    assert (tree.max_frontier, tree.max_draft_rows) == (6, 9)
+    assert made(grow="lookup", lookup_ngram=2).max_draft_rows == 0
+
+
 def test_every_field_is_bounded_by_its_kind() -> None:
     names = {field.name for field in fields(SpeculativeConfig)}
     assert names == {*INTEGERS, *NUMBERS, *CHOICES, "branching", "topology"}
