@@ -34,8 +34,8 @@ from .draft import FIGURES, Report, write_draft
 from .network import DraftNetwork, DraftShape, initialise
 from .options import SIZES, DistillOptions
 from .plot import acceptance_svg
-from .progress_file import locked, read_seconds, write_json, write_text
 from .shards import ANSWER, ANSWER_TEMPERATURES, TextStore, WrittenText
+from .state_files import locked, read_seconds, write_json, write_text
 from .target import TextTarget, compile_target, open_tokenizer
 from .text import TextCounts, TextLimits, TextWriter
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
@@ -50,8 +50,8 @@ MOST_STATES = 4096  # hidden states from which the rows of untrained tokens are 
 
 class Watch(NamedTuple):
     """What a caller hears. text: after each text, with the seconds spent on text. training: after each estimate, with
-    the progress. step: after each step, see Schedule. clock: the present time in
-    seconds; tests count steps instead. measured: seconds between two estimates."""
+    the progress. step: after each step, see Schedule. clock: the present time in seconds; tests count steps instead.
+    measured: seconds between two estimates. limits: bounds of a text."""
 
     text: Callable[[TextCounts, float], None] = lambda counts, seconds: None
     training: Callable[[Acceptance, Progress], None] = lambda found, progress: None

@@ -6,8 +6,8 @@ therefore loses only the texts that it had not finished.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ...models.errors import ConfigError
+from .state_files import replace_file
 
 TEXTS_PER_FILE = 64
 MOST_BYTES = 1 << 30  # of a file; one of TEXTS_PER_FILE texts has a few megabytes
@@ -113,16 +114,7 @@ def write_texts(file: Path, texts: Sequence[WrittenText]) -> None:
     }
     for name in NAMES[3:]:
         arrays[name] = np.concatenate([getattr(text, name) for text in texts])
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        save_file(arrays, partial)
-        os.replace(partial, file)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(
-            f"{file} cannot be written ({error}): free some space and run the same command again; what was written "
-            "before is kept"
-        ) from error
+    replace_file(file, partial(save_file, arrays))
 
 
 def read_texts(file: Path, vocab_size: int, columns: int) -> Iterator[WrittenText]:

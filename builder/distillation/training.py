@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from .acceptance import Acceptance, estimate
 from .batches import Batch
 from .loss import distillation_loss, reachable
 from .network import DraftNetwork
+from .state_files import replace_file
 
 WARM_UP = 50  # steps
 LAST_RATE = 0.02  # the learning rate at the end, over the highest
@@ -153,17 +153,9 @@ class Trainer:
             for moment in MOMENTS:
                 if moment in (state := self._optimizer.state.get(parameter, {})):
                     tensors[f"{moment}.{name}"] = state[moment].cpu()
-        partial = file.with_name(f".{file.name}.partial")
         content = self.progress._asdict() | {"curve": [point._asdict() for point in self.progress.curve]}
-        try:
-            save_file(tensors, partial, {"progress": json.dumps(content, allow_nan=False)})
-            os.replace(partial, file)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise ConfigError(
-                f"{file} cannot be written ({error}): free some space and run the same command again; the last "
-                "checkpoint is kept"
-            ) from error
+        metadata = {"progress": json.dumps(content, allow_nan=False)}
+        replace_file(file, lambda partial: save_file(tensors, partial, metadata))
 
     def load(self, file: Path) -> None:
         """Go on from a checkpoint. Raises ConfigError for a damaged one, and for one of other sizes."""

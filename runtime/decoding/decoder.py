@@ -179,9 +179,7 @@ class SpeculativeDecoder:
         if request.controller is None or max_depth < 1:
             return None
         if self._proposer is None:  # the text so far says what would be proposed, and how much of it
-            found = [] if request.lookup is None else request.lookup.propose()
-            depth = min(max_depth, request.sampler.processing.count_allowed(found))
-            return request.controller.plan(request.length, depth, request.sharing())
+            return request.controller.plan(request.length, len(request.look_up(max_depth)), request.sharing())
         return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
@@ -196,8 +194,7 @@ class SpeculativeDecoder:
             if not plan.depth:
                 return Proposal(graph, unroll(graph, 0, 0), NOT_WORTH_IT)
             config, depth = self._limit(config, plan), min(max_depth, plan.depth)
-        found = [] if request.lookup is None else request.lookup.propose()[:depth]
-        found = found[: sampler.processing.count_allowed(found)]
+        found = request.look_up(depth)
         if not config.chooses(greedy):
             graft_given(graph, found)
         estimate = request.calibration or uncorrected
@@ -214,9 +211,7 @@ class SpeculativeDecoder:
 
     def _look_up(self, request: RequestState, plan: RoundPlan | None, max_depth: int) -> Proposal:
         """The proposal of a prompt lookup alone."""
-        graph = TokenGraph(request.root)
-        found = [] if request.lookup is None else request.lookup.propose()[:max_depth]
-        found = found[: request.sampler.processing.count_allowed(found)]
+        graph, found = TokenGraph(request.root), request.look_up(max_depth)
         kept = found if plan is None else found[: plan.depth]
         graft_chosen(graph, kept)
         return Proposal(graph, unroll(graph, len(kept), max_depth), NOT_WORTH_IT if found and not kept else LOOKED_UP)

@@ -49,6 +49,11 @@ class RequestState:
         if self.lookup is not None:
             self.lookup.extend(prompt)
 
+    def look_up(self, most: int) -> list[int]:
+        """What a prompt lookup proposes: up to `most` tokens, as far as the structured output allows them."""
+        found = [] if self.lookup is None else self.lookup.propose()[:most]
+        return found[: self.sampler.processing.count_allowed(found)]
+
     def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
         """Update lookup, calibration and controller by a verified round with the output `token_ids`."""
         if self.lookup is not None:

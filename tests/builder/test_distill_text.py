@@ -19,8 +19,8 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
 from draftwood.builder.distillation.distributions import TopSelector
-from draftwood.builder.distillation.progress_file import locked
 from draftwood.builder.distillation.shards import ANSWER, GIVEN, QUESTION, TEXTS_PER_FILE, TextStore, WrittenText
+from draftwood.builder.distillation.state_files import locked
 from draftwood.builder.distillation.target import TextTarget, compile_target, open_tokenizer
 from draftwood.builder.distillation.text import LOOPS, TextWriter, fingerprint, is_repeating
 from draftwood.models.errors import ConfigError

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
 from ..graph.token_graph import ROOT, Best, TokenGraph
-from .draft_vocabulary import DraftSampler
+from .draft_vocabulary import NodeSampler
 from .drawing import drawings
 from .gsd import NO_MERGER, Merger
 
@@ -25,12 +25,7 @@ class Grower(Protocol):
         """The nodes of the next draft pass; empty when growth has ended."""
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         """Add children to `nodes`. Row i of `output`: the draft's prediction after nodes[i]."""
 
@@ -55,12 +50,7 @@ class StaticTree:
         return [node for node in self._layer if self._children[self._positions[node]]]
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         self._layer = []
         for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
@@ -92,12 +82,7 @@ class RankedStaticTree(StaticTree):
     """The same shape for temperature 0: the children of a node are its most probable tokens, best first."""
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         self._layer = []
         most = max(len(self._children[self._positions[node]]) for node in nodes)
@@ -142,12 +127,7 @@ class BestFirst:
         return sorted(useful, key=lambda node: -graph.values[node])[: self.width]
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         ids, logprobs = rank_children(graph, nodes, output, sampler, self.width)
         offered = []
@@ -172,7 +152,7 @@ class BestFirst:
 
 
 def rank_children(
-    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: DraftSampler, width: int
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The most probable tokens after each node and their log-probabilities, each [nodes, <= width], best first. The
     engine's ranking is used unless the request changes logits. A token that may not follow has -inf."""

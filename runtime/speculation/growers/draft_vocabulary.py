@@ -21,7 +21,7 @@ from ...sampling.sampler import NO_CANDIDATES, Candidates, Sampler
 UNLIKELY = 1000.0
 
 
-class DraftSampler(Protocol):
+class NodeSampler(Protocol):
     """What growers need of a request's settings: rows of a draft's logits in, tokens of the target out. A path is the
     list of tokens from the committed text to a node."""
 
@@ -39,7 +39,7 @@ class DraftSampler(Protocol):
 
 
 class TrimmedSampler:
-    """A DraftSampler for rows of N logits."""
+    """A NodeSampler for rows of N logits."""
 
     def __init__(self, sampler: Sampler, tokens: NDArray[np.int64], vocab_size: int) -> None:
         self._sampler, self._tokens, self._vocab_size = sampler, tokens, vocab_size
@@ -79,7 +79,7 @@ class DraftVocabulary:
         self._tokens = np.array(spec.kept_tokens, np.int64) if spec.kept_tokens else None
         self._vocab_size = spec.model.vocab_size
 
-    def sampler(self, sampler: Sampler) -> DraftSampler:
+    def sampler(self, sampler: Sampler) -> NodeSampler:
         """A request's settings for the rows of this draft."""
         return sampler if self._tokens is None else TrimmedSampler(sampler, self._tokens, self._vocab_size)
 

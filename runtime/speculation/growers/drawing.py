@@ -11,7 +11,7 @@ from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
 from ...sampling.sampler import Candidates
 from ..graph.token_graph import TokenGraph
-from .draft_vocabulary import DraftSampler
+from .draft_vocabulary import NodeSampler
 
 
 class Drawing:
@@ -38,7 +38,7 @@ class Drawing:
         return int(self._ids[self._last]), float(self._R[self._last]), self._R
 
 
-def drawings(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: DraftSampler) -> list[Drawing]:
+def drawings(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler) -> list[Drawing]:
     """A Drawing below each of these nodes. The graph stores each q. Row i of `output`: the draft's after nodes[i]."""
     qs = [sampler.candidates(output.logits[row], graph.path(node)) for row, node in enumerate(nodes)]
     graph.draft_probs.update(zip(nodes, qs, strict=True))

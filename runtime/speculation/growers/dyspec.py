@@ -29,7 +29,7 @@ from ...engines.base import ForwardOutput
 from ...sampling.random import RandomStream
 from ..graph.token_graph import ROOT, Best, TokenGraph
 from ..planning.calibration import Estimate, uncorrected
-from .draft_vocabulary import DraftSampler
+from .draft_vocabulary import NodeSampler
 from .drawing import Drawing, drawings
 from .gsd import NO_MERGER, Merger
 
@@ -54,12 +54,7 @@ class DySpecHeap:
         return [self._sites[0][2]] if self._sites and len(graph) <= self.m else []
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         for node, drawing in zip(nodes, drawings(graph, nodes, output, sampler), strict=True):
             self._drawings[node] = drawing
@@ -127,12 +122,7 @@ class DySpecLayers:
         return useful[: self.width]
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         self._layer = []
         for node in nodes if self.head else ():
@@ -199,12 +189,7 @@ class DySpecThreshold:
         return sorted(useful, key=lambda node: -self._reach[node])[: self.width]
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         self._layer = []
         if self.head:
@@ -236,7 +221,7 @@ class DySpecThreshold:
 
 
 def open_sites(
-    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: DraftSampler, reach: Mapping[int, float]
+    graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, reach: Mapping[int, float]
 ) -> tuple[dict[int, Drawing], list[tuple[float, int]]]:
     """The Drawing of each node of a layer, and the first site below each node that anything may follow, as a heap of
     (-log v, node); sites of equal value are in creation order."""

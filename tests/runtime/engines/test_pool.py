@@ -20,8 +20,9 @@ from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.loop import Job, Loop, select_joint
 from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import Engine, Pass, TokenBatch
+from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
+from draftwood.runtime.engines.shared.memory import CacheBudget, OutOfMemoryError
 from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
@@ -72,6 +73,36 @@ def test_a_loop_knows_how_many_jobs_share_its_passes() -> None:
             jobs.append(Job(steps=steps, write=lambda chunk: chunk, stats=stats))
         seen = [loop.num_sharing for _ in loop.run(jobs)]
     assert seen[0] == 3 and seen[-1] == 1 and sorted(seen, reverse=True) == seen
+
+
+def test_memory_that_ran_out_is_used_again_where_nothing_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first texts end, and the next ones get the memory that they need."""
+    target = fake_engines()[0]
+    pool, score, failures = PooledEngine(target, 4096), target.score, iter([True, True])
+    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(2, 0), (pool,), CacheBudget(None, 4096, 64))
+
+    def short(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        if next(failures, False):
+            raise MemoryError
+        return score(batch, cache)
+
+    def texts() -> list[list[int]]:
+        found: dict[Job[TokenChunk], list[int]] = {}
+        with ExitStack() as decoders:
+            for first in (1, 2):
+                params, stats = SamplingParams(max_tokens=4, temperature=0), SpecDecodeStats()
+                decoder = SpeculativeDecoder(pool, None, None, 4096, ())
+                decoders.callback(decoder.close)
+                steps = decoder.steps([first, 3], Sampler(params, [first, 3], (), VOCAB), seeded_streams(0), stats)
+                found[Job(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=4096)] = []
+            for job, chunk in loop.run(list(found)):
+                found[job] += chunk.token_ids
+        return list(found.values())
+
+    monkeypatch.setattr(target, "score", short)
+    with pytest.raises(OutOfMemoryError):
+        texts()
+    assert [len(text) for text in texts()] == [4, 4]
 
 
 def no_steps() -> Steps[TokenChunk]:

@@ -19,7 +19,7 @@ from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_graph import Edge, TokenGraph
 from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
-from draftwood.runtime.speculation.growers.draft_vocabulary import DraftSampler
+from draftwood.runtime.speculation.growers.draft_vocabulary import NodeSampler
 from draftwood.runtime.speculation.growers.dyspec import DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import UnexpandedMerger
 from draftwood.runtime.speculation.planning.calibration import Estimate, uncorrected
@@ -65,12 +65,7 @@ class Tampered(StaticTree, ABC):
     """Changes the edges below a node once they are drawn."""
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         super().expand(graph, nodes, output, sampler, stream)
         for node in nodes:
@@ -106,12 +101,7 @@ class GreedyDraws(StaticTree):
     """Takes the most probable token and pretends that it was drawn."""
 
     def expand(
-        self,
-        graph: TokenGraph,
-        nodes: Sequence[int],
-        output: ForwardOutput,
-        sampler: DraftSampler,
-        stream: RandomStream,
+        self, graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, stream: RandomStream
     ) -> None:
         class ArgMax:
             def categorical(self, probabilities: Any) -> int:

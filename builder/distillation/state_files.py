@@ -1,13 +1,15 @@
-"""The progress of a distillation, in a small file that is replaced atomically, and the lock of a state folder."""
+"""The files of a state folder: replaced atomically, the time spent on text among them, and the lock of the folder."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from ...models.errors import ConfigError
 from ...models.plain_files import read_object
@@ -32,19 +34,27 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file. Raises ConfigError when there is no room."""
+    """Replace a file. Raises ConfigError, see `replace_file`."""
     write_text(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace a file. Raises ConfigError when there is no room."""
+    """Replace a file. Raises ConfigError, see `replace_file`."""
+    replace_file(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def replace_file(file: Path, write: Callable[[Path], object]) -> None:
+    """Replace a file by what `write` writes to another path. Raises ConfigError when there is no room; the older file
+    is then kept."""
     partial = file.with_name(f".{file.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        write(partial)
         os.replace(partial, file)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
         raise ConfigError(
-            f"{file} cannot be written ({error.strerror}): free some space and run the same command again"
+            f"{file} cannot be written ({error}): free some space and run the same command again; what was written "
+            "before is kept"
         ) from error
 
 
