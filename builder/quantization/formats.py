@@ -89,7 +89,7 @@ class WeightFormat:
         """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
         other blocks, or no room for the offsets."""
         bits, codes, scales, offsets = blocks
-        if bits != self.bits or scales.shape[1] * block != codes.shape[1]:
+        if not np.isfinite(scales).all() or bits != self.bits or scales.shape[1] * block != codes.shape[1]:
             return None
         if self.offset:
             exact = np.array_equal(offsets, offsets.astype(np.float16)) and codes.min(initial=0) >= 0

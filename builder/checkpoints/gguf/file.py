@@ -132,6 +132,27 @@ def q4_1(content: NDArray[np.uint8]) -> Blocks:
     return Blocks(4, nibbles(content[..., 4:]), halves(content[..., :2]), halves(content[..., 2:4]))
 
 
+def q4_k(content: NDArray[np.uint8]) -> Blocks:
+    """Split super-blocks of Q4_K, uint8 [N, K / 256, 144]: two fp16 numbers, by which the 6-bit scales and minima of 8
+    blocks are multiplied, and codes of 4 bits. The codes are kept as they are; the products, which have up to 17 bits,
+    are rounded to fp16."""
+    factors = halves(content[..., :4].reshape(*content.shape[:-1], 2, 2))
+    scales, minima = gguf.quants.Q4_K.get_scale_min(content[..., 4:16].reshape(-1, 12))
+    shape = (len(content), -1)
+    return Blocks(
+        4,
+        nibbles(content[..., 16:].reshape(*shape, 32)),
+        rounded(factors[..., :1] * scales.reshape(*content.shape[:-1], 8)).reshape(shape),
+        -rounded(factors[..., 1:] * minima.reshape(*content.shape[:-1], 8)).reshape(shape),
+    )
+
+
+def rounded(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The nearest numbers that fp16 can hold; infinity for those that are larger than all of them."""
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float16).astype(np.float32)
+
+
 def halves(content: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Read pairs of bytes, uint8 [..., 2], as fp16 numbers; returns float32 [...]."""
     numbers: NDArray[np.float32] = np.ascontiguousarray(content).view("<f2")[..., 0].astype(np.float32)
@@ -139,8 +160,8 @@ def halves(content: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def nibbles(content: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """Split bytes, uint8 [N, blocks, 16], into codes from 0 to 15, int8 [N, 32 * blocks]. The low halves of a block's
-    bytes come first."""
+    """Split bytes, uint8 [N, parts, n], into codes from 0 to 15, int8 [N, 2 * n * parts]. The low halves of the bytes
+    of a part come first."""
     codes: NDArray[np.int8] = np.concatenate((content & 15, content >> 4), axis=-1).astype(np.int8)
     return codes.reshape(len(content), -1)
 
@@ -149,6 +170,7 @@ BLOCK_TYPES: dict[int, Callable[[NDArray[np.uint8]], Blocks]] = {
     GGMLQuantizationType.Q8_0: q8_0,
     GGMLQuantizationType.Q4_0: q4_0,
     GGMLQuantizationType.Q4_1: q4_1,
+    GGMLQuantizationType.Q4_K: q4_k,
 }
 
 

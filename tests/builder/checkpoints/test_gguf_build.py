@@ -107,6 +107,21 @@ def test_blocks_that_a_format_holds_are_not_rounded_twice(
             np.testing.assert_array_equal(kept[: shape[0], : shape[1]], checkpoint.tensor(name))
 
 
+def test_blocks_of_q4_k_keep_their_codes(tmp_path: Path) -> None:
+    """A scale is a product of 17 bits, of which fp16 keeps 11: both terms of a weight change by 2^-12 of themselves. To
+    round the weights again would change some of them by half a step, a thirtieth of the block's range."""
+    folder = write_checkpoint(tmp_path / "folder", hidden_size=256, intermediate_size=256, num_attention_heads=8)
+    checkpoint = Checkpoint(write_gguf(folder, tmp_path / "model.gguf", Kind.Q4_K))
+    view = QuantizedCheckpoint(checkpoint, FORMATS["native", "int4"])
+    for name in network_of(checkpoint.config).layers[0].tensors():
+        exact = checkpoint.tensor(name)
+        if exact.ndim == 2:
+            _, scales, offsets = view.quantized(name)
+            assert offsets is not None
+            parts = 15 * np.abs(scales) + np.abs(offsets)
+            assert (np.abs(view.tensor(name) - exact) <= 2**-11 * parts.repeat(32, 1) + 1e-6).all()
+
+
 @pytest.mark.parametrize(
     ("kind", "backend", "precision"),
     [(Kind.Q4_1, "onnxruntime", "int4"), (Kind.Q8_0, "native", "int4"), (Kind.Q4_0, "native", "int8")],
