@@ -31,7 +31,6 @@ from torch.nn import functional
 
 from draftwood.models.config import LlamaConfig
 from draftwood.models.demo.corpus import BOS, EOS, UNK, default_roots, documents, encode, train_tokenizer
-from draftwood.models.demo.muon import Muon
 from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from draftwood.models.llama import Llama
 
@@ -153,7 +152,10 @@ def train(
     initialise(model)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name not in VOCABULARY]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    optimizers = [Muon(matrices, MUON_RATE), torch.optim.AdamW(others, ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.01)]
+    optimizers = [
+        torch.optim.Muon(matrices, MUON_RATE, weight_decay=0.05),
+        torch.optim.AdamW(others, ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
     file = job.work / f"{role}.pt"
     step, spent = 0, 0.0
     if file.is_file():

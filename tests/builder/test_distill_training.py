@@ -104,7 +104,7 @@ def test_principal_directions_keep_distances() -> None:
 
 
 def trained(network: DraftNetwork, batches: list[Batch], seconds: float, file: Path | None = None) -> Trainer:
-    trainer = Trainer(network, 0.01, CPU, False)
+    trainer = Trainer(network, 0.003, CPU, False)
     if file is not None:
         trainer.load(file)
     schedule = Schedule(seconds, watch().clock, measured=1e9)
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(target: Path, tmp_path: Path) ->
     file = tmp_path / "checkpoint.safetensors"
     trained(network_of(target), [some_batch()], 1e6).save(file)
     config = DraftShape(hidden=32, intermediate=64).config(Checkpoint(target).config)
-    other = Trainer(DraftNetwork(config, 32, np.arange(64)), 0.01, CPU, False)
+    other = Trainer(DraftNetwork(config, 32, np.arange(64)), 0.003, CPU, False)
     with pytest.raises(ConfigError, match="give the same sizes as before"):
         other.load(file)
     file.write_bytes(file.read_bytes()[:1000])
@@ -204,7 +204,7 @@ def last_steps(folder: Path) -> int:
 
 def test_the_full_vocabulary_agrees_with_the_trimmed_one_in_transformers(target: Path, tmp_path: Path) -> None:
     """On texts that the rows of the untrained tokens were not made from, the best token is the same."""
-    network = trained(network_of(target), [some_batch()] * 60, 1e6).network
+    network = trained(network_of(target), [some_batch()] * 120, 1e6).network
     states = network.hidden(next(pack([written(number, 1) for number in range(250)], 64, 60)))
     checkpoint, origin, report = Checkpoint(target), Origin("a target", None, None), Report(FIGURES, "<svg/>")
     write_draft(tmp_path / "trimmed", network, checkpoint, origin, report)
