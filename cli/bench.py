@@ -62,6 +62,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="compare configurations with plain decoding")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, help='JSON lines, each with a "prompt" (or "turns")')
+    add_chat(parser)
     parser.add_argument("--configs", help=f"separated by commas (default {CONFIGS}, without a draft {WITHOUT_DRAFT})")
     parser.add_argument("--repeats", type=positive, default=3, help="of every prompt and configuration (default 3)")
     parser.add_argument("--limit", type=positive, help="use only the first so many prompts")
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.folder)
     texts = read_prompts(args.prompts)[: args.limit]
-    prompts = [check_prompt(tokenizer.encode(text), bundle) for text in texts]
+    prompts = [check_prompt(prompt, bundle) for prompt in encode_prompts(tokenizer, texts, args.chat)]
     asked = args.configs or (CONFIGS if bundle.has_draft else WITHOUT_DRAFT)
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
     target = bundle.open_engine(TARGET, args.threads, args.provider)
@@ -220,6 +221,19 @@ def parse_config(text: str) -> SpeculativeConfig | None:
             f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16/max_draft_len=6"
         ) from error
     return SpeculativeConfig(**values)
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chat", action="store_true", help="put every prompt through the model's chat template")
+
+
+def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], chat: bool) -> list[list[int]]:
+    """Token ids of each text. chat: of a conversation that begins with the text as the user's message. Raises
+    RequestError, for a model without a chat template, too."""
+    if not chat:
+        return [tokenizer.encode(text) for text in texts]
+    written = (tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts)
+    return [tokenizer.encode(text, add_special_tokens=False) for text in written]
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -24,7 +24,7 @@ from scipy.stats import bootstrap
 
 from benchmarks.papers.plot import draw
 from benchmarks.tools.record import add_output, write_results
-from draftwood.cli.bench import read_prompts
+from draftwood.cli.bench import add_chat, encode_prompts, read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -178,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
+    add_chat(parser)
     parser.add_argument("--limit", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
@@ -185,7 +186,8 @@ def main() -> None:
     args = parser.parse_args()
     bundle = EngineBundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.folder)
-    prompts = [tokenizer.encode(text)[-200:] for text in read_prompts(args.prompts)[: args.limit]]
+    prompts = encode_prompts(tokenizer, read_prompts(args.prompts)[: args.limit], args.chat)
+    prompts = [prompt if args.chat else prompt[-200:] for prompt in prompts]
     bench = PairBenchmark(bundle, prompts, args.max_tokens)
     head = "acceptance" in bundle.manifest.engines[DRAFT].outputs
     console = Console()
