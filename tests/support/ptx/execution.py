@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .faults import Divergent, Undefined
+from .faults import Divergent, InFlight, Undefined
 from .memory import CTA, THREAD_BITS, Bytes, GlobalMemory, Numbers, Touch
 from .parser import Address, Instruction, Operand, Program, Vector
+from .products import Products
 from .shared import SharedMemory
 from .values import TYPES, Values
 
@@ -67,7 +68,8 @@ class Machine:
         self.alive: Mask = np.ones(count, np.bool_)
         self.active: Mask = self.alive
         self.partial = False  # whether living threads are not active
-        self.asynchronous: dict[str, Values] = {}  # see wgmma.py
+        self.products = Products()
+        self.proxy_fences: Numbers = np.zeros(count, np.int64)  # stamps of each thread's last fence
 
     def run(self) -> None:
         position, group, waiting = 0, self.alive, dict[int, Mask]()
@@ -101,6 +103,8 @@ class Machine:
         try:
             return self.registers[name]
         except KeyError:
+            if name in self.products.results:
+                raise InFlight(f"{instruction.text}: {name} belongs to a product that nobody awaited") from None
             raise Undefined(f"{instruction.text}: {name} was never written") from None
 
     def write(self, name: str, kind: type[np.generic], values: Values) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from . import transfers, warps, wgmma
 from .execution import Launch, Machine, Run, reader
 from .faults import Fault, Undefined
-from .memory import GlobalMemory
+from .memory import Bytes, GlobalMemory
 from .parser import Instruction, Program
 from .values import Compute, Values, resolve
 
@@ -24,10 +24,21 @@ def run_grid(program: Program, launch: Launch, memory: GlobalMemory) -> None:
     code = [decoded(each, program) for each in program.instructions]
     x, y, z = (np.arange(size) for size in launch.grid)
     places = np.stack(np.meshgrid(z, y, x, indexing="ij")[::-1], -1).reshape(-1, 3)  # x is the fastest
-    together = max(1, LANES // launch.threads)
+    alone = any(each.parts[0] == "wgmma" for each in program.instructions)  # registers in flight are a whole CTA's
+    together = 1 if alone else max(1, LANES // launch.threads)
     with np.errstate(all="ignore"):
         for first in range(0, len(places), together):
             Machine(program, code, launch, memory, places[first : first + together], first).run()
+
+
+def parameter_bytes(program: Program, values: Iterable[bytes]) -> Bytes:
+    """The memory of a launch's parameters. Raises ValueError if the values are not those that the kernel declares."""
+    result = np.zeros(sum(each.nbytes + 8 for each in program.parameters), np.uint8)
+    for parameter, value in zip(program.parameters, values, strict=True):
+        if len(value) != parameter.nbytes:
+            raise ValueError(f"{parameter.name} has {parameter.nbytes} bytes, not {len(value)}")
+        result[parameter.offset :][: len(value)] = np.frombuffer(value, np.uint8)
+    return result
 
 
 def decoded(instruction: Instruction, program: Program) -> Run:

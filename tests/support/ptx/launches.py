@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +17,9 @@ from draftwood.runtime.engines.static.cuda import THREADS, mover_arguments, vect
 from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
 
 from .execution import Launch
-from .grid import run_grid
+from .grid import parameter_bytes, run_grid
 from .images import Image, attention_image, mover_image
-from .memory import Bytes, GlobalMemory
-from .parser import Program
+from .memory import GlobalMemory
 
 Images = Callable[[str, Variant], Image]
 
@@ -94,16 +93,6 @@ def as_bytes(value: Argument) -> tuple[str, int | float]:
     if isinstance(value, Pointer):
         return "<Q", value.address
     return ("<f", value) if isinstance(value, float) else ("<i", value)
-
-
-def parameter_bytes(program: Program, values: Iterable[bytes]) -> Bytes:
-    """The memory of a launch's parameters. Raises ValueError if the values are not those that the kernel declares."""
-    result = np.zeros(sum(each.nbytes + 8 for each in program.parameters), np.uint8)
-    for parameter, value in zip(program.parameters, values, strict=True):
-        if len(value) != parameter.nbytes:
-            raise ValueError(f"{parameter.name} has {parameter.nbytes} bytes, not {len(value)}")
-        result[parameter.offset :][: len(value)] = np.frombuffer(value, np.uint8)
-    return result
 
 
 def moved_by_kernel(
