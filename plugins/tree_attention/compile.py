@@ -13,7 +13,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from . import kernel
 from .library import PTX, KernelImage, KernelLibrary
 from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
-from .plan import LaunchPlan, Shape, Variant
+from .plan import COMBINE_OPTIONS, LaunchPlan, Shape, Variant
 
 PTX_VERSION = 80  # of CUDA 12.0; every driver that supports the devices' TensorRT accepts it
 LEAST_SHARED = 86  # the capability with the least shared memory among those that accept the PTX
@@ -51,7 +51,7 @@ def compile_triton(name: str, variant: Variant, format: str, capability: int) ->
         constexprs=constants,
         attrs=alignment(name, variant, function.arg_names),
     )
-    options: dict[str, int] = {"num_warps": 4}
+    options: dict[str, int] = dict(COMBINE_OPTIONS)
     if name == ATTENTION:
         stages = variant.num_stages(LEAST_SHARED if format == PTX else capability)
         options = {"num_warps": variant.num_warps, "num_stages": stages}

@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest.mock import patch
 
-from draftwood.plugins.tree_attention.library import CUBIN, PTX, SETTINGS
+from draftwood.plugins.tree_attention.library import CUBIN, PTX, SETTINGS, KernelImage
+from draftwood.plugins.tree_attention.operands import ATTENTION
 from draftwood.plugins.tree_attention.plan import Variant
 from draftwood.runtime.engines.static.cuda import MOVE_ROWS, mover_options
 
@@ -40,6 +41,14 @@ def attention_image(kernel: str, variant: Variant, capability: int, portable: bo
         result = compile_triton(kernel, variant, PTX if portable else CUBIN, capability)
     text = result.asm["ptx"]
     return Image(text, parse(text), result.metadata.shared, 32 * result.metadata.num_warps)
+
+
+def attention_cubin(variant: Variant, capability: int) -> KernelImage:
+    """The image in a bundle."""
+    from draftwood.plugins.tree_attention.compile import compile_kernel
+
+    with patch.dict("os.environ", SETTINGS):
+        return compile_kernel(ATTENTION, variant, CUBIN, capability)
 
 
 @functools.cache

@@ -120,6 +120,7 @@ class GlobalMemory:
     """Allocations with a guard before and behind each. `touched` notes the bytes that were read."""
 
     def __init__(self, nbytes: int = 1 << 22) -> None:
+        nbytes += -nbytes % 16
         self.bytes = Tracked(nbytes)
         self.touched = np.zeros(nbytes, np.bool_)
         self.allocations: list[Allocation] = []
