@@ -202,7 +202,7 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
 
 
 def config(trt: ModuleType, options: CompileOptions, monitor: Any) -> Any:
-    """Polygraphy's loader of a builder configuration."""
+    """A loader of a builder configuration, for Polygraphy."""
     common: dict[str, Any] = {"profiles": profiles(options), "progress_monitor": monitor}
     if options.workspace is not None:
         common["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options.workspace << 20}
@@ -213,7 +213,15 @@ def config(trt: ModuleType, options: CompileOptions, monitor: Any) -> Any:
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
     targets = [tuple(map(int, capability.split("."))) for capability in options.targets]
-    return CreateConfigRTX(compute_capabilities=targets, **common)
+    create = CreateConfigRTX(compute_capabilities=targets, **common)
+
+    def without_allocation(builder: Any, network: Any) -> Any:
+        """TensorRT-RTX promises that a pass can be captured as a CUDA graph only if it allocates nothing."""
+        created = create(builder, network)
+        created.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        return created
+
+    return without_allocation
 
 
 def profiles(options: CompileOptions) -> list[Any]:

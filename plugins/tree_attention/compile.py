@@ -8,12 +8,12 @@ import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from . import kernel
 from .library import PTX, KernelImage, KernelLibrary
 from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
-from .plan import LaunchPlan, Shape, Variant
+from .plan import COMBINE_OPTIONS, LaunchPlan, Shape, Variant
 
 PTX_VERSION = 80  # of CUDA 12.0; every driver that supports the devices' TensorRT accepts it
 LEAST_SHARED = 86  # the capability with the least shared memory among those that accept the PTX
@@ -33,6 +33,16 @@ def main() -> None:
 
 def compile_kernel(name: str, variant: Variant, format: str, capability: int) -> KernelImage:
     """Compile one kernel of one variant."""
+    result = compile_triton(name, variant, format, capability)
+    metadata = result.metadata
+    if metadata.global_scratch_size:
+        raise RuntimeError(f"{name} wants {metadata.global_scratch_size} bytes of scratch, which launchers do not give")
+    code = result.asm["ptx"].encode() + b"\0" if format == PTX else result.asm["cubin"]
+    return KernelImage(name, variant, capability, format, metadata.name, metadata.shared, metadata.num_warps, code)
+
+
+def compile_triton(name: str, variant: Variant, format: str, capability: int) -> CompiledKernel:
+    """Triton's result: every stage from its language to the code, and what a launch needs."""
     function = getattr(kernel, name)
     constants = variant.constants if name == ATTENTION else variant.combine_constants
     source = ASTSource(
@@ -41,18 +51,13 @@ def compile_kernel(name: str, variant: Variant, format: str, capability: int) ->
         constexprs=constants,
         attrs=alignment(name, variant, function.arg_names),
     )
-    options: dict[str, int] = {"num_warps": 4}
+    options: dict[str, int] = dict(COMBINE_OPTIONS)
     if name == ATTENTION:
         stages = variant.num_stages(LEAST_SHARED if format == PTX else capability)
         options = {"num_warps": variant.num_warps, "num_stages": stages}
     if format == PTX:
         options["ptx_version"] = PTX_VERSION
-    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    metadata = result.metadata
-    if metadata.global_scratch_size:
-        raise RuntimeError(f"{name} wants {metadata.global_scratch_size} bytes of scratch, which launchers do not give")
-    code = result.asm["ptx"].encode() + b"\0" if format == PTX else result.asm["cubin"]
-    return KernelImage(name, variant, capability, format, metadata.name, metadata.shared, metadata.num_warps, code)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def example(name: str, variant: Variant) -> tuple[Argument, ...]:

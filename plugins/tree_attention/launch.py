@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import kernel
 from .operands import Argument, Operands, Pointer, Strides, arguments
-from .plan import LaunchPlan, Shape, plan_launch, power_of_two
+from .plan import COMBINE_OPTIONS, LaunchPlan, Shape, plan_launch, power_of_two
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -97,7 +97,7 @@ class TorchLauncher:
         options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages(self._capability)}
         kernel.tree_attention[plan.grid](*attention, **variant.constants, **options)
         if plan.num_splits > 1:
-            kernel.combine_splits[plan.combine_grid](*combine, **variant.combine_constants)
+            kernel.combine_splits[plan.combine_grid](*combine, **variant.combine_constants, **COMBINE_OPTIONS)
 
 
 class InterpreterLauncher:

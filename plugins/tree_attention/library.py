@@ -23,6 +23,11 @@ PTX, CUBIN = "ptx", "cubin"
 PTX_CAPABILITY = 80  # 8.0 and everything newer
 CAPABILITIES = (80, 86, 87, 89, 90, 100, 103, 120, 121)  # Triton 3.9 uses no tensor cores on 7.5
 MAGIC = b"DWKERNEL2"
+SETTINGS = {  # of Triton, in the environment of a compilation
+    "TRITON_INTERPRET": "0",
+    "TRITON_DISABLE_LINE_INFO": "1",  # paths of this checkout, which would end up in the fingerprint
+    "TRITON_DEFAULT_FP_FUSION": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +135,11 @@ def compile_library(
 def compile_target(variants: Sequence[Variant], format: str, capability: int) -> KernelLibrary:
     """Run `compile.py` in a child process. Raises RuntimeError."""
     request = {"variants": [asdict(variant) for variant in variants], "format": format, "capability": capability}
-    settings = {
-        "TRITON_INTERPRET": "0",
-        "TRITON_DISABLE_LINE_INFO": "1",  # paths of this checkout, which would end up in the fingerprint
-        "TRITON_DEFAULT_FP_FUSION": "1",
-    }
     done = subprocess.run(
         [sys.executable, "-m", f"{__package__}.compile"],
         input=json.dumps(request).encode(),
         capture_output=True,
-        env=os.environ | settings,
+        env=os.environ | SETTINGS,
     )
     if done.returncode != 0:
         message = done.stderr.decode(errors="replace").strip()

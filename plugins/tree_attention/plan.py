@@ -22,6 +22,9 @@ SPLIT_SLOTS = 256  # a shorter split would spend more on its softmax and its red
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MULTIPROCESSORS = 256  # larger devices are used as if they had this many; workspaces are reserved for it
 SPLIT_BLOCK = 16  # splits that the reduction reads at once
+# How the compiler makes the reduction. Threads that hold copies of one sum store it to one place. Their last bits are
+# equal only if no product is fused into a sum.
+COMBINE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 GRID_LIMIT = 65535  # of a CUDA grid's second and third axis
 
 

@@ -271,6 +271,14 @@ def test_the_workspace_limit_reaches_the_builder() -> None:
         assert chosen.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 3 << 20
 
 
+def test_a_plan_of_rtx_allocates_nothing_while_it_runs() -> None:
+    trt = tensorrt_builder.tensorrt_module("tensorrt-rtx")
+    with tensorrt_builder.polygraphy("tensorrt-rtx"):
+        builder = trt.Builder(tensorrt_logger("tensorrt-rtx"))
+        chosen = compile_module.config(trt, options(), None)(builder, None)
+        assert chosen.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+
+
 def test_the_capabilities_are_those_of_the_package() -> None:
     """Its enumeration, in our words; besides, it has members for no GPU in particular."""
     members = tensorrt_builder.tensorrt_module("tensorrt-rtx").ComputeCapability.__members__

@@ -72,6 +72,7 @@ class FakeDriver:
 
     def cuMemFree(self, address: int) -> Answer:
         self.entered()
+        self.calls.append("free")
         del self.device[address]
         return (OK,)
 

@@ -90,6 +90,10 @@ class HostDevice:
         if not any(self._queues.values()):
             self._freed.clear()
 
+    @property
+    def is_recording(self) -> bool:
+        return self._recording is not None
+
     def submit(self, kind: str, stream: Stream, work: Callable[[], object]) -> None:
         """Queue work, or record it while a graph is captured."""
         self.count(kind if self._recording is None else "captured")
@@ -135,6 +139,7 @@ class OnnxExecution:
         self._bound: dict[str, Bound] = {}
 
     def bind(self, name: str, shape: tuple[int, ...], address: int) -> None:
+        assert not self._program.device.is_recording, "shapes and addresses are set before a pass is captured"
         if name not in self._program.types:
             raise EngineError(f"the graph has no tensor {name}")
         if address % 256 and name in {item.name for item in bindings.inputs(bindings.COMPACT)}:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -141,16 +143,17 @@ class CudaDevice:
         """See Device.capture."""
         self._enter()
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self._call("cuStreamBeginCapture", stream, mode)
-        try:
-            work()
-        except EngineError:
-            self._driver.cuStreamEndCapture(stream)  # leaves capture mode; the result is no graph
-            return None
-        try:
-            captured = self._call("cuStreamEndCapture", stream)
-        except EngineError:
-            return None
+        with collection_paused():
+            self._call("cuStreamBeginCapture", stream, mode)
+            try:
+                work()
+            except EngineError:
+                self._driver.cuStreamEndCapture(stream)  # leaves capture mode; the result is no graph
+                return None
+            try:
+                captured = self._call("cuStreamEndCapture", stream)
+            except EngineError:
+                return None
         try:
             return CudaGraph(self, self._call("cuGraphInstantiate", captured, 0))
         except EngineError:
@@ -194,6 +197,18 @@ class CudaDevice:
         if len(results) > 1:
             return tuple(results)
         return results[0] if results else None
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage collection: it may free device memory, which CUDA forbids in a thread that captures a graph."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def vector_bytes(row_bytes: int) -> int:

@@ -105,6 +105,7 @@ class StaticPass:
         device, stream = self._engine.device, self._engine.stream
         feed_sequences(self._feeds, batch, sequences, start)
         if self._graph is None:
+            self._bind()
             self._enqueue()
         else:
             device.replay(self._graph, stream)
@@ -115,10 +116,9 @@ class StaticPass:
             self._capture()
         return self._output
 
-    def _enqueue(self) -> None:
-        """Queue the copy of the inputs and the program. The tensors are bound anew, since another cache may have used
-        the execution in between."""
-        execution, stream = self._engine.execution(self._shape), self._engine.stream
+    def _bind(self) -> None:
+        """Bind every tensor, since another cache may have used the execution in between."""
+        execution = self._engine.execution(self._shape)
         blocks = ((self._inputs, self._device_inputs), (self._outputs, self._device_outputs))
         for layout, memory in blocks:
             for name, field in layout.fields.items():
@@ -127,12 +127,16 @@ class StaticPass:
         shape = (1, spec.model.num_kv_heads, spec.max_batch * spec.capacity, spec.model.head_dim)
         for name, address in self._caches.items():
             execution.bind(name, shape, address)
+
+    def _enqueue(self) -> None:
+        """Queue the copy of the inputs and the program."""
+        stream = self._engine.stream
         self._engine.device.upload(self._device_inputs.address, self._host_inputs, stream)
-        execution.enqueue(stream)
+        self._engine.execution(self._shape).enqueue(stream)
 
     def _capture(self) -> None:
         """Capture the pass as a graph, after its first run. TensorRT completes its setup in the first run, and a graph
-        must not contain this setup."""
+        must not contain this setup. The tensors remain bound, because binding them may set something up again."""
         if self._engine.execution(self._shape).is_capturable(self._engine.stream):
             self._graph = self._engine.device.capture(self._enqueue, self._engine.stream)
         self._may_capture = self._graph is not None

@@ -184,6 +184,27 @@ def test_nvrtc_compiles_the_kernel_or_says_what_to_install() -> None:
         assert "pip install 'cuda-bindings[all]'" in str(error)
 
 
+def test_no_memory_is_freed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA forbids it. Garbage that holds device memory waits for a collection, which any new object may begin."""
+    driver = FakeDriver()
+    device = opened(monkeypatch, driver)
+    garbage: list[object] = [device.allocate(8)]
+    garbage.append(garbage)
+    stream, thresholds = device.new_stream(), gc.get_threshold()
+
+    def work() -> None:
+        gc.set_threshold(1)
+        _ = [[number] for number in range(100)]
+
+    del garbage
+    try:
+        device.capture(work, stream)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert gc.isenabled() and driver.calls.index("free") > driver.calls.index("end")
+
+
 def test_a_machine_without_a_driver_is_told_so() -> None:
     pytest.importorskip("cuda.bindings.driver")
     try:

@@ -53,6 +53,7 @@ RTX_ONLY = {
     ("IRuntimeCache", "serialize"),
     ("IRuntimeCache", "deserialize"),
     ("IExecutionContext", "is_stream_capturable"),
+    ("BuilderFlag", "REQUIRE_USER_ALLOCATION"),
 }
 
 

@@ -1,0 +1,86 @@
+"""The compiled kernel, executed instruction by instruction, against the oracle. Invisible slots hold NaN.
+
+Every device gets the PTX from which its cubin is assembled; "portable" is the PTX in every bundle.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from attention import TOLERANCES, Case
+
+from draftwood.plugins.tree_attention.plan import ITEM_BYTES, plan_launch
+from draftwood.plugins.tree_attention.reference import sequence_of, visible_slots
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="compiling needs Triton: pip install triton"
+)
+PORTABLE = 0
+TREE = Case(2, 4, 7, 5, 600, (250, 3), 64, "fp16", multiprocessors=4)
+EIGHT = replace(TREE, rows=12, capacity=700, lengths=(60, 0, 77, 13, 5, 64, 1, 40), multiprocessors=1)
+PROMPT = Case(1, 4, 40, 0, 200, (90,), 64, "fp16")  # 160 rows of one matrix: two blocks of 128
+SAMPLE = {
+    "portable": (PORTABLE, TREE),
+    "portable, 8 sequences": (PORTABLE, EIGHT),
+    "portable, fp32": (PORTABLE, replace(TREE, dtype="fp32", capacity=300, lengths=(100, 3))),
+    "portable, bf16, heads of 256": (PORTABLE, replace(TREE, head_dim=256, dtype="bf16", group=1)),
+    "portable, heads of 12": (PORTABLE, replace(TREE, head_dim=12, group=3)),
+    "8.6": (86, replace(TREE, dtype="bf16", head_dim=128)),
+    "8.9": (89, replace(TREE, head_dim=80)),
+    "9.0": (90, TREE),
+    "9.0, warp groups": (90, replace(PROMPT, rows=16)),
+    "9.0, two warp groups": (90, PROMPT),
+    "12.0": (120, replace(TREE, dtype="bf16")),
+    "12.0, large blocks": (120, PROMPT),
+}
+
+
+def check(capability: int, case: Case) -> None:
+    """The output, and that every visible byte of keys and values was read and no other."""
+    from ptx.launches import attend, for_capability
+
+    answer, tensors = attend(case, for_capability(capability or 80, capability == PORTABLE)), case.tensors()
+    np.testing.assert_allclose(answer.output, tensors.expected(), rtol=0, atol=TOLERANCES[case.dtype])
+    visible = np.zeros(case.capacity, np.bool_)
+    mask, sequences = tensors.tree_mask.numpy()[0], case.sequences()
+    for row in range(case.rows):
+        visible[visible_slots(sequence_of(row, sequences), mask[row], case.capacity)] = True
+    for read in answer.read:
+        assert read.shape == (case.kv_heads, case.capacity, case.head_dim * ITEM_BYTES[case.dtype])
+        assert (read == visible[None, :, None]).all()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_kernel_equals_the_oracle(name: str) -> None:
+    check(*SAMPLE[name])
+
+
+def test_the_sample_has_splits_blocks_and_regions_in_any_order() -> None:
+    def plan(name: str) -> tuple[int, int, int]:
+        _, case = SAMPLE[name]
+        return plan_launch(case.tensors().shape(), case.multiprocessors).grid
+
+    assert plan("portable")[2] > 1 and plan("9.0, two warp groups")[0] > 1
+    first_slots = EIGHT.sequences()[:, 1].tolist()
+    assert first_slots != sorted(first_slots) and len(set(EIGHT.sequences()[:, 0].tolist())) < 8
+
+
+LENGTHS = {1: (250,), 3: (100, 0, 150), 8: EIGHT.lengths}
+MATRIX = [
+    *product((PORTABLE, 86, 89, 90, 120), ("fp16", "bf16"), (12, 24, 64, 80, 96, 128, 256), (1, 8), (1, 3, 8)),
+    *product((PORTABLE, 90, 120), ("fp32",), (12, 64, 80, 128, 256), (1, 3), (1, 3)),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("capability", "dtype", "head_dim", "group", "sequences"), MATRIX)
+def test_every_device_dtype_and_head_size(
+    capability: int, dtype: str, head_dim: int, group: int, sequences: int
+) -> None:
+    rows = {1: 7, 8: 24}[group] if dtype != "fp32" else 5  # 8 heads of a group: blocks of 64 and 128
+    case = Case(1, group, rows, 3, 700, LENGTHS[sequences], head_dim, dtype, multiprocessors=1, seed=head_dim)
+    check(capability, replace(case, multiprocessors=4 if sequences == 3 else 1))

@@ -1,0 +1,110 @@
+"""Runs the project's kernels by the executor: calls of tree attention, and moves of rows of a cache."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from attention import SCALE, Case
+from numpy.typing import NDArray
+
+from draftwood.plugins.tree_attention.operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
+from draftwood.plugins.tree_attention.plan import Variant, plan_launch
+from draftwood.runtime.engines.static.cuda import THREADS, mover_arguments, vector_bytes
+from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
+
+from .execution import Launch
+from .grid import parameter_bytes, run_grid
+from .images import Image, attention_image, mover_image
+from .memory import GlobalMemory
+
+Images = Callable[[str, Variant], Image]
+
+
+class Answer(NamedTuple):
+    """output [1, H, T, D] fp32; read: which bytes of keys and of values were read, each [H_kv, C, D * item]."""
+
+    output: NDArray[np.float32]
+    read: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+
+
+def for_capability(capability: int, portable: bool = False) -> Images:
+    """The kernels of a device."""
+    return lambda kernel, variant: attention_image(kernel, variant, capability, portable)
+
+
+def attend(case: Case, images: Images) -> Answer:
+    """One call of tree attention, as `DriverLauncher` launches it.
+
+    Tensors are at addresses that are aligned as the contract says and no better, the mask at an odd one. The query is
+    [1, H, T, D] and the output [1, T, H, D] in memory. What nobody wrote is NaN.
+    """
+    tensors, memory = case.tensors(), GlobalMemory(sizes(case))
+    shape = tensors.shape()
+    plan = plan_launch(shape, case.multiprocessors)
+    query, key, value = (memory.put(name, bits(each)) for name, each in zip("qkv", tensors[:3], strict=True))
+    nbytes = tensors.query.nbytes
+    output = memory.reserve("the output", nbytes)
+    operands = Operands(
+        query,
+        key,
+        value,
+        memory.put("the sequences", tensors.sequences.numpy(), alignment=4),
+        memory.put("the tree mask", tensors.tree_mask.numpy(), alignment=1),
+        output,
+        memory.reserve("the workspace", plan.workspace_bytes) if plan.workspace_bytes else 0,
+        (shape.rows * shape.head_dim, shape.head_dim),
+        (shape.head_dim, shape.heads * shape.head_dim),
+    )
+    attention, combine = arguments(plan, operands, SCALE)
+    launch(images(ATTENTION, plan.variant), plan.grid, attention, memory)
+    if plan.num_splits > 1:
+        launch(images(COMBINE, plan.variant.combined), plan.combine_grid, combine, memory)
+    found = torch.from_numpy(memory.get(output, nbytes)).view(tensors.query.dtype).float().numpy()
+    by_row = found.reshape(1, shape.rows, shape.heads, shape.head_dim)
+    cache = shape.kv_heads, shape.capacity, -1
+    read = [memory.read_bytes(address, tensors.key.nbytes).reshape(cache) for address in (key, value)]
+    return Answer(by_row.swapaxes(1, 2), (read[0], read[1]))
+
+
+def sizes(case: Case) -> int:
+    """Bytes of global memory that suffice for a case."""
+    cache = 2 * case.kv_heads * case.capacity * case.head_dim
+    rows = (2 + 66) * case.kv_heads * case.group * case.rows * (case.head_dim + 1)
+    return 4 * (cache + rows) + case.rows * case.columns + (1 << 16)
+
+
+def bits(tensor: torch.Tensor) -> NDArray[Any]:
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def launch(image: Image, grid: tuple[int, int, int], values: Sequence[Argument], memory: GlobalMemory) -> None:
+    packed = [struct.pack(*as_bytes(value)) for value in (*values, Pointer(0, "u8"), Pointer(0, "u8"))]
+    run_grid(
+        image.program, Launch(grid, image.threads, image.shared_bytes, parameter_bytes(image.program, packed)), memory
+    )
+
+
+def as_bytes(value: Argument) -> tuple[str, int | float]:
+    """As the driver launcher passes it: 8 bytes for an address, 4 for a number."""
+    if isinstance(value, Pointer):
+        return "<Q", value.address
+    return ("<f", value) if isinstance(value, float) else ("<i", value)
+
+
+def moved_by_kernel(
+    content: NDArray[np.uint8], geometry: CacheGeometry, sources: NDArray[Any], targets: NDArray[Any]
+) -> NDArray[np.uint8]:
+    """A cache after a move of rows, as `CudaDevice.move_rows` launches it."""
+    memory = GlobalMemory(content.nbytes + (1 << 14))
+    address, width = memory.reserve("the cache", content.nbytes, alignment=256), vector_bytes(geometry.row_bytes)
+    memory.fill(address, content)
+    image = mover_image(width)
+    blocks = -(-geometry.tensors * geometry.heads * (geometry.row_bytes // width) // THREADS)
+    for values in mover_arguments(RowMove(address, geometry, sources, targets), width):
+        parameters = parameter_bytes(image.program, (value.tobytes() for value in values))
+        run_grid(image.program, Launch((blocks, 1, 1), THREADS, 0, parameters), memory)
+    return memory.get(address, content.nbytes)
