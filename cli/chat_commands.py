@@ -20,7 +20,7 @@ from .live import running
 
 SPECULATION = "speculation"
 # Nothing of a conversation in a terminal shows log-probabilities, and a schema is no word.
-UNSETTABLE = ("logits_processors", "logprobs", "structured")
+UNSETTABLE = ("logits_processors", "logprobs", "structured", "logit_bias", "allowed_token_ids", "prompt_logprobs")
 
 
 @dataclass

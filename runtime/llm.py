@@ -37,9 +37,10 @@ from .speculation.config import SpeculativeConfig
 from .speculation.planning.controller import Experience
 from .speculation.planning.cost import CostModel, assumed
 from .structured.grammars import Grammar, Grammars
-from .text.conversation import Conversation, is_conversations, to_template
+from .text.chat_prompt import write_conversation
+from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
 from .text.result import GenerationResult, result_of
-from .text.tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer, token_sequences
 from .text.writer import StreamChunk, TextWriter
 
 PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
@@ -150,8 +151,8 @@ class LLM:
         if grammar is None and params.structured is not None:
             grammar = self.compile(params.structured)
         constraint = None if grammar is None else grammar.start()
-        vocab_size = self._target.spec.model.vocab_size
-        return Sampler(params, prompt, self.bundle.manifest.eos_token_ids, vocab_size, constraint)
+        eos, vocab_size = self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size
+        return Sampler(params, prompt, eos, vocab_size, constraint, token_sequences(self.tokenizer, params.bad_words))
 
     def compile(self, structured: StructuredOutput, given_up: Event | None = None) -> Grammar:
         """The grammar of a structured output, see Grammars.compile."""
@@ -184,13 +185,13 @@ class LLM:
             return self._complete_all([self.encode_chat(each) for each in messages], params, None)
         return self._complete(self.encode_chat(cast(Conversation, messages)), params)
 
-    def encode_chat(self, messages: Conversation) -> list[int]:
+    def encode_chat(self, messages: Conversation, settings: ChatSettings = ASKED) -> list[int]:
         """Encode a conversation as a prompt with the model's chat template."""
-        return self.encode_written(self.write_chat(messages))
+        return self.encode_written(self.write_chat(messages, settings=settings))
 
-    def write_chat(self, messages: Conversation, given_up: Event | None = None) -> str:
+    def write_chat(self, messages: Conversation, given_up: Event | None = None, settings: ChatSettings = ASKED) -> str:
         """Format a conversation with the chat template. given_up: see ChatTemplate.render."""
-        return self.tokenizer.apply_chat_template(to_template(messages), given_up=given_up)
+        return write_conversation(self.tokenizer, messages, settings, given_up)
 
     def encode_written(self, conversation: str) -> list[int]:
         """Encode the output of `write_chat`. It already contains the special tokens."""

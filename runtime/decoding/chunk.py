@@ -22,9 +22,11 @@ class TokenLogprob(NamedTuple):
 class TokenChunk(NamedTuple):
     """The tokens of one round. The first `num_drafted` come from the accepted proposal. The last token comes from the
     target, unless the end of the text cut the round. finish_reason: None while more chunks follow, else STOP,
-    COMPLETE or LENGTH."""
+    COMPLETE or LENGTH. prompt_logprobs: of every token of the prompt, None for the first one; only in the first chunk,
+    and only if the request wants them."""
 
     token_ids: list[int]
     num_drafted: int
     logprobs: list[TokenLogprob]
     finish_reason: str | None
+    prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -9,7 +9,7 @@ from ...models.bindings import TOP_IDS
 from ..engines.base import Engine, ForwardOutput
 from ..engines.passes import Passes, Steps, forward, prefill_passes
 from ..sampling.random import RandomStreams
-from ..sampling.sampler import Sampler, largest, log_softmax
+from ..sampling.sampler import Sampler
 from ..sampling.softmax import softmax_of
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
@@ -21,7 +21,8 @@ from ..speculation.planning.cost import CostModel
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
-from .chunk import TokenChunk, TokenLogprob
+from .chunk import LENGTH, TokenChunk
+from .logprobs import output_logprobs, read_prompt
 from .loop import Job, drive
 from .request_state import RequestState
 from .round import (
@@ -119,12 +120,15 @@ class SpeculativeDecoder:
         with reading:
             request = yield from self._begin(prompt, sampler, streams, observe is not None)
         stats.prompt_seconds = reading.seconds
-        finish_reason = None
+        finish_reason = None if request.tokens_left else LENGTH
+        if finish_reason is not None:
+            yield TokenChunk([], 0, [], finish_reason, request.prompt_logprobs)
         while finish_reason is None:
             with decoding:
                 outcome = yield from self._round(request)
                 kept, finish_reason = request.cut(outcome.token_ids)
-                logprobs = top_logprobs(outcome, kept, sampler)
+                rows = (0, *outcome.acceptance.rows)[:kept]
+                logprobs = output_logprobs(outcome.logits, rows, outcome.token_ids[:kept], sampler)
                 self._record(stats, request, outcome)
             if observe is not None:
                 observe(self._describe_round(request, outcome, kept, finish_reason, decoding))
@@ -133,7 +137,8 @@ class SpeculativeDecoder:
                 stats.num_tokens += kept
             stats.decode_seconds = decoding.seconds
             num_drafted = min(kept, len(outcome.acceptance.rows))
-            yield TokenChunk(outcome.token_ids[:kept], num_drafted, logprobs, finish_reason)
+            yield TokenChunk(outcome.token_ids[:kept], num_drafted, logprobs, finish_reason, request.prompt_logprobs)
+            request.prompt_logprobs = None
 
     def _round(self, request: RequestState) -> Passes[Outcome]:
         """Run one round: propose, verify, commit, learn."""
@@ -155,7 +160,12 @@ class SpeculativeDecoder:
         SamplingParams.is_seeded."""
         sampler.use(softmax_of(self._target))
         self._cache.truncate(0)
-        yield from prefill_passes(self._target, self._cache, prompt[:-1], output_read=False)
+        prompt_logprobs = None
+        if sampler.params.prompt_logprobs is None:
+            yield from prefill_passes(self._target, self._cache, prompt[:-1], output_read=False)
+        else:
+            count = sampler.params.prompt_logprobs
+            prompt_logprobs = yield from read_prompt(self._target, self._cache, prompt, count)
         controller = None
         if self._config is not None and self._costs is not None:
             experience = None if sampler.params.is_seeded else self._experience
@@ -165,7 +175,8 @@ class SpeculativeDecoder:
         request = RequestState(
             prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed
         )
-        if self._proposer is not None:
+        request.prompt_logprobs = prompt_logprobs
+        if self._proposer is not None and request.tokens_left:
             # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
             read = controller is None or controller.worth_reading(
                 len(prompt), request.tokens_left - 1, request.sharing()
@@ -274,16 +285,3 @@ class SpeculativeDecoder:
         probs = target_probabilities(proposal.tree, logits, acceptance, request.sampler)
         host = decoding.lap() - draft - target
         return Round(proposal, probs, acceptance, token_ids[:kept], finish_reason, draft, target, host)
-
-
-def top_logprobs(outcome: Outcome, kept: int, sampler: Sampler) -> list[TokenLogprob]:
-    """Log-probabilities of the `kept` tokens of a round, if the request wants them."""
-    count = sampler.params.logprobs
-    if count is None:
-        return []
-    results, tokens = [], outcome.token_ids[:kept]
-    for index, (row, token) in enumerate(zip((0, *outcome.acceptance.rows)[:kept], tokens, strict=True)):
-        scores = log_softmax(sampler.processing.constrain(outcome.logits[row], tokens[:index]))
-        best = largest(scores, count).tolist()
-        results.append(TokenLogprob(token, float(scores[token]), {index: float(scores[index]) for index in best}))
-    return results

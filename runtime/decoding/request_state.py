@@ -12,7 +12,7 @@ from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
-from .chunk import COMPLETE, LENGTH, STOP
+from .chunk import COMPLETE, LENGTH, STOP, TokenLogprob
 
 
 class RequestState:
@@ -21,7 +21,8 @@ class RequestState:
     root: the last committed token. length: tokens of prompt and output together. tokens_left: tokens that the text may
     still get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how
     many requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
-    target's passes. observed: whether an observer receives the rounds.
+    target's passes. observed: whether an observer receives the rounds. prompt_logprobs: what the next chunk says of the
+    prompt, see TokenChunk.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class RequestState:
         self.lookup = None if config is None else config.lookup()
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
         if self.lookup is not None:
             self.lookup.extend(prompt)

@@ -18,8 +18,10 @@ from ..llm import LLM, PREFIX_CACHE_SLOTS, Prompt, Speculation
 from ..sampling.params import SamplingParams
 from ..sampling.structured import StructuredOutput
 from ..structured.grammars import Grammar
+from ..text.conversation import ASKED, ChatSettings
 from ..text.writer import StreamChunk
 from .engine_thread import EngineThread
+from .metrics import GAUGES
 from .stream import DeadlineError, Request, RequestStream, ShutdownError
 from .text_threads import TextThreads
 
@@ -112,9 +114,9 @@ class AsyncLLM(EngineThread):
         size = len(prompt.encode("utf-8", "surrogatepass")) if isinstance(prompt, str) else len(prompt)
         return await self._texts.compute(lambda: self.llm.encode(prompt), size)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings = ASKED) -> list[int]:
         """LLM.encode_chat in another thread. Cancelling the task ends the chat template's process."""
-        text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up))
+        text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings))
         return await self._texts.compute(lambda: self.llm.encode_written(text), len(text))
 
     async def compile(self, structured: StructuredOutput | None) -> Grammar | None:
@@ -199,9 +201,9 @@ class AsyncLLM(EngineThread):
 
     def to_prometheus(self) -> str:
         """All metrics in Prometheus' text format, with the present values of the gauges."""
-        now = {"requests_running": self.num_running, "requests_waiting": self.num_waiting}
-        now["engine_healthy"] = int(self.trouble is None)
-        return self.metrics.to_prometheus({f"draftwood_{name}": value for name, value in now.items()})
+        running, waiting = self.num_running, self.num_waiting
+        values = (running, waiting, int(self.trouble is None), running, waiting)
+        return self.metrics.to_prometheus(dict(zip(GAUGES, values, strict=True)))
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait until all requests are finished. Returns False when `timeout_s` passed first."""

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...models.errors import ConfigError
 from ..decoding.stats import SpecDecodeStats
@@ -25,6 +25,8 @@ GAUGES = {
     "draftwood_requests_running": "Requests being decoded",
     "draftwood_requests_waiting": "Requests waiting for a place",
     "draftwood_engine_healthy": "1 while the engine serves requests, else 0",
+    "vllm:num_requests_running": "Requests being decoded, by vLLM's name",
+    "vllm:num_requests_waiting": "Requests waiting for a place, by vLLM's name",
 }
 PROMPT_TOKENS, GENERATION_TOKENS = "draftwood_prompt_tokens_total", "draftwood_generation_tokens_total"
 PREFIX_QUERIES, PREFIX_HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
@@ -39,6 +41,7 @@ COUNTERS = {
     PROMPT_TOKENS: "Tokens of prompts",
     GENERATION_TOKENS: "Tokens generated",
 }
+ACCEPTED_AT, ACCEPTED_AT_TEXT = "vllm:spec_decode_num_accepted_tokens_per_pos_total", "Proposals accepted up to a depth"
 ENDED, ENDED_TEXT = "draftwood_requests_total", "Requests by their end"
 FIRST_TOKEN, INTER_TOKEN = "draftwood_time_to_first_token_seconds", "draftwood_inter_token_latency_seconds"
 QUEUE, REQUEST = "draftwood_request_queue_seconds", "draftwood_request_seconds"
@@ -82,6 +85,7 @@ class ServingMetrics:
         self._lock = Lock()
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._ended: Counter[str] = Counter()  # by reason
+        self._accepted_at: Counter[int] = Counter()  # by depth in the proposal, from 0 on
         self._histograms = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
 
     def record_start(self, prompt_tokens: int, queue_seconds: float) -> None:
@@ -98,11 +102,13 @@ class ServingMetrics:
 
     def record_round(self, tokens: int, seconds: float, first: bool, before: DraftCounts, after: DraftCounts) -> None:
         """Count a round with `tokens` output tokens. seconds: since the request's arrival for its first round, else
-        since its previous round; these are divided among the tokens. before, after: the draft counts of the request."""
+        since its previous round; these are divided among the tokens. before, after: the draft counts of the request,
+        which differ by one proposal at most."""
         with self._lock:
             self._counters[GENERATION_TOKENS] += tokens
             for name, old, new in zip((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), before, after, strict=True):
                 self._counters[name] += new - old
+            self._accepted_at.update(range(after.num_accepted_tokens - before.num_accepted_tokens))
             if first:
                 self._histograms[FIRST_TOKEN].observe(seconds)
             elif tokens:
@@ -124,4 +130,8 @@ class ServingMetrics:
         except ModuleNotFoundError as error:
             raise ConfigError(f"metrics as text need {error.name}: pip install 'draftwood[serve]'") from error
         with self._lock:
-            return to_text(gauges, self._counters, self._ended, self._histograms)
+            labelled: dict[tuple[str, str, str], Mapping[Any, int]] = {
+                (ENDED, ENDED_TEXT, "finish_reason"): self._ended,
+                (ACCEPTED_AT, ACCEPTED_AT_TEXT, "position"): self._accepted_at,
+            }
+            return to_text(gauges, self._counters, labelled, self._histograms)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .metrics import COUNTERS, ENDED, ENDED_TEXT, GAUGES, HISTOGRAMS, Histogram
+from .metrics import COUNTERS, GAUGES, HISTOGRAMS, Histogram
 
 
 class MetricSnapshot(list[Metric], Collector):
@@ -23,16 +24,18 @@ class MetricSnapshot(list[Metric], Collector):
 def to_text(
     gauges: Mapping[str, float],
     counters: Mapping[str, float],
-    ended: Mapping[str, int],
+    labelled: Mapping[tuple[str, str, str], Mapping[Any, int]],
     histograms: Mapping[str, Histogram],
 ) -> str:
-    """The metrics in text format 0.0.4, without the `_created` series that prometheus_client's counters would add."""
+    """The metrics in text format 0.0.4, without the `_created` series that prometheus_client's counters would add.
+    labelled: counters by the values of a label; their keys are name, description and label."""
     families = MetricSnapshot(GaugeMetricFamily(name, GAUGES[name], value) for name, value in gauges.items())
     families += [CounterMetricFamily(name, COUNTERS[name], value) for name, value in counters.items()]
-    by_reason = CounterMetricFamily(ENDED, ENDED_TEXT, labels=["finish_reason"])
-    for reason, number in sorted(ended.items()):
-        by_reason.add_metric([reason], number)
-    families.append(by_reason)
+    for (name, description, label), numbers in labelled.items():
+        family = CounterMetricFamily(name, description, labels=[label])
+        for value, number in sorted(numbers.items()):
+            family.add_metric([str(value)], number)
+        families.append(family)
     for name, histogram in histograms.items():
         boundaries = (*map(str, histogram.boundaries), "+Inf")
         buckets = list(zip(boundaries, accumulate(histogram.counts), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import NoneType
@@ -23,6 +23,8 @@ LARGEST_COUNT = 2**31 - 1  # tokens; a count is an int32 outside Python
 LARGEST_SEED = 2**64 - 1
 MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings and characters; the text of every token is searched for stop strings
 MAX_STOP_TOKENS = 1024
+MAX_LOGPROBS = 20  # alternatives of a token
+LARGEST_BIAS = 100.0
 # The types that each annotation accepts (numpy's numbers included), and their name. Other settings are tuples.
 ACCEPTED_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((Integral,), "a whole number"),
@@ -40,10 +42,14 @@ class SamplingParams:
     temperature: 0 is greedy, others are in TEMPERATURES. top_k 0 (or -1) and top_p 1 keep all tokens. min_p is relative
     to the most probable token. The repetition penalty (1 = none) counts prompt and output; presence and frequency
     penalties count only the output. A stop string or stop token ends the text and is not part of the text; the token
-    that ended the text is the last of the output tokens. logprobs: number of alternatives to report per token; None
-    reports no log-probabilities. A logits processor gets the output tokens so far, the path included, and float64
-    logits [V]; it returns logits [V], which are copied. structured: the form of the text; the text ends where
-    nothing can follow. A setting that is a tuple also accepts a list, one value, and None.
+    that ended the text is the last of the output tokens. include_stop_str_in_output: the text keeps the stop string,
+    and the text of a stop token. skip_special_tokens: special tokens have no text. logprobs: number of alternatives to
+    report per token; None reports no log-probabilities. prompt_logprobs: the same for the tokens of the prompt; with it
+    max_tokens may be 0. A logits processor gets the output tokens so far, the path included, and float64 logits [V]; it
+    returns logits [V], which are copied. logit_bias: added to the logits of tokens, by token id, before the processors.
+    allowed_token_ids: all other tokens are never chosen; None allows all. bad_words: texts that are never generated;
+    one that is several tokens may begin, but its last token is not chosen. structured: the form of the text; the text
+    ends where nothing can follow. A setting that is a tuple also accepts a list, one value, and None.
     """
 
     max_tokens: int = 128
@@ -62,10 +68,21 @@ class SamplingParams:
     logprobs: int | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
     structured: StructuredOutput | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in ((field.name, str(field.type)) for field in fields(self)):
             value = getattr(self, name)
+            if value is None and kind.endswith("| None"):
+                continue
+            if name == "logit_bias":
+                object.__setattr__(self, name, biases(value))
+                continue
             if kind not in ACCEPTED_TYPES:
                 object.__setattr__(self, name, as_tuple(value))  # only here are frozen fields normalised
                 continue
@@ -74,7 +91,9 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         most_tokens = f"not more than {LARGEST_COUNT}"
-        require("max_tokens", self.max_tokens, 1 <= self.max_tokens <= LARGEST_COUNT, f"at least 1 and {most_tokens}")
+        fewest = 1 if self.prompt_logprobs is None else 0
+        expected = f"at least {fewest} and {most_tokens}"
+        require("max_tokens", self.max_tokens, fewest <= self.max_tokens <= LARGEST_COUNT, expected)
         coldest, hottest = TEMPERATURES
         in_range = self.temperature == 0 or coldest <= self.temperature <= hottest
         require("temperature", self.temperature, in_range, f"0 (greedy) or between {coldest:g} and {hottest:g}")
@@ -87,19 +106,26 @@ class SamplingParams:
         require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
-        require("stop", self.stop, len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
-        require("stop", self.stop, all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
-        longest = max(map(len, self.stop), default=0)
-        require("stop", self.stop, longest <= MAX_STOP_LENGTH, f"strings of at most {MAX_STOP_LENGTH} characters")
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            require(name, texts, len(texts) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
+            require(name, texts, all(isinstance(each, str) and each for each in texts), "non-empty strings")
+            longest = max(map(len, texts), default=0)
+            require(name, texts, longest <= MAX_STOP_LENGTH, f"strings of at most {MAX_STOP_LENGTH} characters")
         few = len(self.stop_token_ids) <= MAX_STOP_TOKENS
         require("stop_token_ids", self.stop_token_ids, few, f"at most {MAX_STOP_TOKENS} token ids")
         require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
+        allowed = self.allowed_token_ids
+        usable = allowed is None or (len(allowed) > 0 and all(token_id(t) >= 0 for t in allowed))
+        require("allowed_token_ids", allowed, usable, "None or token ids, at least one")
         require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
         seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
         require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
         free = self.structured is None or not self.ignore_eos
         require("ignore_eos", self.ignore_eos, free, "False with a structured output, which ends the text")
-        require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "None or in [0, 20]")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            require(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"None or in [0, {MAX_LOGPROBS}]")
 
     @property
     def greedy(self) -> bool:
@@ -117,6 +143,17 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def biases(value: Any) -> dict[int, float]:
+    """The biases of `logit_bias` with Python's numbers. Raises RequestError."""
+    require("logit_bias", value, isinstance(value, Mapping), "None or a number by token id")
+    found = {token_id(token): bias for token, bias in value.items()}
+    require("logit_bias", value, all(token >= 0 for token in found), "a number by token id")
+    for token, bias in found.items():
+        number = isinstance(bias, Real) and not isinstance(bias, bool) and abs(float(bias)) <= LARGEST_BIAS
+        require(f"logit_bias of token {token}", bias, number, f"between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}")
+    return {token: float(bias) for token, bias in found.items()}
 
 
 def token_id(value: Any) -> int:

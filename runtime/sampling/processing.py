@@ -1,5 +1,5 @@
-"""Processing: what a request changes in logits, depending on the tokens before: logits processors, min_tokens,
-penalties, and the constraint of a structured output, in this order."""
+"""Processing: what a request changes in logits, depending on the tokens before: biases, logits processors, min_tokens,
+penalties, and the masks of banned tokens and of a structured output, in this order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import RequestError
+from .bans import TokenBans
 from .constraint import Constraint, PathMasks
 from .params import SamplingParams
 
@@ -28,11 +29,17 @@ class Processing:
         eos: Sequence[int],
         vocab_size: int,
         constraint: Constraint | None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """constraint: at its beginning; None allows every text."""
+        """constraint: at its beginning; None allows every text. bad_words: see Sampler."""
         self.output: list[int] = []
         self._params = params
         self._masks = None if constraint is None else PathMasks(constraint)
+        bans = TokenBans(params.allowed_token_ids, bad_words, vocab_size)
+        self._bans = bans if bans.active else None
+        biased = params.logit_bias or {}
+        self._biased = np.fromiter(biased, np.int64, len(biased))
+        self._biases = np.fromiter(biased.values(), np.float64, len(biased))
         ending = {token for token in (*eos, *params.stop_token_ids) if 0 <= token < vocab_size}
         self._ending = np.array(sorted(ending), np.int64)
         self._prompt = np.array(sorted(set(prompt)), np.int64)
@@ -44,13 +51,19 @@ class Processing:
     @property
     def follows_path(self) -> bool:
         """Whether there is anything to change now."""
-        return self._masks is not None or self.changes_logits
+        return self._removes or self.changes_logits
+
+    @property
+    def _removes(self) -> bool:
+        """Whether masks may remove tokens."""
+        return self._masks is not None or self._bans is not None
 
     @property
     def changes_logits(self) -> bool:
-        """Whether processors, min_tokens or penalties change logits now; a constraint only removes tokens."""
+        """Whether biases, processors, min_tokens or penalties change logits now; masks only remove tokens."""
         params = self._params
-        return self._penalises or bool(params.logits_processors) or params.min_tokens > len(self.output)
+        changed = self._penalises or bool(params.logits_processors) or bool(params.logit_bias)
+        return changed or params.min_tokens > len(self.output)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output."""
@@ -61,50 +74,57 @@ class Processing:
             self._counts[token] += 1
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """The changed logits [V] after `path`; float64 unless only the constraint changes them. All may be -inf, see
+        """The changed logits [V] after `path`; float64 unless only masks change them. All may be -inf, see
         `checked`."""
-        return self.constrain(self._changed(logits, path) if self.changes_logits else logits, path)
+        changed = self._changed(logits, path) if self.changes_logits else logits
+        return masked(changed, self._mask(path))
 
     def constrain(self, logits: NDArray[F], path: Sequence[int]) -> NDArray[F]:
         """The logits [V] with -inf for each token that the constraint does not allow after `path`. The same array
         without a constraint, and where `PathMasks.after` is None: a text that goes there is cut before."""
-        mask = None if self._masks is None else self._masks.after(path)
-        if mask is None:
-            return logits
-        allowed = np.full_like(logits, -np.inf)
-        np.copyto(allowed, logits, where=mask)
-        return allowed
+        return masked(logits, None if self._masks is None else self._masks.after(path))
 
     def is_closed(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> bool:
-        """Whether the constraint ends a branch of the proposal behind `path`: no token can follow, or none that the
-        draft predicts. scores [V]: what `apply` made of the draft's logits."""
-        return self._masks is not None and (self._masks.after(path) is None or scores.max() == -np.inf)
+        """Whether a branch of the proposal ends behind `path`: no token can follow, or none that the draft predicts.
+        scores [V]: what `apply` made of the draft's logits."""
+        return self._removes and (self._is_left(path) or scores.max() == -np.inf)
 
     def allows_any(self, tokens: NDArray[np.int64], path: Sequence[int]) -> bool:
         """Whether one of these tokens [N] may follow `path`."""
-        if self._masks is None:
-            return True
-        mask = self._masks.after(path)
-        return mask is not None and bool(mask[tokens].any())
+        if self._is_left(path):
+            return False
+        mask = self._mask(path)
+        return mask is None or bool(mask[tokens].any())
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a continuation the constraint allows, counted from the first one."""
-        if self._masks is None:
-            return len(tokens)
-        for index, token in enumerate(tokens):
-            mask = self._masks.after(tokens[:index])
-            if mask is None or not mask[token]:
+        """How many tokens of a continuation are allowed, counted from the first one."""
+        for index, token in enumerate(tokens if self._removes else ()):
+            mask = self._mask(tokens[:index])
+            if self._is_left(tokens[:index]) or (mask is not None and not mask[token]):
                 return index
         return len(tokens)
+
+    def _is_left(self, path: Sequence[int]) -> bool:
+        """Whether the text has ended, or has left the grammar, behind `path`."""
+        return self._masks is not None and self._masks.after(path) is None
+
+    def _mask(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
+        """[V]: whether each token may follow `path` by the constraint and the bans; None if neither says anything."""
+        lawful = None if self._masks is None else self._masks.after(path)
+        if self._bans is None:
+            return lawful
+        free = self._bans.after(self.output, path)
+        return free if lawful is None else lawful & free
 
     def completes(self, path: Sequence[int]) -> bool:
         """Whether the text is complete behind `path`, which the constraint allows."""
         return self._masks is not None and self._masks.ends(path)
 
     def _changed(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
-        """Logits [V] in float64 after processors, min_tokens and penalties."""
+        """Logits [V] in float64 after biases, processors, min_tokens and penalties."""
         params = self._params
         scores: NDArray[np.float64] = logits.astype(np.float64)
+        scores[self._biased] += self._biases
         for processor in params.logits_processors:
             # A copy, because the processor may keep the array that it returned, and the code below writes into it.
             scores = np.array(processor([*self.output, *path], scores), np.float64)
@@ -124,8 +144,8 @@ class Processing:
         return scores
 
     def _must_end(self, path: Sequence[int]) -> bool:
-        """Whether the constraint allows only tokens that end the text; min_tokens cannot prevent this end."""
-        mask = None if self._masks is None else self._masks.after(path)
+        """Whether the masks leave only tokens that end the text; min_tokens cannot prevent this end."""
+        mask = self._mask(path)
         return mask is not None and np.count_nonzero(mask) == np.count_nonzero(mask[self._ending])
 
     def _penalise(self, scores: NDArray[np.float64], path: Sequence[int]) -> NDArray[np.float64]:
@@ -142,10 +162,20 @@ class Processing:
         return np.asarray(scores - charge)
 
 
+def masked(logits: NDArray[F], mask: NDArray[np.bool_] | None) -> NDArray[F]:
+    """The logits [V] with -inf where `mask` [V] is False. The same array if there is no mask."""
+    if mask is None:
+        return logits
+    allowed = np.full_like(logits, -np.inf)
+    np.copyto(allowed, logits, where=mask)
+    return allowed
+
+
 def checked(scores: NDArray[F]) -> NDArray[F]:
     """The same scores [V]. Raises RequestError if all are -inf."""
     if scores.max() == -np.inf:
         raise RequestError(
-            "no token is left to choose from: logits processors, min_tokens or the structured output removed all"
+            "no token is left to choose from: logits processors, min_tokens, allowed_token_ids, bad_words or the "
+            "structured output removed all"
         )
     return scores

@@ -56,12 +56,15 @@ class Sampler:
         eos: Sequence[int],
         vocab_size: int,
         constraint: Constraint | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """constraint: the grammar of `params.structured`, at its beginning."""
-        for token in params.stop_token_ids:
-            require("stop_token_ids", token, token < vocab_size, f"below the vocabulary size {vocab_size}")
+        """constraint: the grammar of `params.structured`, at its beginning. bad_words: the token sequences of
+        `params.bad_words`."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            largest_id = max(map(int, getattr(params, name) or ()), default=0)
+            require(name, largest_id, largest_id < vocab_size, f"below the vocabulary size {vocab_size}")
         self.params = params
-        self.processing = Processing(params, prompt, eos, vocab_size, constraint)
+        self.processing = Processing(params, prompt, eos, vocab_size, constraint, bad_words)
         self._vocab_size = vocab_size
         self._softmax: Softmax = NumpySoftmax()
         self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, get_args
 
 from ...models.errors import RequestError, shown
+from .tools import Tool
 
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = get_args(Role)
 Conversation = Sequence[Mapping[str, Any]]  # messages {"role", "content"}, perhaps with a "name"
 FIELDS = ("role", "content", "name")
+FIELDS_OF = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
+
+
+# Names that are no further variables of a template: they have a setting of their own, or an argument.
+OWN_NAMES = (
+    *("self", "messages", "add_generation_prompt", "given_up"),
+    *("continue_final_message", "tools", "documents", "chat_template"),
+)
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How a conversation becomes a prompt. Raises RequestError for settings that contradict each other.
+
+    add_generation_prompt: the prompt ends with the beginning of an answer. continue_final_message: it ends inside the
+    last message instead, which the answer continues. template_kwargs: further variables of the chat template. tools:
+    the tools that the model is told of.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Tool] = ()
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError("continue_final_message needs add_generation_prompt to be false")
+        if taken := sorted(set(self.template_kwargs).intersection(OWN_NAMES)):
+            raise RequestError(f"chat_template_kwargs may not hold {taken[0]}: a conversation's own fields set it")
+
+
+ASKED = ChatSettings()
 
 
 def is_conversations(messages: object) -> TypeGuard[list[Conversation]]:
@@ -18,37 +53,81 @@ def is_conversations(messages: object) -> TypeGuard[list[Conversation]]:
     return isinstance(messages, list) and bool(messages) and all(isinstance(item, (list, tuple)) for item in messages)
 
 
-def to_template(messages: Conversation) -> list[dict[str, str]]:
+def to_template(messages: Conversation) -> list[dict[str, Any]]:
     """The messages, each with a single text as content. Raises RequestError if `messages` is no conversation, or if a
     message has a field that would be ignored."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(f"a conversation is a list of messages with role and content, not {shown(messages)}")
     if not messages:
         raise RequestError("the conversation has no messages: send at least one")
-    return [message_to_template(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    called: dict[str, str] = {}  # the function of each call so far, by the call's id
+    return [message_to_template(f"messages[{index}]", message, called) for index, message in enumerate(messages)]
 
 
-def message_to_template(place: str, message: Mapping[str, Any]) -> dict[str, str]:
+def message_to_template(place: str, message: Mapping[str, Any], called: dict[str, str]) -> dict[str, Any]:
     """One message. Fields that are None or empty lists are ignored, because clients send answers back with them.
 
-    "developer", OpenAI's newer name for "system", becomes "system", the role that LLaMA's templates know. Tools are not
-    supported, so no message calls a tool or contains a tool's answer.
+    "developer", OpenAI's newer name for "system", becomes "system", the role that LLaMA's templates know. An assistant
+    may call tools, and then needs no content. The message of a tool gets the name of the function that was called.
+    called: the functions by the ids of calls; this message's calls are added.
     """
     if not isinstance(message, Mapping):
         raise RequestError(f"{place} must be a message with role and content, not {shown(message)}")
     given = {str(name): value for name, value in message.items() if value is not None and value != []}
-    for field in given:
-        if field not in FIELDS:
-            raise RequestError(f"{place}.{field:.100} is not supported: a message has {', '.join(FIELDS)}")
     role, name = given.get("role"), given.get("name")
     if role not in ROLES:
         raise RequestError(f"{place}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
-    written = {"role": "system" if role == "developer" else str(role), "content": text_of(place, given.get("content"))}
-    if name is None:
-        return written
-    if not isinstance(name, str):
+    known = (*FIELDS, *FIELDS_OF.get(str(role), ()))
+    for each in given:
+        if each not in known:
+            raise RequestError(f"{place}.{each:.100} is not supported: a message of this role has {', '.join(known)}")
+    if name is not None and not isinstance(name, str):
         raise RequestError(f"{place}.name must be text, not {shown(name)}")
-    return {**written, "name": name}
+    written: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    written["content"] = (
+        "" if "tool_calls" in given and "content" not in given else text_of(place, given.get("content"))
+    )
+    if role == "tool":
+        written["tool_call_id"] = answered(place, given.get("tool_call_id"), called)
+        name = name or called[written["tool_call_id"]]
+    if name is not None:
+        written["name"] = name
+    if "tool_calls" in given:
+        written["tool_calls"] = calls_to_template(f"{place}.tool_calls", given["tool_calls"])
+        called |= {call["id"]: call["function"]["name"] for call in written["tool_calls"]}
+    return written
+
+
+def answered(place: str, call: Any, called: Mapping[str, str]) -> str:
+    """The id of the call that a tool's message answers."""
+    if not isinstance(call, str) or call not in called:
+        raise RequestError(f"{place}.tool_call_id must be the id of an earlier message's tool call, not {shown(call)}")
+    return call
+
+
+def calls_to_template(place: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects, which templates write as JSON."""
+    if not isinstance(calls, (list, tuple)):
+        raise RequestError(f"{place} must be a list of calls, not {shown(calls)}")
+    return [call_to_template(f"{place}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def call_to_template(place: str, call: Any) -> dict[str, Any]:
+    """One call. Its arguments come as the JSON text of an object, or as an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or set(call) != {"id", "type", "function"} or call["type"] != "function":
+        raise RequestError(f'{place} must be a call with id, "type": "function" and function, not {shown(call)}')
+    named = isinstance(call["id"], str) and isinstance(function.get("name"), str)
+    if not named or set(function) != {"name", "arguments"}:
+        raise RequestError(f"{place}.function must have a name and arguments, not {shown(function)}")
+    arguments = function["arguments"]
+    try:
+        content = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, Mapping):
+        raise RequestError(f"{place}.function.arguments must be the JSON text of an object, not {shown(arguments)}")
+    return {**call, "function": {"name": function["name"], "arguments": content}}
 
 
 def text_of(place: str, content: Any) -> str:

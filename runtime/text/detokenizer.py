@@ -28,8 +28,10 @@ class IncrementalDetokenizer:
     an invalid byte into U+FFFD, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
+        """skip_special_tokens: special tokens have no text. Otherwise they have their own, and the text around them
+        does not change."""
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         window = last_tokens(tokenizer, prompt)
         if tokenizer.byte_values:
@@ -50,9 +52,16 @@ class IncrementalDetokenizer:
         """The remaining text at the end of the output: bytes that never became a character."""
         return self._end_bytes() + self._take(self._decode())
 
+    def _end_character(self) -> str:
+        """The remaining text before a special token, behind which no earlier character continues."""
+        text = self.finish()
+        self._set_context(self._context)
+        self._prompt_end = ""
+        return text
+
     def _push(self, token: int) -> str:
-        if token in self._tokenizer.special_token_ids:  # no text, and no effect on the text of its neighbours
-            return ""
+        if token in self._tokenizer.special_token_ids:  # it has no effect on the text of its neighbours
+            return "" if self._skips else self._end_character() + self._tokenizer.decode([token], False)
         byte = self._tokenizer.byte_values.get(token)
         return self._end_bytes() + self._push_piece(token) if byte is None else self._push_byte(token, byte)
 
@@ -137,7 +146,8 @@ def split_unfinished(tokenizer: Tokenizer, tokens: list[int]) -> tuple[list[int]
 
 
 class StopResult(NamedTuple):
-    """text: text that is certainly before any stop string. stopped: whether a complete stop string follows `text`."""
+    """text: text that is certainly before any stop string. stopped: whether a complete stop string follows `text`, or
+    ends it where stop strings are kept."""
 
     text: str
     stopped: bool
@@ -146,19 +156,20 @@ class StopResult(NamedTuple):
 class StopChecker:
     """Finds the earliest stop string in a text that arrives in pieces."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
+    def __init__(self, stop: Sequence[str], keeps: bool = False) -> None:
+        """keeps: a text ends with its stop string, not before it."""
+        self._stop, self._keeps = tuple(stop), keeps
         self._held = ""
 
     def push(self, delta: str) -> StopResult:
         """Add text. The end of the text is held back as long as it may be the beginning of a stop string."""
         text = self._held + delta
         # A stop string that ends inside the held text does not count (see `pass_over`).
-        starts = (text.find(stop, max(0, len(self._held) - len(stop) + 1)) for stop in self._stop)
-        found = [position for position in starts if position >= 0]
+        places = ((text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stop)
+        found = [(start, start + len(stop)) for start, stop in places if start >= 0]
         if found:
             self._held = ""
-            return StopResult(text[: min(found)], True)
+            return StopResult(text[: min(found)[self._keeps]], True)
         return StopResult(self.pass_over(delta), False)
 
     def pass_over(self, delta: str) -> str:

@@ -15,7 +15,8 @@ from .writer import StreamChunk
 class GenerationResult:
     """One finished text. token_ids: the output tokens, including the token that ended the text; the text of that token
     and stop strings are not part of `text`. finish_reason: "stop" (end of text, stop token, stop string) or "length"
-    (max_tokens, context limit); of a `ChatSession` also "interrupted"."""
+    (max_tokens, context limit); of a `ChatSession` also "interrupted". prompt_logprobs: of every token of the prompt,
+    None for the first one; None if they were not asked for."""
 
     text: str
     token_ids: list[int]
@@ -23,13 +24,16 @@ class GenerationResult:
     stats: SpecDecodeStats
     logprobs: list[TokenLogprob]
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-ready."""
+        prompt = None if self.prompt_logprobs is None else [item and item._asdict() for item in self.prompt_logprobs]
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return fields | {
             "stats": self.stats.to_dict(),
             "logprobs": [logprob._asdict() for logprob in self.logprobs],
+            "prompt_logprobs": prompt,
         }
 
 
@@ -42,4 +46,5 @@ def result_of(prompt: list[int], chunks: Sequence[StreamChunk]) -> GenerationRes
         stats=chunks[-1].stats,
         logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
         prompt_token_ids=prompt,
+        prompt_logprobs=chunks[0].prompt_logprobs,
     )

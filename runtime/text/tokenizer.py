@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as TokenizerJson
 
-from ...models.errors import BundleError, RequestError
+from ...models.errors import BundleError, RequestError, shown
 from ...models.plain_files import read_object
 from .chat_template import ChatTemplate
 from .token_length import BYTES, longest_token, parts
@@ -31,6 +31,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template or ""  # Jinja source; empty for a model without one
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         empty: list[int] = backend.encode("").ids
@@ -120,6 +121,11 @@ class Tokenizer:
         """The content of tokenizer.json, without truncation and padding."""
         return str(self._backend.to_str())
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text, if there is one."""
+        index: int | None = self._backend.token_to_id(text)
+        return index if index in self.special_token_ids else None
+
     def vocabulary(self) -> dict[str, int]:
         """Every token with its id, added tokens included."""
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
@@ -145,6 +151,18 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         return self._chat_template.render(variables, given_up)
+
+
+def token_sequences(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The token sequences by which a text may write each of these texts: at its beginning, and behind a blank if this
+    makes another sequence of as many tokens (vLLM's rule of bad words). Raises RequestError."""
+    found: list[list[int]] = []
+    for text in texts:
+        first, spaced = (tokenizer.encode(blank + text.lstrip(), add_special_tokens=False) for blank in ("", " "))
+        if not first:
+            raise RequestError(f"bad_words: {shown(text)} has no tokens: leave it out")
+        found += [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]
+    return found
 
 
 def byte_values(backend: TokenizerJson) -> dict[int, bytes]:

@@ -24,6 +24,7 @@ class StreamChunk(NamedTuple):
     """The text of one round. `text` may be empty while a character or a possible stop string is incomplete.
 
     finish_reason: None before the last chunk, else "stop" or "length". stats: the request's; later rounds change it.
+    prompt_logprobs: see TokenChunk.
     """
 
     text: str
@@ -32,24 +33,27 @@ class StreamChunk(NamedTuple):
     logprobs: list[TokenLogprob]
     finish_reason: str | None
     stats: SpecDecodeStats
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class TextWriter:
     """Converts chunks of tokens to chunks of text: only whole characters, and no part of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-        self._stop = StopChecker(params.stop)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._keeps_stop = params.include_stop_str_in_output
+        self._stop = StopChecker(params.stop, self._keeps_stop)
         self._min_tokens = params.min_tokens
         self._count = 0
         self._held: deque[TextPiece] = deque()  # decoded text that may be the beginning of a stop string
 
     def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
         """The text of one chunk. A stop string ends the text at the token that completes the stop string. A token that
-        ends the text has no text itself, as in vLLM."""
+        ends the text has no text itself, unless the text keeps what stopped it, as in vLLM."""
         released, reason = "", STOP if chunk.finish_reason == COMPLETE else chunk.finish_reason
         kept = len(chunk.token_ids)
-        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids[: kept - (chunk.finish_reason == STOP)])):
+        silent = chunk.finish_reason == STOP and not self._keeps_stop
+        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids[: kept - silent])):
             self._count += 1
             text, stopped = self._check(TextPiece(delta, index < chunk.num_drafted))
             released += text
@@ -63,7 +67,8 @@ class TextWriter:
                 reason = STOP if stopped else reason
         stats.num_tokens -= len(chunk.token_ids) - kept
         pieces = list(self._take(len(released)))
-        return StreamChunk(released, chunk.token_ids[:kept], pieces, chunk.logprobs[:kept], reason, stats)
+        logprobs = chunk.logprobs[:kept]
+        return StreamChunk(released, chunk.token_ids[:kept], pieces, logprobs, reason, stats, chunk.prompt_logprobs)
 
     def _check(self, piece: TextPiece) -> StopResult:
         """The final text, and whether a stop string ends the text, which is possible only after `min_tokens`."""

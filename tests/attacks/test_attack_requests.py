@@ -187,7 +187,7 @@ def test_numbers_names_and_texts_that_are_none(client: Any, body: str | bytes, n
     ("message", "named"),
     [
         ({"role": "bogus", "content": "x"}, "role"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "role"),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "tool_call_id"),
         ({"role": "function", "content": "x", "name": "f"}, "role"),
         ({"role": "user", "content": None}, "content"),
         ({"role": "user"}, "content"),

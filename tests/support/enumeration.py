@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,12 +69,14 @@ def decoded(
     costs: CostModel | None = None,
     constraint: Callable[[], Constraint] | None = None,
     eos: tuple[int, ...] = (),
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> Distribution:
-    """The exact distribution of the decoder's output. constraint: makes the grammar of each text."""
+    """The exact distribution of the decoder's output. constraint: makes the grammar of each text. bad_words: their
+    tokens."""
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
         grammar = None if constraint is None else constraint()
-        sampler = Sampler(params, PROMPT, eos, target.spec.model.vocab_size, grammar)
+        sampler = Sampler(params, PROMPT, eos, target.spec.model.vocab_size, grammar, bad_words)
         decoder = SpeculativeDecoder(target, draft, config, 4096, eos, costs)
         chunks = decoder.generate(PROMPT, sampler, streams, SpecDecodeStats())
         return tuple(token for chunk in chunks for token in chunk.token_ids)

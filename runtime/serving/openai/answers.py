@@ -1,140 +1,33 @@
-"""The answers of both OpenAI APIs: choices, log-probabilities, usage and metrics, whole or in chunks."""
+"""The answers of both OpenAI APIs: choices, usage and metrics, whole or in chunks."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from uuid import uuid4
 
 from fastapi.responses import Response
 
 from ...decoding.chunk import TokenLogprob
 from ...decoding.stats import SpecDecodeStats
-from ...text.tokenizer import Tokenizer, token_texts
 from ...text.writer import StreamChunk
 from ..json_text import pieces
-
-KNOWN_TOKENS = 65536  # most cached token texts: the alternatives of a long answer are mostly the same tokens
-
-
-class Part(NamedTuple):
-    """A part of a choice's text, or all of it. offset: number of characters of the choice before this part."""
-
-    text: str
-    logprobs: list[TokenLogprob]
-    finish_reason: str | None
-    offset: int = 0
-
-
-class TokenTexts:
-    """The texts of tokens in answers; shared by all requests."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.text = lru_cache(KNOWN_TOKENS)(token_texts(tokenizer))
-        self.bytes = lru_cache(KNOWN_TOKENS)(self._bytes)
-
-    def _bytes(self, token: int) -> tuple[int, ...] | None:
-        """The UTF-8 bytes of the token; None if the token is only a part of a character."""
-        alone = self._tokenizer.decode([token], skip_special_tokens=False)
-        return None if "\ufffd" in alone else tuple(self.text(token).encode())
-
-
-class AnswerFormat(Protocol):
-    """The format of a choice in one of the two APIs. Log-probabilities are iterators, see `json_text.pieces`: a token
-    with its alternatives takes a kilobyte as text and several as objects, and an answer may have 100,000 tokens."""
-
-    prefix: str  # prefix of an answer's id
-    whole_object: str
-    chunk_object: str
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice's first chunk, before any text; None if the API has no such chunk."""
-
-    def chunk(self, index: int, part: Part) -> dict[str, Any]: ...
-
-    def whole(self, index: int, part: Part) -> dict[str, Any]: ...
-
-
-class CompletionFormat:
-    """/v1/completions. logprobs: whether the request asked for log-probabilities."""
-
-    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
-
-    def __init__(self, texts: TokenTexts, logprobs: bool) -> None:
-        self._texts, self._logprobs = texts, logprobs
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return None
-
-    def chunk(self, index: int, part: Part) -> dict[str, Any]:
-        logprobs = self._written(part.logprobs, part.offset) if self._logprobs else None
-        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
-
-    whole = chunk
-
-    def _written(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Iterator[Any]]:
-        tokens = [self._texts.text(item.token_id) for item in logprobs]
-        return {
-            "tokens": iter(tokens),
-            "token_logprobs": (finite(item.logprob) for item in logprobs),
-            "top_logprobs": (self._by_text(item.top) for item in logprobs),
-            "text_offset": accumulate(map(len, tokens[:-1]), initial=offset) if tokens else iter(()),
-        }
-
-    def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
-        """Alternatives by text. As in OpenAI's API, only the more probable of two tokens with the same text is
-        shown."""
-        shown: dict[str, float] = {}
-        for token, logprob in top.items():
-            shown.setdefault(self._texts.text(token), finite(logprob))
-        return shown
-
-
-class ChatFormat:
-    """/v1/chat/completions. logprobs: whether the request asked for log-probabilities."""
-
-    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, texts: TokenTexts, logprobs: bool) -> None:
-        self._texts, self._logprobs = texts, logprobs
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def chunk(self, index: int, part: Part) -> dict[str, Any]:
-        delta = {"content": part.text} if part.text or part.finish_reason is None else {}
-        return {"index": index, "delta": delta, **self._rest(part)}
-
-    def whole(self, index: int, part: Part) -> dict[str, Any]:
-        message = {"role": "assistant", "content": part.text, "refusal": None}
-        return {"index": index, "message": message, **self._rest(part)}
-
-    def _rest(self, part: Part) -> dict[str, Any]:
-        logprobs = None
-        if self._logprobs:
-            logprobs = {"content": map(self._with_alternatives, part.logprobs), "refusal": None}
-        return {"logprobs": logprobs, "finish_reason": part.finish_reason}
-
-    def _with_alternatives(self, item: TokenLogprob) -> dict[str, Any]:
-        alternatives = [self._token(token, value) for token, value in item.top.items()]
-        return {**self._token(item.token_id, item.logprob), "top_logprobs": alternatives}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": self._texts.bytes(token)}
+from .formats import AnswerFormat, Part, TokenTexts
 
 
 @dataclass(slots=True)
 class Choice:
-    """The content of one choice so far. texts: of its chunks."""
+    """The content of one choice so far. echo: text of the prompt that the next chunk begins with; None without one.
+    texts: of its chunks. logprob: of all its tokens together, as far as the request has log-probabilities."""
 
+    echo: str | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    logprob: float = 0.0
     num_tokens: int = 0
     finish_reason: str | None = None
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
@@ -150,54 +43,83 @@ class Answer:
         texts: TokenTexts,
         model: str,
         prompts: Sequence[Sequence[int]],
-        echoes: Sequence[str],
+        echoes: Sequence[str | None],
         proposal: int,
+        best: int | None = None,
+        shows_prompts: bool = False,
     ) -> None:
         """prompts: token ids of each prompt. echoes: text before each choice's own text, one per choice; the choices of
         a prompt are adjacent, and every prompt has equally many. proposal: most tokens of a proposal; 0 without
-        speculation."""
-        self.choices = [Choice(texts=[echo]) for echo in echoes]
+        speculation. best: the whole answer has only this many choices per prompt, those with the highest mean
+        log-probability. shows_prompts: the whole answer has vLLM's `prompt_logprobs`."""
+        self.choices = [Choice(echo) for echo in echoes]
+        self._best, self._shows_prompts = best, shows_prompts
         self._format, self._texts = format, texts
         self._head = {"id": format.prefix + uuid4().hex, "created": int(time.time()), "model": model}
         self._prompts = prompts
         self._proposal = proposal
 
     def openings(self) -> list[dict[str, Any]]:
-        """The chunks before the first token: roles, and echoed prompts."""
+        """The chunks before the first token, which name the roles."""
         opening = [self._format.opening(index) for index in range(len(self.choices))]
-        echoes = [
-            self._format.chunk(index, Part(choice.texts[0], [], None))
-            for index, choice in enumerate(self.choices)
-            if choice.texts[0]
-        ]
-        return [self._chunk([choice]) for choice in (*opening, *echoes) if choice is not None]
+        return [self._chunk([choice]) for choice in opening if choice is not None]
 
     def note(self, index: int, chunk: StreamChunk) -> None:
         """Add the chunk of one round."""
+        part = self._begin(index, chunk)
         choice = self.choices[index]
-        choice.texts.append(chunk.text)
-        choice.logprobs += chunk.logprobs
+        choice.texts.append(part.text)
+        choice.logprobs += part.logprobs
+
+    def _begin(self, index: int, chunk: StreamChunk) -> Part:
+        """Count a chunk. Returns its text and log-probabilities, behind those of the echo in the first chunk."""
+        choice = self.choices[index]
+        part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
         choice.num_tokens += len(chunk.token_ids)
+        choice.logprob += sum(item.logprob for item in chunk.logprobs)
         choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
+        choice.prompt_logprobs = choice.prompt_logprobs or chunk.prompt_logprobs
+        if choice.echo is None:
+            return part
+        echo, choice.echo = choice.echo, None
+        known = [item for item in chunk.prompt_logprobs or () if item is not None]
+        first = self._prompts[index * len(self._prompts) // len(self.choices)][0]
+        before = [TokenLogprob(first, math.nan, {}), *known] if chunk.prompt_logprobs else []
+        return part._replace(text=echo + part.text, logprobs=[*before, *part.logprobs])
 
     def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
         """Add the chunk of one round to an answer that is sent in chunks. Returns the chunk to send; None if there is
         no new text yet."""
-        choice = self.choices[index]
-        part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
-        self.note(index, chunk._replace(text="", logprobs=[]))  # these are sent now and not needed later
-        choice.offset += sum(len(self._texts.text(item.token_id)) for item in chunk.logprobs)
+        part = self._begin(index, chunk)
+        self.choices[index].offset += sum(len(self._texts.text(item.token_id)) for item in part.logprobs)
         if not (part.text or part.logprobs or part.finish_reason):
             return None
-        return self._chunk([self._format.chunk(index, part)])
+        written = self._format.chunk(index, part)
+        return None if written is None else self._chunk([written])
 
     def whole(self) -> Response:
         """The finished answer."""
-        choices = [
-            self._format.whole(index, Part("".join(choice.texts), choice.logprobs, choice.finish_reason))
-            for index, choice in enumerate(self.choices)
+        parts = [
+            Part("".join(choice.texts), choice.logprobs, choice.finish_reason, prompt=self._written_prompt(choice))
+            for choice in self._chosen()
         ]
-        return as_json({**self._head, "object": self._format.whole_object, "choices": choices, **self._account()})
+        choices = [self._format.whole(index, part) for index, part in enumerate(parts)]
+        shown = self._shows_prompts and not self._format.has_prompts
+        rest = {"prompt_logprobs": parts[0].prompt} if shown else {}
+        head = {**self._head, "object": self._format.whole_object}
+        return as_json({**head, "choices": choices, **rest, **self._account()})
+
+    def _chosen(self) -> list[Choice]:
+        """The choices that the whole answer shows."""
+        each = len(self.choices) // len(self._prompts)
+        groups = [self.choices[first : first + each] for first in range(0, len(self.choices), each)]
+        if self._best is None:
+            return self.choices
+        ranked = (sorted(group, key=lambda choice: -choice.logprob / max(1, choice.num_tokens)) for group in groups)
+        return [choice for group in ranked for choice in group[: self._best]]
+
+    def _written_prompt(self, choice: Choice) -> Iterator[Any] | None:
+        return map(self._texts.prompt_entry, choice.prompt_logprobs or ()) if self._shows_prompts else None
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage and metrics."""
@@ -238,11 +160,6 @@ class Answer:
 def as_json(content: Mapping[str, Any]) -> Response:
     """A JSON response. It consumes the iterators of `content`."""
     return Response("".join(pieces(content)), media_type="application/json")
-
-
-def finite(logprob: float) -> float:
-    """`logprob`, or vLLM's number instead of -inf, because JSON has no infinity."""
-    return max(logprob, -9999.0)
 
 
 def speculative_metrics(stats: Sequence[SpecDecodeStats], max_tokens: int) -> dict[str, Any]:

@@ -17,20 +17,24 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from ....models.bindings import TARGET
 from ....models.errors import DraftwoodError, RequestError, shown
 from ...decoding.scheduler import max_client_places
 from ...llm import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
+from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
 from ..json_text import pieces
-from .answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, TokenTexts, as_json
-from .protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from .answers import Answer, as_json
+from .chat_body import ChatBody
+from .completion_body import CompletionBody
+from .formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
+from .protocol import GenerationBody, StreamOptions
 from .route import JsonRoute
 from .streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connected
 from .tokens import TokensApi
+from .tool_use import ToolUse, tool_use
 
 COMPLETION_TOKENS = 16  # the default max_tokens of OpenAI's /v1/completions
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -121,7 +125,6 @@ class OpenAIApi:
         self._llm = async_llm.llm
         self._request_seconds = request_seconds
         self._max_length = self._llm.bundle.manifest.max_length
-        self._vocab_size = self._llm.bundle.manifest.engines[TARGET].model.vocab_size
         self._texts = TokenTexts(self._llm.tokenizer)
         self._card = {
             "id": model,
@@ -143,7 +146,7 @@ class OpenAIApi:
         config = self._checked(body, len(body.prompts))
         try:
             prompts = [await while_connected(request, self._async_llm.encode(prompt)) for prompt in body.prompts]
-            echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
+            echoes = [await self._echo(prompt) if body.echo else None for prompt in body.prompts]
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
         format = CompletionFormat(self._texts, body.logprobs is not None)
@@ -153,13 +156,15 @@ class OpenAIApi:
         if refused := self.other_model(body.model):
             return refused
         config = self._checked(body, 1)
+        use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
         try:
-            prompt = await while_connected(request, self._async_llm.encode_chat(body.conversation))
+            writing = self._async_llm.encode_chat(body.conversation, body.settings(told=use is not None))
+            prompt = await while_connected(request, writing)
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        format = ChatFormat(self._texts, body.logprobs)
+        format = ChatFormat(self._texts, body.logprobs, use)
         default_max_tokens = min(self._max_length, self._async_llm.max_tokens_behind(prompt))
-        return await self._answer(request, body, config, format, [prompt], [""], default_max_tokens)
+        return await self._answer(request, body, config, format, [prompt], [body.echoed], default_max_tokens, use)
 
     def other_model(self, name: str | None) -> Response | None:
         """The refusal if `name` is another model than this one; else None."""
@@ -173,12 +178,12 @@ class OpenAIApi:
         """Do all checks that need no computation. Returns the settings of speculation. Raises ConfigError or
         RequestError, also for more choices than one client may ever have."""
         body.check()
-        running, total = self._async_llm.max_running, num_prompts * body.n
+        running, total = self._async_llm.max_running, num_prompts * body.num_choices
         room = running + max_client_places(self._async_llm.max_requests - running)
         if total > room:
             raise RequestError(
                 f"{total} choices are more than the {room} this server runs and queues for one client: "
-                "send fewer prompts or a smaller n"
+                "send fewer prompts or a smaller n or best_of"
             )
         return self._llm.resolved(body.speculation())
 
@@ -194,14 +199,20 @@ class OpenAIApi:
         config: SpeculativeConfig | None,
         format: AnswerFormat,
         prompts: Sequence[list[int]],
-        echoes: Sequence[str],
+        echoes: Sequence[str | None],
         default_max_tokens: int,
+        use: ToolUse | None = None,
     ) -> Response:
-        """Generate `n` choices per prompt, and send them whole or as a stream."""
-        streams = await self._submit(body, request.state.client, prompts, config, default_max_tokens)
+        """Generate the choices of each prompt, and send them whole or as a stream."""
+        params = body.sampling_params(default_max_tokens)
+        params = params if use is None else use.applied(params)
+        streams = await self._submit(body, request.state.client, prompts, config, params)
         proposal = 0 if config is None else config.max_tokens
-        echoed = [echo for echo in echoes for _ in range(body.n)]
-        answer = Answer(format, self._texts, str(self._card["id"]), prompts, echoed, proposal)
+        echoed = [echo for echo in echoes for _ in range(body.num_choices)]
+        best = None if body.num_choices == body.n else body.n
+        shows_prompts = body.prompt_logprobs is not None
+        model = str(self._card["id"])
+        answer = Answer(format, self._texts, model, prompts, echoed, proposal, best, shows_prompts)
         chunks = merged(streams)
         try:
             if not body.stream:
@@ -219,16 +230,15 @@ class OpenAIApi:
         client: str,
         prompts: Sequence[list[int]],
         config: SpeculativeConfig | None,
-        default_max_tokens: int,
+        params: SamplingParams,
     ) -> list[RequestStream]:
         """Queue all choices, or none."""
-        params = body.sampling_params(default_max_tokens, self._vocab_size)
         grammar = await self._async_llm.compile(params.structured)
         streams: list[RequestStream] = []
         call = object()
         try:
             for prompt in prompts:
-                for choice in range(body.n):
+                for choice in range(body.num_choices):
                     seeded = replace(params, seed=None if params.seed is None else params.seed + choice)
                     stream = self._async_llm.generate(
                         prompt,

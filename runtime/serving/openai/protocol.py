@@ -1,4 +1,4 @@
-"""The bodies of /v1/completions and /v1/chat/completions, which OpenAI clients send.
+"""The fields that the bodies of /v1/completions and /v1/chat/completions share.
 
 Names are OpenAI's, with vLLM's additions. A field that is left out or null keeps the default of SamplingParams. Unknown
 or unsupported fields are refused by name, unless their value is neutral (asks for no change).
@@ -9,28 +9,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, StringConstraints, field_validator
 
 from ....models.errors import RequestError, shown
-from ...llm import Prompt, Speculation, is_batch
+from ...llm import Speculation
 from ...sampling.params import (
     LARGEST_COUNT,
     LARGEST_SEED,
+    MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOP_TOKENS,
     REPETITION_PENALTIES,
     TEMPERATURES,
-    LogitsProcessor,
     SamplingParams,
 )
 from ...sampling.structured import StructuredOutput
 from ...speculation.bounds import check_bounds
 from ...speculation.config import SpeculativeConfig
-from ...text.conversation import Role
 from .forms import ResponseFormat, Strict, StructuredOutputs
 
 # Known fields that never change the text.
@@ -38,7 +35,6 @@ IGNORED = {
     "cache_prompt",
     "include_reasoning",
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -49,7 +45,6 @@ IGNORED = {
 # Unsupported fields with their neutral values: the defaults of OpenAI, vLLM and llama.cpp, which many clients send.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -57,14 +52,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "grammar": ("",),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "mirostat": (0,),
     "modalities": (["text"],),
     "priority": (0,),
     "repeat_penalty": (1,),
     "return_token_ids": (False,),
-    "skip_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
     "tool_choice": ("none",),
@@ -87,13 +81,16 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Body(Strict):
-    """A body; fields with neutral values count as left out."""
+    """A body; fields with neutral values count as left out. neutral: unsupported fields with these values."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
         if name == "speculative":
             return False  # null is not neutral: it turns speculation off
-        return value is None or name in IGNORED or any(same(value, neutral) for neutral in NEUTRAL.get(name, ()))
+        neutral = name in IGNORED or any(same(value, each) for each in cls.neutral.get(name, ()))
+        return value is None or (neutral and name not in cls.model_fields)
 
 
 class StreamOptions(Strict):
@@ -123,6 +120,15 @@ class GenerationBody(Body, ABC):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, description="token id -> bias added to its logit, -100 to 100")
     # Fields that OpenAI's API does not have, with vLLM's names.
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)] | None = Field(
+        None, description="all other tokens are never chosen"
+    )
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(None, description="never generated")
+    include_stop_str_in_output: bool = Field(False, description="the text keeps the stop string that ended it")
+    skip_special_tokens: bool = Field(True, description="special tokens have no text")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="alternatives per token of the prompt; not in streams"
+    )
     top_k: int | None = Field(None, ge=-1, le=LARGEST_COUNT, description="0 or -1 keeps all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
@@ -158,6 +164,11 @@ class GenerationBody(Body, ABC):
         return self.max_tokens
 
     @property
+    def num_choices(self) -> int:
+        """The number of choices to generate for each prompt; the answer has the `n` best ones."""
+        return self.n
+
+    @property
     def client(self) -> str | None:
         """The client that the body names, if any."""
         return self.user or self.safety_identifier
@@ -167,24 +178,31 @@ class GenerationBody(Body, ABC):
     def num_logprobs(self) -> int | None:
         """SamplingParams.logprobs."""
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """SamplingParams.prompt_logprobs."""
+        return self.prompt_logprobs
+
     def check(self) -> None:
         """Raises RequestError for fields that contradict each other."""
         if not self.stream and self.stream_options != StreamOptions():
             raise RequestError("stream_options needs stream to be true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs cannot be streamed: leave out one of them")
 
-    def sampling_params(self, default_max_tokens: int, vocab_size: int) -> SamplingParams:
+    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """Raises RequestError for values out of range."""
         names = {field.name for field in fields(SamplingParams)} & self.model_fields_set
         values = {name: getattr(self, name) for name in names - {"logprobs", "max_tokens"}}
+        limit = default_max_tokens if self.token_limit is None else self.token_limit
         if values.get("top_k") == -1:
             values["top_k"] = 0
         if values.get("seed") == -1:
             values["seed"] = None
-        if self.logit_bias:
-            values["logits_processors"] = (logit_bias(self.logit_bias, vocab_size),)
+        values["logit_bias"] = {named_token(token): bias for token, bias in (self.logit_bias or {}).items()} or None
         values["structured"] = self.structured()
-        values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
-        return SamplingParams(**values, max_tokens=self.token_limit or default_max_tokens, logprobs=self.num_logprobs)
+        values["prompt_logprobs"] = self.num_prompt_logprobs
+        return SamplingParams(**values, max_tokens=limit, logprobs=self.num_logprobs)
 
     def structured(self) -> StructuredOutput | None:
         """The form that the body demands, by any of its names. Raises RequestError."""
@@ -203,88 +221,6 @@ class GenerationBody(Body, ABC):
         return speculative_config(self.speculative) if isinstance(self.speculative, dict) else None
 
 
-class CompletionBody(GenerationBody):
-    """POST /v1/completions. prompt: one or several texts or lists of token ids."""
-
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(fail_fast=True, min_length=1)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
-    )
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = Field(False, description="the text begins with the prompt; not together with logprobs")
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    def check(self) -> None:
-        super().check()
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here")
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The list of prompts."""
-        prompt = cast(Prompt | list[Prompt], self.prompt)
-        return prompt if prompt and is_batch(prompt) else [cast(Prompt, prompt)]
-
-
-class TextPart(Strict):
-    """A part of a message; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One message, see `conversation.to_template`. Fields that are null or empty lists are left out, because clients
-    send answers back with them."""
-
-    role: Role
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
-    name: str | None = None
-
-    @classmethod
-    def _is_neutral(cls, name: str, value: Any) -> bool:
-        return value is None or (value == [] and name not in cls.model_fields)
-
-
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_COUNT)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
-        return conversation(self.messages)
-
-    def check(self) -> None:
-        super().check()
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs to be true")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise RequestError("max_completion_tokens is max_tokens by another name: send one of them")
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """The messages as Python dictionaries."""
-    return [message.model_dump(exclude_none=True) for message in messages]
-
-
 def same(value: Any, neutral: Any) -> bool:
     """Whether two values are equal in JSON, where true is not 1."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
@@ -300,18 +236,8 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     return SpeculativeConfig(**values)
 
 
-def logit_bias(biases: Mapping[str, float], vocab_size: int) -> LogitsProcessor:
-    """A processor that adds biases to logits. Raises RequestError for invalid tokens or values outside OpenAI's
-    range."""
-    added = np.zeros(vocab_size)
-    for token, bias in biases.items():
-        if not token.isascii() or not token.isdigit() or len(token) > 9 or int(token) >= vocab_size:
-            raise RequestError(f"logit_bias: {shown(token)} is not a token id between 0 and {vocab_size - 1}")
-        if not -100 <= bias <= 100:
-            raise RequestError(f"logit_bias of token {token} must be between -100 and 100, not {bias}")
-        added[int(token)] = bias
-
-    def process(output: Any, logits: NDArray[np.float64]) -> NDArray[np.float64]:
-        return logits + added
-
-    return process
+def named_token(name: str) -> int:
+    """The token id that is a name in a JSON object. Raises RequestError."""
+    if not name.isascii() or not name.isdigit() or len(name) > 9:
+        raise RequestError(f"logit_bias: {shown(name)} is not a token id")
+    return int(name)

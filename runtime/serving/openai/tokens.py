@@ -15,10 +15,13 @@ from ....models.errors import RequestError
 from ...engines.shared.memory import check_text_memory
 from ...prompt import too_long_error
 from ...requests.async_llm import AsyncLLM
-from ...text.conversation import to_template
+from ...text.chat_prompt import write_conversation
+from ...text.conversation import ChatSettings
 from .answers import as_json
-from .protocol import Body, Message, TokenIds, conversation
+from .chat_body import Message, conversation, tools_for_template
+from .protocol import Body, TokenIds
 from .streams import CLIENT_CLOSED, ClientGone, while_connected
+from .tool_use import Tools
 
 
 class TokenizeBody(Body):
@@ -30,6 +33,9 @@ class TokenizeBody(Body):
     messages: list[Message] | None = Field(None, fail_fast=True)
     add_special_tokens: bool = Field(True, description="for a text: add the begin-of-text token")
     add_generation_prompt: bool = Field(True, description="for a conversation: add the beginning of an answer")
+    continue_final_message: bool = Field(False, description="for a conversation: end inside the last message")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="for a conversation: variables of the chat template")
+    tools: Tools | None = Field(None, description="for a conversation: the tools that the model is told of")
     return_token_strs: bool = Field(False, description="also return the text of each token")
 
 
@@ -75,8 +81,9 @@ class TokensApi:
         return await self._texts.compute(lambda: self._answer(text, special, body.return_token_strs), len(text))
 
     def _written(self, messages: list[Message], body: TokenizeBody, given_up: Event) -> str:
-        written = to_template(conversation(messages))
-        return self._tokenizer.apply_chat_template(written, body.add_generation_prompt, given_up)
+        kwargs, tools = body.chat_template_kwargs, tools_for_template(body.tools)
+        settings = ChatSettings(body.add_generation_prompt, body.continue_final_message, kwargs, tools)
+        return write_conversation(self._tokenizer, conversation(messages), settings, given_up)
 
     def _answer(self, text: str, add_special_tokens: bool, with_texts: bool) -> Response:
         tokens = self._encode(text, add_special_tokens)

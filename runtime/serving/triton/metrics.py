@@ -42,7 +42,7 @@ class TritonMetrics:
 
     def record_now(self, running: int, waiting: int, healthy: bool) -> None:
         """Set the gauges: the numbers of requests, and whether the model can answer requests."""
-        now = (running, waiting, int(healthy))
+        now = (running, waiting, int(healthy), running, waiting)
         if now != self._now:
             self._now = now
             for name, value in zip(metrics.GAUGES, now, strict=True):

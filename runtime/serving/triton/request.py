@@ -26,6 +26,7 @@ from .contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
 ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
 # Unsupported settings of other servers: name -> neutral values, with which the setting is accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
     "bad_words": ([],),
     "beam_width": (1,),
     "best_of": (1, None),
@@ -261,7 +262,7 @@ LISTS = {spec.name for spec in OPTIONAL_INPUTS if spec.dims == VARIABLE}
 FLAGS = {spec.name for spec in OPTIONAL_INPUTS if spec.data_type == "TYPE_BOOL"} - {*NEUTRAL, *WITHOUT_EFFECT}
 SAMPLING = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SamplingParams)} | {"stop": texts}
 SPECULATION = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SpeculativeConfig)}
-UNSERVED = ("logits_processors", "logprobs", "structured")
+UNSERVED = {"logits_processors", "structured", *NEUTRAL}
 # Every setting of a request -> the function that converts its value.
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     **{name: kind for name, kind in SAMPLING.items() if name not in UNSERVED},

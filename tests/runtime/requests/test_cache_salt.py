@@ -18,7 +18,8 @@ from draftwood.models.errors import RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import BACKENDS
-from draftwood.runtime.serving.openai.protocol import MAX_SALT, CompletionBody
+from draftwood.runtime.serving.openai.completion_body import CompletionBody
+from draftwood.runtime.serving.openai.protocol import MAX_SALT
 from draftwood.runtime.serving.triton.request import parse_request
 from tests.runtime.engines.test_prefix import VOCAB, churn, read, shared_pool, text_of
 from tests.runtime.requests.test_async_prefix import remembering_engine

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.requests.metrics import COUNTERS, GAUGES, HISTOGRAMS, DraftCounts, ServingMetrics
 
-NOW = dict(zip(GAUGES, (2.0, 1.0, 1.0), strict=True))
+NOW = dict(zip(GAUGES, (2.0, 1.0, 1.0, 2.0, 1.0), strict=True))
 # Of the same records, as it was written before prometheus_client wrote it.
 WRITTEN_BY_HAND = """\
 # TYPE draftwood_requests_running gauge
@@ -19,6 +19,13 @@ draftwood_requests_running 2.0
 draftwood_requests_waiting 1.0
 # TYPE draftwood_engine_healthy gauge
 draftwood_engine_healthy 1.0
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running 2.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting 1.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 2
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total 2
 # TYPE vllm:spec_decode_num_draft_tokens_total counter
@@ -153,8 +160,9 @@ def test_every_metric_is_described_and_there_from_the_start() -> None:
     text = ServingMetrics().to_prometheus(NOW)
     types, samples = parse(text)
     names = [*GAUGES, *COUNTERS, *HISTOGRAMS]
-    assert text.count("# HELP ") == text.count("# TYPE ") == len(types) == len(names) + 1
-    assert all(f"\n# TYPE {name} " in text for name in (*names[1:], "draftwood_requests_total"))
+    assert text.count("# HELP ") == text.count("# TYPE ") == len(types) == len(names) + 2
+    by_label = ("draftwood_requests_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    assert all(f"\n# TYPE {name} " in text for name in (*names[1:], *by_label))
     assert not any(name.endswith("_created") for name, _ in samples)
 
 

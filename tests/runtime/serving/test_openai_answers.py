@@ -14,8 +14,9 @@ pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
-from draftwood.runtime.serving.openai.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
+from draftwood.runtime.serving.openai.answers import Answer
 from draftwood.runtime.serving.openai.app import collected
+from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
 from draftwood.runtime.serving.openai.streams import Numbered
 from draftwood.runtime.text.writer import StreamChunk
 

@@ -91,7 +91,7 @@ def test_the_defaults_of_other_servers_change_nothing(client: Any, name: str) ->
 @pytest.mark.parametrize(
     ("field", "named"),
     [
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"mirostat": 2}, "mirostat"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"cache_salt": ""}, "cache_salt"),

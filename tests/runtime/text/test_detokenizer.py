@@ -136,3 +136,41 @@ def test_a_prompt_ending_in_special_tokens_keeps_the_leading_space(stories: Path
     tokenizer = Tokenizer.load(stories / "target")
     before = [*tokenizer.encode("Once"), *[2] * 6]
     assert IncrementalDetokenizer(tokenizer, before).push(tokenizer.encode("upon")[1:2])[0].startswith(" ")
+
+
+@given(data=st.data())
+def test_special_tokens_that_are_not_skipped_stand_between_the_texts_around_them(
+    byte_level: Tokenizer, data: st.DataObject
+) -> None:
+    """A character never spans a special token."""
+    parts = data.draw(st.lists(st.lists(st.integers(3, byte_level.vocab_size - 1), max_size=6), min_size=1, max_size=4))
+    name = byte_level.decode([2], skip_special_tokens=False)
+    assert name and 2 in byte_level.special_token_ids
+    tokens = [token for part in parts for token in (*part, 2)]
+    before = byte_level.encode("x")
+    shown = IncrementalDetokenizer(byte_level, before, skip_special_tokens=False)
+    written = "".join(shown.push(tokens)) + shown.finish()
+    assert written == "".join(continuation(byte_level, before, part) + name for part in parts)
+
+
+def test_a_shown_special_token_keeps_the_leading_space_behind_it(sentencepiece: Tokenizer) -> None:
+    before, tokens = sentencepiece.encode("Once"), sentencepiece.encode("upon a")[1:]
+    shown = IncrementalDetokenizer(sentencepiece, before, skip_special_tokens=False)
+    assert "".join(shown.push([*tokens[:1], 2, *tokens[1:]])) == " upon\n</s>\n a".replace("\n", "")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_kept_stop_string_is_the_end_of_the_text(keeps: bool) -> None:
+    """However the text is cut into pieces."""
+    for text, stop in product([word for word in words(6) if len(word) == 6], words(3)):
+        for size in (1, 2, 6):
+            checker, written = StopChecker([stop], keeps), ""
+            for start in range(0, 6, size):
+                delta, stopped = checker.push(text[start : start + size])
+                written += delta
+                if stopped:
+                    break
+            else:
+                written += checker.finish()
+            found = text.find(stop)
+            assert written == (text if found < 0 else text[: found + keeps * len(stop)])

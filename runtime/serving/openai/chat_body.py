@@ -1,0 +1,111 @@
+"""The body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ....models.errors import RequestError
+from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS
+from ...text.conversation import ChatSettings, Role, text_of
+from .forms import Strict
+from .protocol import NEUTRAL, GenerationBody
+from .tool_use import MAX_TOOLS, Tool, ToolChoice, Tools
+
+
+class TextPart(Strict):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """arguments: the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call that an assistant's message made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Strict):
+    """One message, see `conversation.to_template`. Fields that are null or empty lists are left out, because clients
+    send answers back with them."""
+
+    role: Role
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: Any) -> bool:
+        return value is None or (value == [] and name not in cls.model_fields)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    neutral = {**NEUTRAL, "add_special_tokens": (False,)}  # noqa: RUF012 - as the base class declares it
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_COUNT)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = Field(False, description="the answer begins with the last message, if it is the assistant's")
+    add_generation_prompt: bool = Field(True, description="add the beginning of an answer")
+    continue_final_message: bool = Field(False, description="continue the last message; needs no generation prompt")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="further variables of the chat template")
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = Field(None, description="by default auto, if there are tools")
+    parallel_tool_calls: bool = Field(True, description="false: at most one call")
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def settings(self, told: bool) -> ChatSettings:
+        """told: whether the model is told of the tools. Raises RequestError."""
+        tools = tools_for_template(self.tools) if told else ()
+        return ChatSettings(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs, tools)
+
+    @property
+    def echoed(self) -> str | None:
+        """The text before the answer's own."""
+        last = self.conversation[-1]
+        return text_of("messages[-1]", last.get("content", "")) if self.echo and last["role"] == "assistant" else None
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return conversation(self.messages)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise RequestError("max_completion_tokens is max_tokens by another name: send one of them")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def tools_for_template(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """The tools as chat templates read them; `strict` is meant for the server."""
+    hidden = {"function": {"strict"}}
+    return [tool.model_dump(exclude=hidden, exclude_none=True) for tool in tools or ()]
+
+
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """The messages as Python dictionaries."""
+    return [message.model_dump(exclude_none=True) for message in messages]

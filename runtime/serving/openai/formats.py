@@ -1,0 +1,185 @@
+"""The formats of a choice in the two OpenAI APIs: texts, log-probabilities and calls of tools, whole or in chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from ...decoding.chunk import TokenLogprob
+from ...text.tokenizer import Tokenizer, token_texts
+from ...text.tool_calls import CallPart, ToolCallReader
+from .tool_use import ToolUse
+
+KNOWN_TOKENS = 65536  # most cached token texts: the alternatives of a long answer are mostly the same tokens
+
+
+class Part(NamedTuple):
+    """A part of a choice's text, or all of it. offset: number of characters of the choice before this part. prompt:
+    vLLM's `prompt_logprobs`, if the request wants them."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    offset: int = 0
+    prompt: Iterator[Any] | None = None
+
+
+class TokenTexts:
+    """The texts of tokens in answers; shared by all requests."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.text = lru_cache(KNOWN_TOKENS)(token_texts(tokenizer))
+        self.bytes = lru_cache(KNOWN_TOKENS)(self._bytes)
+
+    def prompt_entry(self, item: TokenLogprob | None) -> dict[str, Any] | None:
+        """vLLM's entry of a prompt's token: log-probabilities by token id, of the token and its alternatives. The rank
+        is null for a token that is none of the alternatives."""
+        if item is None:
+            return None
+        ranks = {token: rank for rank, token in enumerate(item.top, 1)}
+        entries = {item.token_id: item.logprob} | item.top
+        return {
+            str(token): {"logprob": finite(logprob), "rank": ranks.get(token), "decoded_token": self.text(token)}
+            for token, logprob in entries.items()
+        }
+
+    def _bytes(self, token: int) -> tuple[int, ...] | None:
+        """The UTF-8 bytes of the token; None if the token is only a part of a character."""
+        alone = self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if "\ufffd" in alone else tuple(self.text(token).encode())
+
+
+class AnswerFormat(Protocol):
+    """The format of a choice in one of the two APIs. Log-probabilities are iterators, see `json_text.pieces`: a token
+    with its alternatives takes a kilobyte as text and several as objects, and an answer may have 100,000 tokens."""
+
+    prefix: str  # prefix of an answer's id
+    whole_object: str
+    chunk_object: str
+    has_prompts: bool  # whether a choice holds its prompt_logprobs; else the answer does
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice's first chunk, before any text; None if the API has no such chunk."""
+
+    def chunk(self, index: int, part: Part) -> dict[str, Any] | None:
+        """A part of the choice; None if there is nothing to send yet."""
+
+    def whole(self, index: int, part: Part) -> dict[str, Any]: ...
+
+
+class CompletionFormat:
+    """/v1/completions. logprobs: whether the request asked for log-probabilities."""
+
+    prefix, whole_object, chunk_object, has_prompts = "cmpl-", "text_completion", "text_completion", True
+
+    def __init__(self, texts: TokenTexts, logprobs: bool) -> None:
+        self._texts, self._logprobs = texts, logprobs
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, index: int, part: Part) -> dict[str, Any]:
+        logprobs = self._written(part.logprobs, part.offset) if self._logprobs else None
+        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
+
+    def whole(self, index: int, part: Part) -> dict[str, Any]:
+        written = self.chunk(index, part)
+        return written if part.prompt is None else written | {"prompt_logprobs": part.prompt}
+
+    def _written(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Iterator[Any]]:
+        tokens = [self._texts.text(item.token_id) for item in logprobs]
+        return {
+            "tokens": iter(tokens),
+            "token_logprobs": (finite(item.logprob) for item in logprobs),
+            "top_logprobs": (None if math.isnan(item.logprob) else self._by_text(item.top) for item in logprobs),
+            "text_offset": accumulate(map(len, tokens[:-1]), initial=offset) if tokens else iter(()),
+        }
+
+    def _by_text(self, top: Mapping[int, float]) -> dict[str, float | None]:
+        """Alternatives by text. As in OpenAI's API, only the more probable of two tokens with the same text is
+        shown."""
+        shown: dict[str, float | None] = {}
+        for token, logprob in top.items():
+            shown.setdefault(self._texts.text(token), finite(logprob))
+        return shown
+
+
+class ChatFormat:
+    """/v1/chat/completions. logprobs: whether the request asked for log-probabilities. use: the tools that the answer
+    may call."""
+
+    prefix, whole_object, chunk_object, has_prompts = "chatcmpl-", "chat.completion", "chat.completion.chunk", False
+
+    def __init__(self, texts: TokenTexts, logprobs: bool, use: ToolUse | None = None) -> None:
+        self._texts, self._logprobs = texts, logprobs
+        self._use = use
+        self._readers: dict[int, ToolCallReader | None] = {}  # by choice
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, index: int, part: Part) -> dict[str, Any] | None:
+        text, calls, part = self._read(index, part)
+        delta: dict[str, Any] = {"content": text} if text or (part.finish_reason is None and not calls) else {}
+        if not (text or calls or part.logprobs or part.finish_reason):
+            return None
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in calls.items()]
+        return {"index": index, "delta": delta, **self._rest(part)}
+
+    def whole(self, index: int, part: Part) -> dict[str, Any]:
+        text, calls, part = self._read(index, part)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": list(calls.values())}
+        return {"index": index, "message": message, **self._rest(part)}
+
+    def _read(self, index: int, part: Part) -> tuple[str, dict[int, dict[str, Any]], Part]:
+        """The text of a part, its calls by their numbers, and the part with the finish_reason of a call."""
+        if index not in self._readers:
+            self._readers[index] = None if self._use is None else self._use.reader()
+        reader = self._readers[index]
+        if reader is None or self._use is None:
+            return part.text, {}, part
+        found = reader.push(part.text)
+        if part.finish_reason is not None:
+            found += reader.finish()
+            if reader.num_calls and part.finish_reason == "stop":
+                part = part._replace(finish_reason=self._use.called)
+        return "".join(each for each in found if isinstance(each, str)), joined(found), part
+
+    def _rest(self, part: Part) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs:
+            logprobs = {"content": map(self._with_alternatives, part.logprobs), "refusal": None}
+        return {"logprobs": logprobs, "finish_reason": part.finish_reason}
+
+    def _with_alternatives(self, item: TokenLogprob) -> dict[str, Any]:
+        alternatives = [self._token(token, value) for token, value in item.top.items()]
+        return {**self._token(item.token_id, item.logprob), "top_logprobs": alternatives}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": self._texts.bytes(token)}
+
+
+def joined(found: Sequence[str | CallPart]) -> dict[int, dict[str, Any]]:
+    """The parts of calls in OpenAI's form, by the numbers of the calls; the parts of one call are one."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in found:
+        if isinstance(part, CallPart):
+            call = calls.setdefault(part.number, {"function": {"arguments": ""}})
+            if part.id is not None:
+                call |= {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+            call["function"]["arguments"] += part.arguments
+    return calls
+
+
+def finite(logprob: float) -> float | None:
+    """`logprob`, or vLLM's number instead of -inf, because JSON has no infinity; None for NaN, which stands for the
+    first token of a prompt."""
+    return None if math.isnan(logprob) else max(logprob, -9999.0)

@@ -1,0 +1,188 @@
+"""ToolCallReader: separates the calls of tools from the other text of an answer, while the answer arrives in pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+from uuid import uuid4
+
+from .detokenizer import overlap
+from .tools import ToolFormat
+
+STRING = r'"(?:[^"\\]|\\.)*"'
+HEAD = re.compile(
+    rf'\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*({STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+PARTS = re.compile(rf'{STRING}|"(?:[^"\\]|\\.)*\\?$|\S')
+NAME = [("{",), ('"name"',), (":",), None, (",",), ('"arguments"', '"parameters"'), (":",), ("{",)]
+BEGINNINGS = (NAME, [NAME[0], ('"type"',), (":",), ('"function"',), (",",), *NAME[1:]])
+LONGEST_HEAD = 1000  # characters
+BEFORE_CALL, BEHIND_CALL = re.compile(r"[\s\[,;]*"), re.compile(r"[\s\]},;]*")
+TEXT, BEGINNING, ARGUMENTS, BEHIND, REST = range(5)
+
+
+class CallPart(NamedTuple):
+    """A part of a call. number: of the call in its answer, from 0 on. id, name: in the call's first part, else None.
+    arguments: the next characters of a JSON object."""
+
+    number: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+class ToolCallReader:
+    """Reads one answer. `num_calls` counts the calls so far.
+
+    Text that is no call, or calls no known tool, stays text. Blanks directly before and behind a call belong to
+    neither. The arguments are passed on as they come, without a check.
+    """
+
+    def __init__(self, format: ToolFormat, names: Collection[str], parallel: bool) -> None:
+        """names: of the tools. parallel: whether there may be several calls; otherwise those behind the first are left
+        out."""
+        self._format, self._names, self._parallel = format, names, parallel
+        self.num_calls = 0
+        self._state = TEXT if format.opens else BEGINNING
+        self._held = ""  # text of which it is not known yet what it is
+        self._raw = ""  # the text of the call's beginning before `_held`
+        self._blanks = ""  # at the end of the text so far
+        self._behind_call = False  # whether there was no text since the last call
+        self._found: list[str | CallPart] = []
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def push(self, text: str) -> list[str | CallPart]:
+        """Add text; returns the texts and parts of calls that are certain now, in order."""
+        self._held += text
+        steps = (self._read_text, self._begin_call, self._read_arguments, self._leave_call, self._read_rest)
+        while steps[self._state]():
+            pass
+        found, self._found = self._found, []
+        return found
+
+    def finish(self) -> list[str | CallPart]:
+        """What is left at the end of the answer. An unfinished call stays a call if its name was complete."""
+        if self._state in (TEXT, BEGINNING, REST):
+            self._write(self._raw + self._held)
+        if self._blanks:
+            self._found.append(self._blanks)
+        self._held = self._raw = self._blanks = ""
+        found, self._found = self._found, []
+        return found
+
+    def _read_text(self) -> bool:
+        """Each of these methods reads what it can, and returns whether the next one can go on."""
+        before, opened, behind = self._held.partition(self._format.opens)
+        if not opened:
+            kept = overlap(self._held, self._format.opens)
+            before, behind = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        self._write(before)
+        self._held = behind
+        if opened:
+            self._raw, self._state = opened, BEGINNING
+        return bool(opened)
+
+    def _begin_call(self) -> bool:
+        skipped = BEFORE_CALL.match(self._held)
+        assert skipped is not None  # it matches the empty text
+        self._raw += skipped[0]
+        self._held = self._held[skipped.end() :]
+        head = HEAD.match(self._held)
+        name = None if head is None else text_of(head[1])
+        if head is not None and name in self._names:
+            self._held, self._raw, self._blanks = self._held[head.end() :], "", ""
+            self._state, self._depth, self._behind_call = ARGUMENTS, 0, True
+            self._add(f"call_{uuid4().hex[:24]}", name, "")
+            self.num_calls += 1
+            return True
+        if head is None and len(self._held) < LONGEST_HEAD and may_begin_call(self._held):
+            return False
+        if self._format.opens:
+            self._write(self._raw)
+        else:
+            self._held = self._raw + self._held
+        self._raw, self._state = "", TEXT if self._format.opens else REST
+        return True
+
+    def _read_arguments(self) -> bool:
+        """Up to the brace that closes the object."""
+        for place, character in enumerate(self._held):
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._add(None, None, self._held[: place + 1])
+                    self._held, self._state = self._held[place + 1 :], BEHIND
+                    return True
+            else:
+                self._quoted = character == '"'
+        self._add(None, None, self._held)
+        self._held = ""
+        return False
+
+    def _leave_call(self) -> bool:
+        skipped = BEHIND_CALL.match(self._held)
+        assert skipped is not None  # it matches the empty text
+        behind = self._held[skipped.end() :]
+        closes = self._format.closes
+        if not behind or (closes.startswith(behind) and behind != closes):
+            return False
+        self._held = behind.removeprefix(closes)
+        if behind.startswith("{"):
+            self._state = BEGINNING
+        else:
+            self._state = TEXT if self._format.opens else REST
+        return True
+
+    def _read_rest(self) -> bool:
+        self._write(self._held)
+        self._held = ""
+        return False
+
+    def _add(self, id: str | None, name: str | None, arguments: str) -> None:
+        """Add a part of the call that is being read, unless it is one too many."""
+        index = self.num_calls if name is not None else self.num_calls - 1
+        if (self._parallel or index == 0) and (name is not None or arguments):
+            self._found.append(CallPart(index, id, name, arguments))
+
+    def _write(self, text: str) -> None:
+        """Add text. Blanks at its end are held back, because a call may follow."""
+        text = self._blanks + text
+        if self._behind_call:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._blanks = text[len(kept) :]
+        if kept:
+            self._found.append(kept)
+            self._behind_call = False
+
+
+def may_begin_call(text: str) -> bool:
+    """Whether a text may be the beginning of a call's JSON, up to the arguments."""
+    parts = PARTS.findall(text)
+    return any(
+        len(parts) <= len(beginning)
+        and all(fits(part, beginning[place], place == len(parts) - 1) for place, part in enumerate(parts))
+        for beginning in BEGINNINGS
+    )
+
+
+def fits(part: str, options: tuple[str, ...] | None, last: bool) -> bool:
+    """Whether a part of JSON is one of the options, or any string for None. last: it may be incomplete."""
+    if options is None:
+        return part.startswith('"')
+    return part in options or (last and any(option.startswith(part) for option in options))
+
+
+def text_of(literal: str) -> str | None:
+    """The text of a JSON string; None if it is none."""
+    try:
+        return str(json.loads(literal))
+    except ValueError:
+        return None

@@ -1,0 +1,233 @@
+"""Tools over HTTP with the real openai client: forced calls follow their schemas, with and without speculation, and are
+streamed as OpenAI streams them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+from serving import Served, served, with_chat_template
+
+pytest.importorskip("fastapi", reason="needs the [serve] extra")
+pytest.importorskip("llguidance", reason="needs the [structured] extra")
+openai = pytest.importorskip("openai", reason="needs the openai package")
+
+USER: dict[str, Any] = {"role": "user", "content": "the weather?"}
+MESSAGES = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}"
+)
+NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"  # the context is short
+TEMPLATES = {
+    "hermes": NAMES + "{% if tools %}in <tool_call> tags\n{% endif %}" + MESSAGES,
+    "llama": NAMES + "{% if tools %}Environment: ipython\n{% endif %}" + MESSAGES,
+    "unknown": NAMES + MESSAGES,
+    "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}",
+}
+
+
+class Weather(BaseModel):
+    city: Literal["Bern", "Oslo"]
+    days: int = Field(ge=1, le=9)
+
+
+class Place(BaseModel):
+    """A nested model, whose schema has references."""
+
+    where: Weather
+    exact: bool
+
+
+TOOLS = [openai.pydantic_function_tool(Weather, name="weather"), openai.pydantic_function_tool(Place, name="place")]
+NOW = {"type": "function", "function": {"name": "now"}}
+LOOSE = [
+    {"type": "function", "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+    for tool in TOOLS
+]
+
+
+def arguments_of(call: Any) -> BaseModel:
+    model: type[BaseModel] = Weather if call.function.name == "weather" else Place
+    return model.model_validate_json(call.function.arguments)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        yield {
+            kind: stack.enter_context(
+                served(with_chat_template(tiny_bundle, tmp_path_factory.mktemp(kind), template), "--budget", "fixed")
+            )
+            for kind, template in TEMPLATES.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def clients(servers: dict[str, Served]) -> Iterator[dict[str, Any]]:
+    made = {
+        kind: openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+        for kind, server in servers.items()
+    }
+    yield made
+    for client in made.values():
+        client.close()
+
+
+def tools_of(kind: str) -> list[Any]:
+    """One tool for the template that gets its description in words, because the context is short."""
+    return TOOLS[:1] if kind == "plain" else TOOLS
+
+
+def ask(client: Any, messages: list[dict[str, Any]] | None = None, **more: Any) -> Any:
+    options = {"max_tokens": 200, "seed": 3, "tools": TOOLS} | more
+    return client.chat.completions.create(model="tiny", messages=messages or [USER], **options)
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("speculative", [False, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}])
+def test_a_required_call_follows_a_schema(clients: dict[str, Any], kind: str, speculative: Any) -> None:
+    options: dict[str, Any] = {"tools": tools_of(kind), "tool_choice": "required", "parallel_tool_calls": False}
+    answer = ask(clients[kind], extra_body={"speculative": speculative}, **options)
+    choice = answer.choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.type == "function" and call.id.startswith("call_") and arguments_of(call)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama"])
+@pytest.mark.parametrize("speculative", [False, {"grow": "dyspec"}])
+def test_a_named_function_is_called(clients: dict[str, Any], kind: str, speculative: Any) -> None:
+    for name in ("weather", "place"):
+        named = {"type": "function", "function": {"name": name}}
+        answer = ask(clients[kind], tool_choice=named, n=2, extra_body={"speculative": speculative})
+        for choice in answer.choices:
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, choice.finish_reason) == (name, "stop") and arguments_of(call)
+
+
+def test_greedy_calls_are_those_of_plain_decoding(clients: dict[str, Any]) -> None:
+    texts = set()
+    for speculative in (False, {"grow": "chain"}, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}):
+        answer = ask(clients["hermes"], tool_choice="required", temperature=0, extra_body={"speculative": speculative})
+        calls = answer.choices[0].message.tool_calls
+        texts.add(tuple((call.function.name, call.function.arguments) for call in calls))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama"])
+def test_a_stream_holds_the_calls_of_the_whole_answer(clients: dict[str, Any], kind: str) -> None:
+    options: dict[str, Any] = {"tool_choice": "required", "n": 2, "max_tokens": 150, "logprobs": True}
+    whole = ask(clients[kind], **options)
+    calls: list[dict[int, list[str]]] = [{}, {}]
+    reasons, contents, pieces = ["", ""], ["", ""], 0
+    for chunk in ask(clients[kind], stream=True, **options):
+        for choice in chunk.choices:
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            contents[choice.index] += choice.delta.content or ""
+            for part in choice.delta.tool_calls or []:
+                call = calls[choice.index].setdefault(part.index, [])
+                assert (
+                    (part.id is not None) == (part.type is not None) == (part.function.name is not None) == (not call)
+                )
+                call += [part.function.name, part.function.arguments] if not call else [part.function.arguments]
+                pieces += 1
+    for choice, streamed in zip(whole.choices, calls, strict=True):
+        expected = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls]
+        assert [[call[0], "".join(call[1:])] for _, call in sorted(streamed.items())] == expected
+    assert reasons == [choice.finish_reason for choice in whole.choices] and pieces > 6
+    assert contents == [choice.message.content or "" for choice in whole.choices]
+
+
+def test_parse_returns_pydantic_arguments(clients: dict[str, Any]) -> None:
+    answer = clients["hermes"].chat.completions.parse(
+        model="tiny", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=200, seed=1
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert calls and all(isinstance(call.function.parsed_arguments, (Weather, Place)) for call in calls)
+    with clients["hermes"].chat.completions.stream(
+        model="tiny", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=200, seed=1
+    ) as stream:
+        final = stream.get_final_completion()
+    assert [call.function.parsed_arguments for call in final.choices[0].message.tool_calls] == [
+        call.function.parsed_arguments for call in calls
+    ]
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama"])
+def test_the_model_chooses_between_a_call_and_a_form(
+    clients: dict[str, Any], servers: dict[str, Served], kind: str
+) -> None:
+    """In "auto" with a response_format; a bias makes this model choose."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [["a"], "b"]}}}
+    opening = {"hermes": "<", "llama": "{"}[kind]
+    tokens = {text: token_id(servers[kind], text) for text in (opening, "[")}
+    called = ask(clients[kind], tools=LOOSE, response_format=form, logit_bias={tokens[opening]: 100})
+    assert called.choices[0].finish_reason in ("tool_calls", "length") and called.choices[0].message.tool_calls
+    answered = ask(clients[kind], tools=LOOSE, response_format=form, logit_bias={tokens["["]: 100})
+    assert answered.choices[0].finish_reason == "stop" and json.loads(answered.choices[0].message.content) == ["a"]
+    assert answered.choices[0].message.tool_calls is None
+
+
+def token_id(server: Served, text: str) -> str:
+    httpx = pytest.importorskip("httpx", reason="needs httpx")
+    tokens = httpx.post(f"{server.root}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    (token,) = tokens
+    return str(token)
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_without_a_call_the_answer_is_text(clients: dict[str, Any], kind: str) -> None:
+    """What these tools change is the prompt; with "none" not even that."""
+    plain = ask(clients[kind], tools=openai.NOT_GIVEN, max_tokens=20)
+    for tools in (LOOSE[:1], TOOLS[:1], [NOW]):
+        answer = ask(clients[kind], tools=tools, max_tokens=20)
+        assert answer.choices[0].message.tool_calls is None and answer.choices[0].message.content
+        assert answer.usage.prompt_tokens > plain.usage.prompt_tokens
+        forbidden = ask(clients[kind], tools=tools, tool_choice="none", max_tokens=20)
+        assert forbidden.usage.prompt_tokens == plain.usage.prompt_tokens
+        assert forbidden.choices[0].message.content == plain.choices[0].message.content
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_call_and_its_result_go_back_into_the_conversation(clients: dict[str, Any], kind: str) -> None:
+    options: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    message = ask(clients[kind], **options).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    answer = ask(clients[kind], [USER, message.model_dump(), result], tools=[NOW], max_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
+    ({"tools": [], "tool_choice": "auto"}, "tool_choice needs tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "none of the tools is named other"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [*TOOLS, TOOLS[0]]}, "two functions have the name weather"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "of an object"),
+    ({"tools": [NOW] * 129}, "tools"),
+    ({"tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "response_format only"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        "Unimplemented",
+    ),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED)
+def test_wrong_tools_are_refused_with_the_reason(clients: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape(named)):
+        ask(clients["hermes"], max_tokens=5, **{name: value for name, value in changes.items() if name != "max_tokens"})
