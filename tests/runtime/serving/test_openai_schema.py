@@ -17,7 +17,14 @@ from schemathesis.checks import not_a_server_error  # noqa: E402
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance  # noqa: E402
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
-WRITTEN = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+WRITTEN = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/completions/explain",
+    "/v1/chat/completions/explain",
+    "/tokenize",
+    "/detokenize",
+)
 READ = ("/v1/models", "/v1/models/{name}", "/health", "/health/ready", "/metrics", "/version")
 
 
