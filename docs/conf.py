@@ -4,7 +4,7 @@ are, in docs/ and elsewhere in the repository, so their links work on the site a
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE))
 
 project, author = "Draftwood", "the authors of Draftwood"
 copyright = f"{author}, Apache-2.0"
-release = version("draftwood")
+release = metadata.version("draftwood")
 extensions = ["myst_parser"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "models/demo/*.md", "deploy/dynamo/*.md", "examples/*.md"]
