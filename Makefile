@@ -5,7 +5,7 @@ PAIR := models/demo
 BUNDLE := bundles/demo
 LARGE := bundles/demo-110m
 
-.PHONY: setup demo quick test full lint types bench gpu-check size
+.PHONY: setup demo quick test full lint types docs examples bench gpu-check size
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
@@ -73,6 +73,13 @@ lint: .venv/dev
 
 types: .venv/dev
 	$(PY) -m mypy
+
+# The documents as a site, with every link checked: build/site/index.html.
+docs: .venv/dev
+	$(PY) -m sphinx -W --keep-going -n -q -c docs . build/site
+
+examples: .venv/dev
+	$(PY) -m pytest tests/house/test_examples.py
 
 bench: .venv/dev $(BUNDLE)/manifest.json
 	$(PY) -m benchmarks.costs.host_time $(BUNDLE) --output benchmarks/results

@@ -95,6 +95,7 @@ def add_parser(commands: Any) -> None:
         metavar="ORIGIN",
         help="origins of web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)",
     )
+    http.add_argument("--no-ui", action="store_true", help="no web pages: neither the chat page / nor /docs")
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -170,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
                 hosts=AllowedHosts.of(args.host, args.allowed_hosts, bool(keys)),
                 trusted_proxies=tuple(args.trusted_proxies),
             )
-            app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins)
+            app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins, not args.no_ui)
             if not keys and not is_loopback(args.host):
                 print(
                     f"draftwood: warning: {args.host} may be reached by others, and no --api-key is set",
@@ -182,7 +183,9 @@ def run(args: argparse.Namespace) -> int:
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
             def started() -> None:
-                print(f"draftwood: model {name!r} at {address}, {async_llm.max_running} requests at a time", flush=True)
+                page = "" if args.no_ui else f"; to talk to it: {address.removesuffix('v1')}"
+                room = f"{async_llm.max_running} requests at a time"
+                print(f"draftwood: model {name!r} at {address}, {room}{page}", flush=True)
 
             serving = serve(app, async_llm, listener, args.drain_timeout, args.log_level, started, args.max_connections)
             finished = asyncio.run(serving)

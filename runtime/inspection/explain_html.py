@@ -13,6 +13,7 @@ from .explain_style import STYLE
 WIDTH, HEIGHT = 112, 36  # of a node
 COLUMN, ROW = 156, 43  # distance between nodes
 MARGIN = 10
+BAR = 90  # width of a round's milliseconds
 SHOWN = 13  # characters of a token; the tooltip has the whole text
 OPEN_ROUNDS = 24  # rounds that are shown open; later ones are collapsed
 VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
@@ -142,15 +143,17 @@ def section(number: int, round: ExplainedRound) -> str:
         facts += f"; text ended: {round.finish_reason}"
     times = (("draft", round.draft_ms), ("target", round.target_ms), ("host", round.host_ms))
     total = sum(value for _, value in times) or 1.0
-    bars = "".join(
-        f'<i class="{name}" style="width:{100 * max(0.0, value) / total:.1f}%"></i>' for name, value in times
+    widths = [BAR * max(0.0, value) / total for _, value in times]
+    bars = "".join(  # attributes, because servers forbid inline styles
+        f'<rect class="{name}" x="{sum(widths[:index]):.1f}" width="{width:.1f}" height="7"/>'
+        for index, ((name, _), width) in enumerate(zip(times, widths, strict=True))
     )
     numbers = ", ".join(f"{name} {value:.2f} ms" for name, value in times)
     return (
         f'<details id="round-{number}"{" open" if number <= OPEN_ROUNDS else ""}>'
         f'<summary><span class="number">{number}</span>'
         f'<span class="emitted">{emitted}</span><span class="facts">{escape(facts)}</span>'
-        f'<span class="times">{numbers}<span class="stack">{bars}</span></span></summary>'
+        f'<span class="times">{numbers}<svg class="stack" width="{BAR}" height="7">{bars}</svg></span></summary>'
         f'<div class="scroll">{drawing(round)}</div></details>\n'
     )
 

@@ -46,12 +46,11 @@ details[open] summary { margin-bottom: .5rem; }
 .emitted b { font-weight: 500; border-radius: 3px; padding: 0 .2rem; margin-right: 2px; }
 .facts, .times { color: var(--soft); font-size: .85rem; }
 .times { margin-left: auto; font-variant-numeric: tabular-nums; }
-.stack { display: inline-flex; width: 90px; height: 7px; margin-left: .6rem; border-radius: 3px; overflow: hidden;
-  background: var(--line); }
-.stack .draft { background: var(--q); }
-.stack .target { background: var(--p); }
-.stack .host { background: var(--soft); }
 svg { display: block; }
+.stack { display: inline-block; margin-left: .6rem; border-radius: 3px; background: var(--line); }
+.stack .draft { fill: var(--q); }
+.stack .target { fill: var(--p); }
+.stack .host { fill: var(--soft); }
 .overview .hit { fill: transparent; }
 .overview .drafted { fill: var(--line); }
 .overview .accepted { fill: var(--good); }

@@ -13,6 +13,7 @@ from uuid import uuid4
 from ...models.errors import ConfigError, RequestError
 from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING, Loop
+from ..decoding.round import Observer
 from ..decoding.scheduler import QueueFullError, Scheduler
 from ..llm import LLM, PREFIX_CACHE_SLOTS, Prompt, Speculation
 from ..sampling.params import SamplingParams
@@ -148,6 +149,7 @@ class AsyncLLM(EngineThread):
         cache_salt: str | None = None,
         call: Hashable = None,
         grammar: Grammar | None = None,
+        observe: Observer | None = None,
     ) -> RequestStream:
         """Queue a request; returns an iterator over its chunks, one per round. Needs a running event loop.
 
@@ -156,7 +158,8 @@ class AsyncLLM(EngineThread):
         sender's user, see Scheduler.submit. cache_salt: the request shares cache rows only with requests of the same
         salt. A client without the salt then cannot infer earlier prompts from response times or token counts. call: an
         identifier of the API call; failures of the requests of one call count once. grammar: what `compile` returned
-        for `params.structured`; without it, this call compiles and the event loop waits. Errors before the request is
+        for `params.structured`; without it, this call compiles and the event loop waits. observe: see LLM.generate; the
+        engine's thread calls it. Errors before the request is
         queued: RequestError or ConfigError for bad input and for a request that needs more memory than there is,
         QueueFullError when no place is left, ShutdownError while draining or closed.
         """
@@ -167,7 +170,7 @@ class AsyncLLM(EngineThread):
             raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
-        job = self.llm.job(tokens, params, speculative=speculative, engines=self._engines, grammar=grammar)
+        job = self.llm.job(tokens, params, observe, speculative, self._engines, grammar)
         request = Request(
             id=name,
             steps=job.steps,

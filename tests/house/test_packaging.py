@@ -38,7 +38,7 @@ def test_the_wheel_holds_every_source_file(wheel: list[str]) -> None:
     }
     assert sources <= set(wheel)
     assert {f"draftwood/{floor}/py.typed" for floor in floors} <= set(wheel)
-    assert "draftwood/models/demo/target/model.safetensors" in wheel
+    assert {"draftwood/models/demo/target/model.safetensors", "draftwood/runtime/serving/http/chat.html"} <= set(wheel)
 
 
 def test_the_public_names_exist_and_are_sorted() -> None:

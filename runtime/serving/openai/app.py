@@ -23,12 +23,15 @@ from ...llm import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
+from ...text.writer import StreamChunk
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
+from ..http.pages import add_pages
 from ..json_text import pieces
 from .answers import Answer, as_json
 from .chat_body import ChatBody
 from .completion_body import CompletionBody
+from .explain import ExplainApi, add_explanations
 from .formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
 from .protocol import GenerationBody, StreamOptions
 from .route import JsonRoute
@@ -52,13 +55,17 @@ def create_app(
     limits: Limits,
     request_seconds: float | None = None,
     allowed_origins: Sequence[str] = (),
+    with_pages: bool = True,
 ) -> ASGIApp:
     """The ASGI application.
 
     model: the model's name in requests. request_seconds: time limit of a request. allowed_origins: origins of web pages
-    whose scripts may use the server, "*" for any.
+    whose scripts may use the server, "*" for any. with_pages: whether there are web pages, see `http.pages`, and
+    explanations for them.
     """
-    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # these pages would load scripts from other servers
+    app = FastAPI(
+        title="draftwood", docs_url=None, redoc_url=None
+    )  # FastAPI's pages would load scripts from other servers
     app.router.route_class = JsonRoute
     add_errors(app)
     add_state(app, async_llm)
@@ -72,6 +79,9 @@ def create_app(
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }
+    if with_pages:
+        add_pages(app)
+        add_explanations(app, ExplainApi(async_llm, api.other_model, request_seconds))
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
     guard: ASGIApp = RequestGuard(app, limits)
@@ -272,6 +282,11 @@ async def server_sent(
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events. An error after the first chunk is an event."""
 
+    def sent(chunk: dict[str, Any], added: StreamChunk) -> bytes:
+        if options.include_pieces:
+            chunk["choices"][0]["pieces"] = [piece._asdict() for piece in added.pieces]
+        return accounted(chunk)
+
     def accounted(chunk: dict[str, Any]) -> bytes:
         if options.include_usage:
             chunk["usage"] = answer.usage() if options.continuous_usage_stats else None
@@ -282,10 +297,10 @@ async def server_sent(
             for opening in answer.openings():
                 yield accounted(opening)
             if chunk := answer.add(*first):
-                yield accounted(chunk)
+                yield sent(chunk, first.chunk)
             async for index, added in chunks:
                 if chunk := answer.add(index, added):
-                    yield accounted(chunk)
+                    yield sent(chunk, added)
         if options.include_usage:
             yield event(answer.last())
     except Exception as error:

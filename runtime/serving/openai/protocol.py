@@ -95,10 +95,12 @@ class Body(Strict):
 
 class StreamOptions(Strict):
     """include_usage: send a last chunk with usage and metrics. continuous_usage_stats: additionally, the usage so far
-    in every other chunk. include_obfuscation has no effect; it pads the events of OpenAI's own servers."""
+    in every other chunk. include_pieces, of this server only: a chunk's text in pieces, and which of them the draft
+    proposed. include_obfuscation has no effect; it pads the events of OpenAI's own servers."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_pieces: bool = False
     include_obfuscation: bool = False
 
 

@@ -1,0 +1,131 @@
+"""Explains how a request is answered: the same bodies as for completions, answered with `explain_html`'s page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from ....models.errors import RequestError
+from ...decoding.round import Round
+from ...inspection.explain import RoundRecorder
+from ...inspection.explain_html import to_html
+from ...requests.async_llm import AsyncLLM
+from ...text.tokenizer import token_texts
+from ..http.pages import page
+from .chat_body import ChatBody
+from .completion_body import CompletionBody
+from .protocol import GenerationBody
+from .streams import CLIENT_CLOSED, ClientGone, while_connected
+from .tool_use import ToolUse, tool_use
+
+MAX_TOKENS = 512  # of an explained text: the page shows every round
+MAX_NODES = 10_000  # a page of about 8 MB; later rounds are left out, and the page says so
+
+
+class ExplainApi:
+    """Both endpoints. other_model: returns the refusal of another model's name. request_seconds: a request's time
+    limit.
+
+    With the seed of an earlier request the text is that request's text, so the rounds of an answer can be looked at
+    afterwards, and requests that nobody looks at cost nothing.
+    """
+
+    def __init__(
+        self,
+        async_llm: AsyncLLM,
+        other_model: Callable[[str | None], Response | None],
+        request_seconds: float | None,
+    ) -> None:
+        self._async_llm, self._llm = async_llm, async_llm.llm
+        self._other_model, self._request_seconds = other_model, request_seconds
+        self._text_of = token_texts(self._llm.tokenizer)
+
+    async def completion(self, body: CompletionBody, request: Request) -> Response:
+        """The rounds of a completion, drawn on a page."""
+        if refused := self._other_model(body.model):
+            return refused
+        if len(body.prompts) != 1:
+            raise RequestError("an explanation takes one prompt, not several")
+        try:
+            prompt = await while_connected(request, self._async_llm.encode(body.prompts[0]))
+            return await while_connected(request, self._explained(body, prompt, request.state.client))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """The rounds of an answer in a conversation, drawn on a page."""
+        if refused := self._other_model(body.model):
+            return refused
+        use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
+        try:
+            writing = self._async_llm.encode_chat(body.conversation, body.settings(told=use is not None))
+            prompt = await while_connected(request, writing)
+            return await while_connected(request, self._explained(body, prompt, request.state.client, use))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+
+    async def _explained(
+        self, body: GenerationBody, prompt: Sequence[int], client: str, use: ToolUse | None = None
+    ) -> Response:
+        body.check()
+        if body.stream or body.num_choices != 1:
+            raise RequestError("an explanation is one page about one text: leave out stream and n")
+        config = self._llm.resolved(body.speculation())
+        params = body.sampling_params(min(MAX_TOKENS, self._async_llm.max_tokens_behind(prompt)))
+        params = params if use is None else use.applied(params)
+        if params.max_tokens > MAX_TOKENS:
+            raise RequestError(f"max_tokens: an explanation has at most {MAX_TOKENS} tokens")
+        grammar = await self._async_llm.compile(params.structured)
+        recorder = RoundRecorder(self._text_of)
+        drawn = 0
+
+        def observe(round: Round) -> None:
+            nonlocal drawn
+            drawn += len(round.proposal.graph.tokens)
+            if drawn <= MAX_NODES:
+                recorder.observe(round)
+
+        stream = self._async_llm.generate(
+            list(prompt),
+            params,
+            speculative=config,
+            deadline_s=self._request_seconds,
+            client=client,
+            user=body.client,
+            cache_salt=body.cache_salt,
+            grammar=grammar,
+            observe=observe,
+        )
+        try:
+            async for chunk in stream:
+                stats = chunk.stats
+        finally:
+            await stream.aclose()
+
+        def written() -> str:
+            text = self._llm.tokenizer.decode(prompt, skip_special_tokens=False)
+            explanation = recorder.explanation(text, config, params, stats)
+            if drawn > MAX_NODES:
+                cut = {"rounds": f"the first {len(recorder.rounds)}"}
+                explanation = explanation._replace(settings={**explanation.settings, **cut})
+            return to_html(explanation)
+
+        return page(await self._async_llm.texts.compute(written, len(prompt)))
+
+
+def add_explanations(app: FastAPI, api: ExplainApi) -> None:
+    """Add both endpoints, below those that they explain."""
+    answers: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/html": {}}},
+        "4XX": {"description": "refused", "content": {"application/json": {}}},
+        "5XX": {"description": "not now", "content": {"application/json": {}}},
+    }
+    app.add_api_route(
+        "/v1/completions/explain", api.completion, methods=["POST"], response_class=Response, responses=answers
+    )
+    app.add_api_route(
+        "/v1/chat/completions/explain", api.chat, methods=["POST"], response_class=Response, responses=answers
+    )
