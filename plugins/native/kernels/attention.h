@@ -9,6 +9,7 @@
 #define MOST_WEIGHT 4194303.0f /* of 22 bits */
 #define MOST_QUERIES (8 * MOST_ROWS) /* that meet a panel of the cache one tile after the other */
 #define BLOCK 128 /* slots whose weights and values stay in the first cache meanwhile */
+#define MOST_HELD 4096 /* slots, of which sums of weights fit 32 bits in each lane */
 #define MIXED 8 /* panels of values that are weighted by the same weights */
 
 /* Room for a row of scores: an odd number of lines, so that rows do not meet in a few sets of the first cache. */
@@ -111,18 +112,24 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
     for (int r = 0; r < unit->count; r++) peaks[r] = largest(most[r]);
 }
 
-/* Weights of up to BLOCK scores, multiples of 2^-22, whose sum is exact in any order; they are stored times the scales of
- * values, if there are any. */
-static uint64_t weigh(const float *scores, int size, f32 peak, const float *scales, float *weights) {
-    uint64_t total = 0;
-    u32 sum = {0};
+/* Weights of up to BLOCK scores, multiples of 2^-22, whose sum is exact in any order; it is added to `sum`. They are
+ * stored times the scales of values, if there are any. */
+static void weigh(const float *scores, int size, f32 peak, const float *scales, float *weights, u32 *sum) {
     for (int slot = 0; slot < size; slot += WIDTH) {
         const f32 weight = power_of_two(load(scores + slot) - peak) * MOST_WEIGHT + WHOLE_ZERO;
-        store(weights + slot, (weight - WHOLE_ZERO) * (scales ? load(scales + slot) : splat(1)));
-        sum += (u32)weight - (u32)splat(WHOLE_ZERO);
+        store(weights + slot, weight - WHOLE_ZERO);
+        *sum += (u32)weight - (u32)splat(WHOLE_ZERO);
     }
-    for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
-    return total;
+    for (int slot = 0; scales && slot < size; slot += WIDTH)
+        store(weights + slot, load(weights + slot) * load(scales + slot));
+}
+
+/* Add sums of lanes to totals, and begin new ones. */
+static void gather(int count, u32 *sums, uint64_t *totals) {
+    for (int r = 0; r < count; r++) {
+        for (int lane = 0; lane < WIDTH; lane++) totals[r] += sums[r][lane];
+        sums[r] = (u32){0};
+    }
 }
 
 /* The weighted values of panels from `first` to `end` of a head, at most MIXED of them. peaks: of each query's scores. */
@@ -133,14 +140,17 @@ static void mix(const struct unit *unit, int first, int end, const float *peaks)
     float block[MOST_QUERIES][BLOCK];
     const float *weights[MOST_QUERIES];
     uint64_t totals[MOST_QUERIES] = {0};
+    u32 parts[MOST_QUERIES] = {{0}}; /* of totals, of `held` slots */
+    int held = 0;
     for (int pair = 0; pair < pairs; pair++) memset(sums[pair], 0, unit->count * sizeof *sums[pair]);
     for (int r = 0; r < unit->count; r++) weights[r] = block[r];
     for (int from = 0, last; (last = next_run(unit->mask, unit->rows, unit->count, &from, unit->mask->panels)); from = last)
         for (int slot = from * LANES, size; slot < last * LANES; slot += size) {
             const float *scales = unit->head.value_scales ? unit->head.value_scales + slot : NULL;
             size = last * LANES - slot < BLOCK ? last * LANES - slot : BLOCK;
+            if ((held += size) > MOST_HELD) gather(unit->count, parts, totals), held = size;
             for (int r = 0; r < unit->count; r++)
-                totals[r] += weigh(unit->scores + r * unit->stride + slot, size, splat(peaks[r]), scales, block[r]);
+                weigh(unit->scores + r * unit->stride + slot, size, splat(peaks[r]), scales, block[r], &parts[r]);
             for (int pair = 0; pair < pairs; pair++) {
                 const int panel = first + pair * MOST_PANELS, step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
                 const char *at = (const char *)unit->head.values + (panel * value_panel + (size_t)slot * LANES) * bytes;
@@ -148,6 +158,7 @@ static void mix(const struct unit *unit, int first, int end, const float *peaks)
                          unit->head.format, sums[pair]);
             }
         }
+    gather(unit->count, parts, totals);
     for (int pair = 0; pair < pairs; pair++)
         for (int r = 0; r < unit->count; r++) {
             const float share = (float)(1.0 / (double)(totals[r] ? totals[r] : 1)); /* nothing is seen */

@@ -22,11 +22,6 @@ typedef uint16_t u16 __attribute__((vector_size(2 * WIDTH)));
 
 INLINE f32 load(const float *from) { f32 value; memcpy(&value, from, sizeof value); return value; }
 INLINE void store(float *to, f32 value) { memcpy(to, &value, sizeof value); }
-INLINE f32 from_bytes(const int8_t *at) {
-    i8 narrow;
-    memcpy(&narrow, at, sizeof narrow);
-    return __builtin_convertvector(__builtin_convertvector(narrow, i32), f32);
-}
 INLINE f32 splat(float value) { return value - (f32){0}; }
 INLINE f32 choose(i32 mask, f32 yes, f32 no) { return (f32)(((i32)yes & mask) | ((i32)no & ~mask)); }
 
