@@ -38,6 +38,7 @@ class BuildOptions:
     of the Hugging Face Hub instead (checkpoints/hub.py).
     draft_vocabulary: how many tokens the draft predicts, the most frequent ones; None keeps all that it has.
     draft_vocabulary_text: a text, or JSON lines, in which tokens are counted; None goes by the order of their ids.
+    cache_precision: of keys and values, one of Backend.caches; None takes the first, or fp32 beside weights in fp32.
     calibration: a text whose first tokens the model reads while its matrices are rounded to native int4; None rounds
     each weight by itself.
     graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
@@ -59,6 +60,7 @@ class BuildOptions:
     draft_lora: Path | None = None
     draft_vocabulary: int | None = None
     draft_vocabulary_text: Path | None = None
+    cache_precision: str | None = None
     calibration: Path | None = None
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
@@ -78,6 +80,8 @@ class BuildOptions:
             if precision not in BACKENDS[backend].precisions:
                 choices = ", ".join(BACKENDS[backend].precisions)
                 raise ConfigError(f"precision {precision!r} is not available for {backend}; choose {choices}")
+            if self.cache_precision is not None:
+                self._check_cache(self.cache_precision, backend)
             try:
                 BACKENDS[backend].check_machine(None)
             except EngineError as error:
@@ -107,6 +111,18 @@ class BuildOptions:
                 "--compute-capability, --plugin, --workspace, --timing-cache and --graphs are for the backends "
                 f"{' and '.join(COMPILED)}: leave them out, or choose one of these with --backend"
             )
+
+    def _check_cache(self, precision: str, backend: str) -> None:
+        """Raises ConfigError for keys and values that a backend cannot store so."""
+        choices = BACKENDS[backend].caches
+        if not choices:
+            able = " and ".join(each.name for each in BACKENDS.values() if each.caches)
+            raise ConfigError(
+                f"--cache-precision is for the backend {able}; {backend} stores keys and values as it computes them: "
+                "leave it out, or choose another backend"
+            )
+        if precision not in choices:
+            raise ConfigError(f"cache precision {precision!r} is not available; choose one of {', '.join(choices)}")
 
     def _check_draft(self) -> None:
         """Raises ConfigError for options of a draft that this draft does not have."""
@@ -152,6 +168,13 @@ class BuildOptions:
         if isinstance(self.draft, SelfDraft):
             return self.draft.precision
         return self.draft_precision or backend.draft_precision or ("int8" if chosen == "int4" else chosen)
+
+    def cache_precision_of(self, role: str, precision: str) -> str:
+        """How a role's engine with weights of that precision stores keys and values, see EngineSpec."""
+        choices = BACKENDS[self.backend_of(role)].caches
+        if self.cache_precision is not None or not choices:
+            return self.cache_precision or ""
+        return "fp32" if precision == "fp32" else choices[0]
 
     def lora_of(self, role: str) -> Path | None:
         """The adapter that is merged into a role's model."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..plugins.native.packing import PANEL
-from ..runtime.engines.native.engine import cores
+from ..runtime.engines.limits import cores
 
 PART = 1 << 19  # numbers, of which a few arrays stay in a core's own cache
 

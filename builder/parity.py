@@ -28,7 +28,8 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
     the result exceeds `TOLERANCE`, or if an acceptance head's output differs by more than `HEAD_TOLERANCE`. Less
     precise engines may differ by more, see `COARSER`.
     """
-    coarser = COARSER.get(rounding or engine.spec.precision, 1.0)
+    rounded = (rounding or engine.spec.precision, engine.spec.cache_precision)
+    coarser = max(COARSER.get(precision, 1.0) for precision in rounded)
     worst, first = 0.0, 0
     cache = engine.new_cache()
     for batch in batches(engine.spec):

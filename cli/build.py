@@ -85,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--acceptance-head", type=Path, default=hidden, metavar="DIR", help="output folder of draftwood train-head"
     )
     parser.add_argument(
+        "--cache-precision",
+        default=hidden,
+        metavar="NAME",
+        help="native: of keys and values (default: fp16, or fp32 beside weights in fp32); int8 has a scale for each "
+        "head and token",
+    )
+    parser.add_argument(
         "--calibration",
         type=Path,
         default=hidden,

@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..models.bindings import activations
 from ..models.errors import DraftwoodError
 from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import stored_costs
-from ..runtime.engines.backends import BACKENDS, bits_of_weight
+from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, slot_bytes
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import TensorRTPlan
 from .options import DRAFT_THREADS, PROVIDER, THREADS
@@ -156,16 +155,10 @@ def describe(bundle: EngineBundle) -> Table:
 
 
 def cache_slots(spec: EngineSpec) -> str:
-    """The cache slots of a sequence, or of all sequences of a TensorRT plan, and their bytes."""
+    """The cache slots of a sequence, or of all sequences of a TensorRT plan, and the bytes of their keys and values."""
     slots = f"{spec.capacity}" if spec.max_batch == 1 else f"{spec.max_batch} × {spec.capacity}"
-    return f"{slots}, {cache_bytes(spec) / 1e6:.1f} MB when full"
-
-
-def cache_bytes(spec: EngineSpec) -> int:
-    """Bytes of the keys and values of one sequence, or of all sequences of a TensorRT plan, when the cache is full."""
-    itemsize = 4 if activations(spec.precision, BACKENDS[spec.backend].form) == "fp32" else 2
-    model = spec.model
-    return 2 * model.num_layers * model.num_kv_heads * spec.max_batch * spec.capacity * model.head_dim * itemsize
+    size = spec.max_batch * spec.capacity * slot_bytes(spec)
+    return f"{slots}, {size / 1e6:.1f} MB when full, in {cache_precision(spec)}"
 
 
 def attention(plan: TensorRTPlan) -> str:

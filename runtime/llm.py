@@ -22,7 +22,7 @@ from .decoding.loop import MAX_RUNNING, Job, Loop, drive
 from .decoding.round import Observer
 from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
-from .engines.backends import describe_backend
+from .engines.backends import describe_backend, slot_bytes
 from .engines.base import Engine
 from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
@@ -240,9 +240,9 @@ class LLM:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """An upper bound on the size of one request's caches, in bytes, at four bytes per number."""
-        models = [(each.spec.capacity, each.spec.model) for each in (self._target, self._draft) if each is not None]
-        return sum(4 * capacity * 2 * m.num_layers * m.num_kv_heads * m.head_dim for capacity, m in models)
+        """The bytes of one request's caches when they are full."""
+        specs = [each.spec for each in (self._target, self._draft) if each is not None]
+        return sum(spec.capacity * slot_bytes(spec) for spec in specs)
 
     def close(self) -> None:
         """Close both engines, and end the processes of the chat template and of grammars."""

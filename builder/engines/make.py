@@ -61,6 +61,7 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
         outputs=output_names(source.role, source.head is not None, backend.form),
         max_batch=options.max_batch,
         prompt_widths=options.prompt_widths_of(source.role),
+        cache_precision=options.cache_precision_of(source.role, source.precision),
         kept_tokens=() if source.checkpoint.kept_tokens is None else tuple(source.checkpoint.kept_tokens.tolist()),
     )
 
@@ -98,8 +99,10 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
         advance()
 
     write_weights(weights, spec.capacity, staging / spec.file, source.head, follow)
-    engine = BACKENDS[spec.backend].open(staging / spec.file, spec, Opening())
-    return spec, compare(source, spec, [engine], reference.scored(), begin)
+    exact = replace(spec, cache_precision="fp32")  # must agree as closely as any
+    specs = [exact] if exact == spec else [exact, spec]
+    engines = (BACKENDS[spec.backend].open(staging / spec.file, each, Opening()) for each in specs)
+    return spec, compare(source, spec, engines, reference.scored(), begin)
 
 
 def compiled_engine(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 4  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 5  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -90,13 +90,23 @@ class Model(Structure):
     ]
 
 
+class Cache(Structure):
+    """`struct cache`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, c_int32) for name in ("capacity", "format")),
+    ]
+
+
 class Pass(Structure):
     """`struct pass`."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("rows", "outputs", "length", "start", "columns", "capacity", "top")),
+        *((name, c_int32) for name in ("rows", "outputs", "length", "start", "columns", "top")),
         *((name, c_void_p) for name in ("tokens", "positions", "output_rows", "mask")),
-        *((name, c_void_p) for name in ("keys", "values", "logits", "acceptance", "logprobs", "ids")),
+        ("cache", Cache),
+        *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids")),
     ]
 
 
@@ -143,7 +153,7 @@ class NativeLibrary:
         ]
         self._library.draftwood_round8.restype = None
         self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
-        self._library.draftwood_move.argtypes = [POINTER(Model), *[c_void_p] * 2, c_int, c_int, c_void_p, c_int]
+        self._library.draftwood_move.argtypes = [POINTER(Model), POINTER(Cache), c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
         self._brief = ctypes.PyDLL(str(path.resolve()))
         self._brief.draftwood_softmax.restype = c_double
@@ -168,14 +178,10 @@ class NativeLibrary:
         if refusal := self._library.draftwood_forward(handle, wanted):
             raise KernelError(REFUSALS[refusal])
 
-    def move(
-        self, model: Model, keys: NDArray[np.float32], values: NDArray[np.float32], first: int, slots: NDArray[np.int64]
-    ) -> None:
-        """Copy the rows in `slots`, int64 [n], behind row `first` of every layer. Raises KernelError without memory."""
-        capacity = values.shape[-2]
-        if self._library.draftwood_move(
-            model, address(keys), address(values), capacity, first, address(slots), len(slots)
-        ):
+    def move(self, model: Model, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:
+        """Copy the rows in `slots`, int64 [n], to those from `first` on in every layer. Raises KernelError without
+        memory."""
+        if self._library.draftwood_move(model, cache, first, address(slots), len(slots)):
             raise KernelError(f"no memory to move {len(slots)} cache rows")
 
     def linear(self, matrix: Matrix, rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -76,9 +76,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the parts of a bundle that determine the time of a pass: its files and the rows of passes."""
-        files = {name: record.sha256 for name, record in self.files.items()}
-        return checksum({"files": files, "widths": {role: spec.widths for role, spec in self.engines.items()}})
+        """SHA-256 of the parts of a bundle that determine the time of a pass: its files, rows and caches."""
+        content = {"files": {name: record.sha256 for name, record in self.files.items()}}
+        content["widths"] = {role: spec.widths for role, spec in self.engines.items()}
+        if caches := {role: spec.cache_precision for role, spec in self.engines.items() if spec.cache_precision}:
+            content["caches"] = caches
+        return checksum(content)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready content, checksum included."""
@@ -232,6 +235,7 @@ def spec_fields(spec: EngineSpec) -> dict[str, Any]:
     """JSON-ready content of a spec."""
     plan = None if spec.plan is None else spec.plan.to_json()
     content = asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
-    if not spec.kept_tokens:  # older releases know no such field, and read bundles without one
-        del content["kept_tokens"]
+    for name in ("kept_tokens", "cache_precision"):  # older releases know no such fields, and read bundles without
+        if not content[name]:
+            del content[name]
     return content

@@ -86,6 +86,8 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
         raise BundleError(f"the {role}'s precision {spec.precision!r} is unknown to this release: update draftwood")
     require(spec.role == role, f"the {role} is a {spec.role}")
     backend = BACKENDS[spec.backend]
+    stored = spec.cache_precision
+    require(stored in ("", *backend.caches), f"the {role}'s keys and values are {stored!r}")
     file = f"{role}.{backend.file}"
     require(spec.file == file, f"the {role}'s file is {spec.file!r} instead of {file!r}")
     require(file in manifest.files, f"it lists no file {file!r}")

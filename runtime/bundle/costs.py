@@ -20,6 +20,7 @@ from ...models.errors import BundleError
 from ...models.plain_files import read_object
 from ...models.typed import typed
 from ..engines.backends import describe_backend
+from ..engines.limits import cores
 from ..speculation.planning.cost import CostModel
 from .bundle import COSTS, EngineBundle, Manifest
 
@@ -64,11 +65,10 @@ def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: 
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     backends = dict.fromkeys(manifest.engines[role].backend for role in ROLES if role in manifest.engines)
     return {
         "processor": names[0] if names else platform.processor(),
-        "cores": cores,
+        "cores": cores(),
         "threads": threads,
         "draft_threads": draft_threads,
         "backend": ", ".join(map(release, backends)),

@@ -19,6 +19,7 @@ from ...models.layers import network_of
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
 from ...plugins.native.library import BLOCK, FUSED, X86, KernelError, available
+from ...plugins.native.packing import whole_panels
 from .base import Engine, EngineSpec
 from .compatibility import TensorRTPlan
 from .native import weights as native
@@ -26,7 +27,8 @@ from .native.weights import check_weights
 from .onnx.file import check_graph
 
 BLOCKS = (128, 64, 32)  # sizes of a block, of which the largest that divides a matrix's inputs is taken
-ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of a number
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}  # bytes of a number, or of a code
+SLOT_SCALE_BYTES = 4  # of a scale for each head and slot, in a cache of codes
 GRAPH, WEIGHTS, PLAN = "onnx", "weights", "plan"  # what an engine's file holds, and its suffix
 REMOVED = ("openvino",)  # backends of older releases
 
@@ -53,7 +55,8 @@ class Backend:
 
     precisions: those that a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: the largest block
     of a low-bit matrix (inputs that share a scale), by precision. scale_bytes: bytes of a scale. offsets: precisions
-    whose blocks have an offset, too. draft_precision: the default precision of a draft; None: that of the target.
+    whose blocks have an offset, too. caches: precisions of keys and values that a build can choose, the default first;
+    none: that of activations. draft_precision: the default precision of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
     gathers: whether attention reads a cache in panels of consecutive slots. pads: whether a pass also computes the rows
@@ -76,6 +79,7 @@ class Backend:
     blocks: Mapping[str, int] = field(default_factory=dict)
     scale_bytes: int = 4
     offsets: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
     draft_precision: str | None = None
     form: str = ADDITIVE
     grows: bool = True
@@ -83,7 +87,7 @@ class Backend:
     pads: bool = True
     prompt_widths: tuple[int, ...] = ()
     shares_threads: bool = False
-    most_threads: int = 1024
+    most_threads: int = 1024  # as in plugins/native/kernels/threads.h
     providers: bool = False
 
     @property
@@ -170,11 +174,11 @@ NATIVE = Backend(
     blocks=dict.fromkeys(LOW_BIT, BLOCK),  # activations are rounded in blocks of the same size
     scale_bytes=2,
     offsets=native.OFFSETS,
+    caches=("fp16", "fp32", "int8"),
     draft_precision="int8",
     gathers=True,
     pads=False,
     shares_threads=True,
-    most_threads=64,  # as in plugins/native/kernels/threads.h
 )
 TENSORRT = Backend(
     name="tensorrt",
@@ -214,6 +218,21 @@ def bits_of_weight(spec: EngineSpec) -> float:
         block = next(block for block in BLOCKS if block <= most and matrix.inputs % block == 0)
         weights, bits = weights + size, bits + size * (BITS[spec.precision] + beside / block)
     return bits / weights
+
+
+def cache_precision(spec: EngineSpec) -> str:
+    """What keys and values are stored in."""
+    return spec.cache_precision or activations(spec.precision, describe_backend(spec.backend).form)
+
+
+def slot_bytes(spec: EngineSpec) -> int:
+    """Bytes of a token's keys and values in a cache: of every layer and kv head, and with the scales of codes."""
+    backend, model, precision = describe_backend(spec.backend), spec.model, cache_precision(spec)
+    key = value = model.head_dim * ITEM_BYTES[precision]
+    if backend.gathers:
+        value = whole_panels(model.head_dim) * ITEM_BYTES[precision]
+    scales = 2 * SLOT_SCALE_BYTES if precision in LOW_BIT else 0
+    return model.num_layers * model.num_kv_heads * (key + value + scales)
 
 
 def describe_backend(name: str) -> Backend:

@@ -59,5 +59,8 @@ def contents(cache: Any) -> NDArray[np.float32]:
         return torch.as_tensor(cache.buffer[:, :, :, : cache.length]).numpy(force=True).copy()
     keys, values = cache.keys.swapaxes(-1, -2), cache.values.swapaxes(-3, -2)  # the slots before the numbers of each
     layers, heads, size, slots = *keys.shape[:2], keys.shape[-1], cache.values.shape[3]
-    stacked = np.stack([part.reshape(layers, heads, slots, -1)[..., :size] for part in (keys, values)], 1)
+    parts = [part.reshape(layers, heads, slots, -1)[..., :size].astype(np.float32) for part in (keys, values)]
+    if cache.scales is not None:
+        parts = [part * scales[..., None] for part, scales in zip(parts, cache.scales, strict=True)]
+    stacked = np.stack(parts, 1)
     return np.array(stacked.reshape(2 * layers, 1, heads, slots, size)[:, :, :, : cache.length])

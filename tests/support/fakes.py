@@ -79,7 +79,9 @@ class FakeEngine(SoloEngine):
             vocab_size, 2, 2, 1, 1, 1, 2, 4096, 1e-5, 10000.0, draft_vocab_size=len(kept_tokens) or None
         )
         widths = tuple(width for width in (1, 2, 4, 8, 16, 32, 64) if width <= max_width)
-        self.spec = EngineSpec(role, "fake", "", model, widths, 4096, "fp64", ("logits",), kept_tokens=kept_tokens)
+        self.spec = EngineSpec(
+            role, "fake", "", model, widths, 4096, "fp64", ("logits",), kept_tokens=kept_tokens, cache_precision="fp32"
+        )
         self.predict = predict
         self.accept = accept
         self.passes = 0

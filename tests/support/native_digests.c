@@ -31,9 +31,8 @@ static void digest_products(enum format format) {
 static void digest_passes(struct shape shape, int most, int capacity) {
     struct model model = model_of(shape);
     struct engine *engine = draftwood_open(&model, most, 2);
-    const size_t heads = (size_t)shape.layers * shape.kv_heads, keys_size = heads * keys_of(&model, capacity);
-    const size_t values_size = heads * values_of(&model, capacity);
-    float *keys = calloc(keys_size, sizeof(float)), *values = calloc(values_size, sizeof(float));
+    struct cache cache = cache_of(shape, capacity);
+    const size_t heads = (size_t)shape.layers * shape.kv_heads, bytes = number_bytes(shape.stored);
     float *logits = malloc((size_t)most * shape.vocab * sizeof(float)), accepted[64], logprobs[64 * 8];
     int64_t tokens[64], positions[64], outputs[64], ids[64 * 8];
     for (int rows = 1, length = 0; rows <= most && length + rows <= capacity; length += rows, rows++) {
@@ -44,19 +43,22 @@ static void digest_passes(struct shape shape, int most, int capacity) {
             for (int column = 0; column <= row; column++)
                 mask[row * rows + column] = column == row || column % 3 < rows % 3;
         }
-        struct pass pass = {rows, rows, length, length, rows, capacity, 8, tokens, positions, outputs, mask, keys,
-                            values, logits, shape.blocks ? accepted : NULL, logprobs, ids};
+        struct pass pass = {rows, rows, length, length, rows, 8, tokens, positions, outputs, mask, cache, logits,
+                            shape.blocks ? accepted : NULL, logprobs, ids};
         if (!engine || draftwood_forward(engine, &pass)) exit(1);
         take(logits, (size_t)rows * shape.vocab * sizeof(float));
         take(ids, rows * 8 * sizeof *ids);
     }
-    take(keys, keys_size * sizeof(float)), take(values, values_size * sizeof(float));
+    take(cache.keys, heads * keys_of(shape.head_dim, capacity) * bytes);
+    take(cache.values, heads * values_of(shape.head_dim, capacity) * bytes);
+    if (cache.key_scales) take(cache.key_scales, heads * capacity * sizeof(float));
+    if (cache.value_scales) take(cache.value_scales, heads * capacity * sizeof(float));
     tell("passes", shape.format);
     take(logprobs, 8 * sizeof(float));
     if (shape.blocks) take(accepted, sizeof(float));
     tell("probabilities", shape.format);
     draftwood_close(engine);
-    free(keys), free(values), free(logits), free_model(model);
+    free_cache(cache), free(logits), free_model(model);
 }
 
 static void digest_sampling(int size) {
@@ -89,12 +91,12 @@ static void digest_rounding(int outputs, int blocks) {
 int main(void) {
     digest = 0xcbf29ce484222325u;
     const struct shape shapes[] = {
-        {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1}, {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0},
-        {95, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1}, {31, 96, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0},
-        {71, 48, 80, 2, 6, 3, 40, 200, 1, FP32, 20, 1},
+        {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1, FP16}, {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0, FP32},
+        {95, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1, FP16}, {31, 96, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0, INT8},
+        {71, 48, 80, 2, 6, 3, 40, 200, 1, FP32, 20, 1, FP32}, {71, 48, 80, 2, 6, 3, 40, 200, 0, FP32, 20, 0, INT8},
     };
     for (int format = FP32; format <= INT4; format++) digest_products(format);
-    for (int at = 0; at < 5; at++) digest_passes(shapes[at], 18, 256);
+    for (int at = 0; at < 6; at++) digest_passes(shapes[at], 18, 256);
     for (int size = 1; size < 1000; size = size * 3 + 7) digest_sampling(size);
     digest_rounding(37, 3), digest_rounding(19, 1);
     return 0;

@@ -106,14 +106,64 @@ static void check_acceptance(int size) {
     free(row), free(odds);
 }
 
+/* [slots][heads][keys and their scale, values and their scale], by plain loops. */
+static float *numbers_of_slots(const struct cache *cache, struct shape shape, const int64_t *slots, int count) {
+    const int heads = shape.layers * shape.kv_heads, dim = shape.head_dim, capacity = cache->capacity;
+    float *all = calloc((size_t)count * heads * 2 * (dim + 1), sizeof(float)), *to = all;
+    for (int at = 0; at < count; at++)
+        for (size_t head = 0; head < (size_t)heads; head++)
+            for (int value = 0; value < 2; value++) {
+                const float *scales = value ? cache->value_scales : cache->key_scales;
+                for (int d = 0; d < dim; d++) {
+                    const size_t slot = slots[at], panels = (dim + LANES - 1) / LANES;
+                    const size_t index = value ? ((head * panels + d / LANES) * capacity + slot) * LANES + d % LANES
+                                               : (head * (capacity / LANES) + slot / LANES) * dim * LANES +
+                                                     (size_t)d * LANES + slot % LANES;
+                    const void *from = value ? cache->values : cache->keys;
+                    if (cache->format == FP32) *to++ = ((const float *)from)[index];
+                    if (cache->format == FP16) *to++ = ((const uint16_t *)from)[index];
+                    if (cache->format == INT8) *to++ = ((const int8_t *)from)[index];
+                }
+                *to++ = scales ? scales[head * capacity + slots[at]] : 0;
+            }
+    return all;
+}
+
+/* fp16 of every kind, as C's own conversion has it; codes of 8 bits lie within half a step. */
+static void check_storing(int dim) {
+    float *row = numbers(dim);
+    const float kinds[] = {0, -0.0f, 1e-9f, 0x1p-25f, 0x1.8p-24f, 0x1p-14f, 0x1.ffcp-15f, 65504, 65519, 1, 0x1.002p0f};
+    for (int d = 0; d < dim; d++) row[d] *= kinds[d % COUNT(kinds)];
+    uint16_t *halves = malloc(dim * sizeof *halves);
+    put_row(row, dim, halves, 1, LANES, NULL, 0, FP16);
+    int8_t *codes = malloc(dim);
+    float scales[2] = {0};
+    put_row(row, dim, codes, 1, LANES, scales, 1, INT8);
+    for (int d = 0; d < dim; d++) {
+        float wide[LANES];
+        uint16_t lanes[LANES] = {halves[d]};
+        for (int lane = 0; lane < LANES; lane += WIDTH) store(wide + lane, from_fp16(lanes + lane));
+        check(wide[0] == (float)(_Float16)row[d], "a number in fp16", dim);
+        check(fabsf(codes[d] * scales[1] - row[d]) <= 0.51f * scales[1], "a code", dim);
+    }
+    const float wild[] = {INFINITY, -INFINITY, NAN, 1e38f};
+    for (int at = 0; at < COUNT(wild); at++) { /* whatever is stored is a number: it must not reach other rows */
+        row[dim / 2] = wild[at];
+        put_row(row, dim, halves, 1, LANES, NULL, 0, FP16);
+        check((halves[dim / 2] & 0x7c00) != 0x7c00, "a number", dim);
+        put_row(row, dim, codes, 1, LANES, scales, 1, INT8);
+        check(isfinite(scales[1]), "a scale", dim);
+    }
+    free(row), free(halves), free(codes);
+}
+
 /* Passes of every number of rows up to `most` behind a text that grows to `capacity` slots; then rows are moved. */
 static void check_passes(struct shape shape, int most, int capacity, int threads) {
     struct model model = model_of(shape);
     struct engine *engine = draftwood_open(&model, most, threads);
     check(engine != NULL, "open", shape.hidden);
+    struct cache cache = cache_of(shape, capacity);
     const size_t heads = (size_t)shape.layers * shape.kv_heads;
-    float *keys = calloc(heads * keys_of(&model, capacity), sizeof(float));
-    float *values = calloc(heads * values_of(&model, capacity), sizeof(float));
     const int top = shape.vocab < 8 ? shape.vocab : 8;
     for (int rows = 1, length = 0; rows <= most && length + rows <= capacity; length += rows, rows++) {
         const int columns = rows;
@@ -128,8 +178,8 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
         }
         float *logits = malloc((size_t)rows * shape.vocab * sizeof(float));
         float *logprobs = malloc((size_t)rows * top * sizeof(float)), *accepted = malloc(rows * sizeof(float));
-        struct pass pass = {rows, rows, length, length, columns, capacity, top, tokens, positions, outputs, mask, keys,
-                            values, logits, shape.blocks ? accepted : NULL, logprobs, ids};
+        struct pass pass = {rows, rows, length, length, columns, top, tokens, positions, outputs, mask, cache, logits,
+                            shape.blocks ? accepted : NULL, logprobs, ids};
         check(draftwood_forward(engine, &pass) == 0, "forward", rows);
         for (int at = 0; at < rows * shape.vocab; at++) check(isfinite(logits[at]), "logits", rows);
         for (int row = 0; row < rows; row++)
@@ -153,13 +203,14 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
         free(logits), free(logprobs), free(accepted);
     }
     int64_t slots[] = {2, 0, capacity - 1};
-    float *first = malloc(sizeof(float) * 3);
-    for (int at = 0; at < 3; at++) first[at] = values[slots[at] * LANES];
-    check(!draftwood_move(&model, keys, values, capacity, 1, slots, 3), "move", capacity);
-    for (int at = 0; at < 3; at++) check(values[(1 + at) * LANES] == first[at], "a moved row", capacity);
-    check(!draftwood_move(&model, keys, values, capacity, capacity, slots, 0), "nothing to move", capacity);
+    float *before = numbers_of_slots(&cache, shape, slots, 3);
+    const int64_t behind[] = {1, 2, 3};
+    check(!draftwood_move(&model, &cache, 1, slots, 3), "move", capacity);
+    float *after = numbers_of_slots(&cache, shape, behind, 3);
+    check(!memcmp(before, after, 3 * 2 * heads * (shape.head_dim + 1) * sizeof(float)), "moved rows", capacity);
+    check(!draftwood_move(&model, &cache, capacity, slots, 0), "nothing to move", capacity);
     draftwood_close(engine);
-    free(first), free(keys), free(values), free_model(model);
+    free(before), free(after), free_cache(cache), free_model(model);
 }
 
 int main(void) {
@@ -176,13 +227,15 @@ int main(void) {
         for (int blocks = 1; blocks <= 3; blocks++)
             for (int at = 0; at < COUNT(sizes); at++) check_rounding(SIZES[size], blocks, sizes[at]);
     const struct shape shapes[] = {
-        {1, 2, 1, 1, 1, 1, 2, 1, 0, FP32, 1, 0},        {17, 10, 7, 2, 5, 5, 2, 40, 1, FP32, 1, 1},
-        {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1},  {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0},
-        {15, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1},  {31, 64, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0},
+        {1, 2, 1, 1, 1, 1, 2, 1, 0, FP32, 1, 0, FP32},       {17, 10, 7, 2, 5, 5, 2, 40, 1, FP32, 1, 1, INT8},
+        {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1, FP16}, {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0, FP16},
+        {15, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1, INT8}, {31, 64, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0, FP16},
+        {33, 34, 18, 2, 6, 2, 18, 300, 0, FP16, 7, 0, INT8}, {15, 64, 64, 2, 4, 2, 16, 300, 0, INT8, 8, 0, FP32},
     };
     for (int at = 0; at < COUNT(shapes); at++)
         for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);
     for (int size = LANES; size <= 4 * LANES; size += LANES) check_acceptance(size);
+    for (int size = 1; size <= 70; size += 3) check_storing(size);
     struct model model = model_of(shapes[0]);
     for (int more = 0; more < 2; more++) { /* the most layers, and one more; the most threads, and more */
         model.layers = (MOST_PHASES - PHASES_BESIDE) / PHASES_OF_LAYER + more;

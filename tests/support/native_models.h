@@ -50,7 +50,22 @@ struct shape {
     int vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
     enum format format;
     int pairs, normed; /* pairs: that rotate, in every other layer; normed: whether heads are */
+    enum format stored; /* keys and values */
 };
+
+static struct cache cache_of(struct shape shape, int capacity) {
+    const size_t heads = (size_t)shape.layers * shape.kv_heads, bytes = number_bytes(shape.stored);
+    struct cache cache = {calloc(heads * keys_of(shape.head_dim, capacity), bytes),
+                          calloc(heads * values_of(shape.head_dim, capacity), bytes), NULL, NULL, capacity, shape.stored};
+    if (shape.stored != INT8) return cache;
+    cache.key_scales = calloc(heads * capacity, sizeof(float));
+    cache.value_scales = calloc(heads * capacity, sizeof(float));
+    return cache;
+}
+
+static void free_cache(struct cache cache) {
+    free(cache.keys), free(cache.values), free(cache.key_scales), free(cache.value_scales);
+}
 
 static struct model model_of(struct shape shape) {
     struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,

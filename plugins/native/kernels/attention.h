@@ -1,15 +1,16 @@
-/* Tree attention over a cache in panels: keys [kv head][slot / 16][head_dim][16], values [kv head][dim / 16][slot][16].
+/* Tree attention over a cache in panels, see cache.h.
  *
  * Both products are tiles of matrix.h. A slot that a row does not see weighs exactly nothing, all numbers being
  * finite, and the sum of the weights does not depend on their order: so a row's result has the same bits wherever in
  * the cache its ancestors lie, as long as they lie in the order of the text. */
 #pragma once
-#include "matrix.h"
+#include "cache.h"
 
 #define MOST_WEIGHT 4194303.0f /* of 22 bits */
-#define WHOLE 256 /* such weights' sum fits 31 */
 #define MOST_QUERIES (8 * MOST_ROWS) /* that meet a panel of the cache one tile after the other */
-#define BLOCK 128 /* slots whose values stay in the first cache meanwhile */
+#define BLOCK 128 /* slots whose weights and values stay in the first cache meanwhile */
+#define MOST_HELD 4096 /* slots, of which sums of weights fit 32 bits in each lane */
+#define MIXED 8 /* panels of values that are weighted by the same weights */
 
 /* Room for a row of scores: an odd number of lines, so that rows do not meet in a few sets of the first cache. */
 INLINE size_t odd_lines(int capacity) { return (size_t)(capacity / LANES | 1) * LANES; }
@@ -44,10 +45,10 @@ static int similar_masks(const struct panel_mask *mask, int row, int other) {
     return 2 * (either - both) <= both + 4;
 }
 
-/* The next run of panels from `panel` on that any of the rows sees; returns its end, or 0 when there is none. */
-static int next_run(const struct panel_mask *mask, const int *rows, int count, int *panel) {
+/* The next run of panels from `panel` to `last` that any of the rows sees; returns its end, or 0 when there is none. */
+static int next_run(const struct panel_mask *mask, const int *rows, int count, int *panel, int last) {
     int end = 0;
-    for (int at = *panel; at < mask->panels; at++) {
+    for (int at = *panel; at < last; at++) {
         uint16_t any = 0;
         for (int r = 0; r < count && !any; r++) any = mask->bits[(size_t)rows[r] * mask->panels + at];
         if (any && !end) *panel = at;
@@ -58,10 +59,10 @@ static int next_run(const struct panel_mask *mask, const int *rows, int count, i
 }
 
 /* sums[r][p] += rows[r][from..from + inputs) * panels[p], in tiles; `next`: what comes after these panels. */
-static void products(int count, int panels, const float *const *rows, int from, int inputs, const float *weights,
-                     size_t panel, const float *next, f32 sums[][VECTORS]) {
+static void products(int count, int panels, const float *const *rows, int from, int inputs, const char *weights,
+                     size_t panel, const char *next, int format, f32 sums[][VECTORS]) {
     const int tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
-    const size_t of_input = LANES * sizeof(float);
+    const size_t of_input = LANES * number_bytes(format);
     for (int tile = 0; tile < tiles; tile++) {
         const int first = count * tile / tiles, size = count * (tile + 1) / tiles - first;
         const struct ahead ahead = share(next, inputs * of_input, of_input, tile, tiles);
@@ -69,74 +70,111 @@ static void products(int count, int panels, const float *const *rows, int from, 
         for (int r = 0; r < size; r++) values[r] = rows[first + r] + from;
         for (int p = 0, step; p < panels; p += step) {
             step = panels_at_once(size, panels - p);
-#define PRODUCT(R, P)                                                                                                  \
-    { dense_tile(R, P, values, weights + p * panel, panel, ahead, inputs, FP32, sums[first] + p * PARTS); }
-            EACH_TILE(size, step, PRODUCT)
+            dense_products(size, step, values, weights + p * panel * number_bytes(format), panel, ahead, inputs, format,
+                           sums[first] + p * PARTS);
         }
     }
-}
-
-/* Scores become weights, multiples of 2^-22, whose sum is exact in any order. */
-static uint64_t weigh(float *scores, int size, f32 peak) {
-    uint64_t total = 0;
-    for (int first = 0; first < size; first += WHOLE * LANES) {
-        const int last = first + WHOLE * LANES < size ? first + WHOLE * LANES : size;
-        u32 sum = {0};
-        for (int slot = first; slot < last; slot += WIDTH) {
-            f32 weight = power_of_two(load(scores + slot) - peak) * MOST_WEIGHT + WHOLE_ZERO;
-            store(scores + slot, weight - WHOLE_ZERO);
-            sum += (u32)weight - (u32)splat(WHOLE_ZERO);
-        }
-        for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
-    }
-    return total;
 }
 
 /* Up to MOST_QUERIES queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose mask each
- * has. keys, values: of that head, `capacity` slots. scores: [MOST_QUERIES][odd_lines(capacity)], room
- * to work in. */
-static void attend(int count, const float *const *queries, float *const *outputs, const int *rows,
-                   const struct panel_mask *mask, const float *keys, const float *values, int head_dim, int capacity,
-                   float *scores) {
-    const size_t key_panel = (size_t)head_dim * LANES, value_panel = (size_t)capacity * LANES;
-    const float *weights[MOST_QUERIES];
+ * has. scores: room to work in, a row of `stride` for each query. */
+struct unit {
+    const struct panel_mask *mask;
+    struct cache head;
+    int head_dim, count, rows[MOST_QUERIES];
+    const float *queries[MOST_QUERIES];
+    float *outputs[MOST_QUERIES], *scores;
+    size_t stride;
+};
+
+/* The scores of panels from `first` to `end` of the cache; peaks: [count], the largest of each query. */
+static void score(const struct unit *unit, int first, int end, float *peaks) {
+    const size_t key_panel = (size_t)unit->head_dim * LANES, bytes = number_bytes(unit->head.format);
     f32 most[MOST_QUERIES], sums[MOST_QUERIES][VECTORS];
-    uint64_t totals[MOST_QUERIES] = {0};
-    for (int r = 0; r < count; r++) most[r] = splat(LEAST / 2), weights[r] = scores + (size_t)r * odd_lines(capacity);
-    for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
+    for (int r = 0; r < unit->count; r++) most[r] = splat(LEAST / 2);
+    for (int last; (last = next_run(unit->mask, unit->rows, unit->count, &first, end)); first = last)
         for (int panel = first, step; panel < last; panel += step) {
-            const float *from = keys + panel * key_panel;
+            const char *from = (const char *)unit->head.keys + panel * key_panel * bytes;
+            const float *scales = unit->head.key_scales ? unit->head.key_scales + panel * LANES : NULL;
             step = last - panel < MOST_PANELS ? 1 : MOST_PANELS;
-            memset(sums, 0, count * sizeof *sums);
-            products(count, step, queries, 0, head_dim, from, key_panel, from + step * key_panel, sums);
-            for (int r = 0; r < count; r++)
+            memset(sums, 0, unit->count * sizeof *sums);
+            products(unit->count, step, unit->queries, 0, unit->head_dim, from, key_panel,
+                     from + step * key_panel * bytes, unit->head.format, sums);
+            for (int r = 0; r < unit->count; r++)
                 for (int v = 0; v < step * PARTS; v++) {
-                    const uint16_t bits = mask->bits[(size_t)rows[r] * mask->panels + panel + v / PARTS];
-                    f32 score = only(bits >> v % PARTS * WIDTH, sums[r][v]);
-                    most[r] = larger(most[r], score);
-                    store((float *)weights[r] + panel * LANES + v * WIDTH, score);
+                    const uint16_t seen = unit->mask->bits[(size_t)unit->rows[r] * unit->mask->panels + panel + v / PARTS];
+                    if (scales) sums[r][v] *= load(scales + v * WIDTH);
+                    const f32 value = only(seen >> v % PARTS * WIDTH, sums[r][v]);
+                    most[r] = larger(most[r], value);
+                    store(unit->scores + r * unit->stride + panel * LANES + v * WIDTH, value);
                 }
         }
-    for (int r = 0; r < count; r++) most[r] = splat(largest(most[r]));
-    for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
-        for (int r = 0; r < count; r++)
-            totals[r] += weigh((float *)weights[r] + first * LANES, (last - first) * LANES, most[r]);
-    const int panels = panels_of(head_dim);
-    for (int panel = 0, step; panel < panels; panel += step) {
-        step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
-        memset(sums, 0, count * sizeof *sums);
-        for (int first = 0, last; (last = next_run(mask, rows, count, &first)); first = last)
-            for (int slot = first * LANES, end; slot < last * LANES; slot = end) {
-                const float *from = values + panel * value_panel + (size_t)slot * LANES;
-                end = last * LANES - slot < BLOCK ? last * LANES : slot + BLOCK;
-                products(count, step, weights, slot, end - slot, from, value_panel, from + BLOCK * LANES, sums);
-            }
-        for (int r = 0; r < count; r++) {
-            float share = (float)(1.0 / (double)(totals[r] ? totals[r] : 1)); /* nothing is seen */
-            for (int v = 0; v < step * PARTS; v++) {
-                const int from = panel * LANES + v * WIDTH;
-                store_some(outputs[r] + from, sums[r][v] * share, head_dim - from);
+    for (int r = 0; r < unit->count; r++) peaks[r] = largest(most[r]);
+}
+
+/* Weights of up to BLOCK scores, multiples of 2^-22, whose sum is exact in any order; it is added to `sum`. They are
+ * stored times the scales of values, if there are any. */
+static void weigh(const float *scores, int size, f32 peak, const float *scales, float *weights, u32 *sum) {
+    for (int slot = 0; slot < size; slot += WIDTH) {
+        const f32 weight = power_of_two(load(scores + slot) - peak) * MOST_WEIGHT + WHOLE_ZERO;
+        store(weights + slot, weight - WHOLE_ZERO);
+        *sum += (u32)weight - (u32)splat(WHOLE_ZERO);
+    }
+    for (int slot = 0; scales && slot < size; slot += WIDTH)
+        store(weights + slot, load(weights + slot) * load(scales + slot));
+}
+
+/* Add sums of lanes to totals, and begin new ones. */
+static void gather(int count, u32 *sums, uint64_t *totals) {
+    for (int r = 0; r < count; r++) {
+        for (int lane = 0; lane < WIDTH; lane++) totals[r] += sums[r][lane];
+        sums[r] = (u32){0};
+    }
+}
+
+/* The weighted values of panels from `first` to `end` of a head, at most MIXED of them. peaks: of each query's scores. */
+static void mix(const struct unit *unit, int first, int end, const float *peaks) {
+    const size_t value_panel = (size_t)unit->head.capacity * LANES, bytes = number_bytes(unit->head.format);
+    const int pairs = (end - first + 1) / MOST_PANELS;
+    f32 sums[MIXED / MOST_PANELS][MOST_QUERIES][VECTORS];
+    float block[MOST_QUERIES][BLOCK];
+    const float *weights[MOST_QUERIES];
+    uint64_t totals[MOST_QUERIES] = {0};
+    u32 parts[MOST_QUERIES] = {{0}}; /* of totals, of `held` slots */
+    int held = 0;
+    for (int pair = 0; pair < pairs; pair++) memset(sums[pair], 0, unit->count * sizeof *sums[pair]);
+    for (int r = 0; r < unit->count; r++) weights[r] = block[r];
+    for (int from = 0, last; (last = next_run(unit->mask, unit->rows, unit->count, &from, unit->mask->panels)); from = last)
+        for (int slot = from * LANES, size; slot < last * LANES; slot += size) {
+            const float *scales = unit->head.value_scales ? unit->head.value_scales + slot : NULL;
+            size = last * LANES - slot < BLOCK ? last * LANES - slot : BLOCK;
+            if ((held += size) > MOST_HELD) gather(unit->count, parts, totals), held = size;
+            for (int r = 0; r < unit->count; r++)
+                weigh(unit->scores + r * unit->stride + slot, size, splat(peaks[r]), scales, block[r], &parts[r]);
+            for (int pair = 0; pair < pairs; pair++) {
+                const int panel = first + pair * MOST_PANELS, step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
+                const char *at = (const char *)unit->head.values + (panel * value_panel + (size_t)slot * LANES) * bytes;
+                products(unit->count, step, weights, 0, size, at, value_panel, at + BLOCK * LANES * bytes,
+                         unit->head.format, sums[pair]);
             }
         }
-    }
+    gather(unit->count, parts, totals);
+    for (int pair = 0; pair < pairs; pair++)
+        for (int r = 0; r < unit->count; r++) {
+            const float share = (float)(1.0 / (double)(totals[r] ? totals[r] : 1)); /* nothing is seen */
+            const int panel = first + pair * MOST_PANELS, step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
+            for (int v = 0; v < step * PARTS; v++) {
+                const int at = panel * LANES + v * WIDTH;
+                store_some(unit->outputs[r] + at, sums[pair][r][v] * share, unit->head_dim - at);
+            }
+        }
+}
+
+/* All of a unit's attention. */
+static void attend(const struct unit *unit) {
+    const int panels = panels_of(unit->head_dim);
+    float peaks[MOST_QUERIES];
+    score(unit, 0, unit->mask->panels, peaks);
+    for (int first = 0; first < panels; first += MIXED)
+        mix(unit, first, first + MIXED < panels ? first + MIXED : panels, peaks);
 }

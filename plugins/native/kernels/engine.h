@@ -3,11 +3,13 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 4 /* of these structures; see library.py */
+#define INTERFACE 5 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
-#define PHASES_OF_LAYER 10 /* at most */
+#define PHASES_OF_LAYER 11 /* at most */
 #define PHASES_BESIDE 6 /* and one for each block of the head of SpecDec++ */
 #define SHARES 2 /* of a matrix, for each thread */
+#define PARTS_OF_SCORES 4 /* for each thread, where one unit of attention is computed by several */
+#define LEAST_PART 16 /* panels */
 
 struct layer {
     const float *input_norm, *post_norm, *query_norm, *key_norm; /* the last two: of each head, or null */
@@ -25,12 +27,13 @@ struct model {
     struct matrix head;
 };
 
-/* keys, values: of all layers, see attention.h. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. */
+/* cache: of all layers. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. */
 struct pass {
-    int32_t rows, outputs, length, start, columns, capacity, top;
+    int32_t rows, outputs, length, start, columns, top;
     const int64_t *tokens, *positions, *output_rows;
     const uint8_t *mask;
-    float *keys, *values, *logits, *acceptance, *logprobs;
+    struct cache cache;
+    float *logits, *acceptance, *logprobs;
     int64_t *ids;
 };
 
@@ -40,8 +43,11 @@ struct engine {
     int most_rows, capacity;
     struct rows hidden, normed, merged, attended, gated;
     struct panel_mask mask;
-    int *units, num_units; /* of attention: the first query of each, and the end */
-    float *scores; /* [threads][MOST_QUERIES][odd_lines(capacity)] */
+    int *units, num_units; /* of a kv head's attention: the first query of each, and the end */
+    int most_queries;      /* of a unit */
+    int parts;             /* of the cache, whose scores are computed one by one */
+    float *scores;         /* [threads][most_queries][odd_lines(capacity)], or of all queries where there are parts */
+    float *peaks;          /* [units of all kv heads][parts][most_queries]: of scores */
 };
 
 static size_t phases_of(const struct model *model) {
@@ -50,9 +56,10 @@ static size_t phases_of(const struct model *model) {
 
 static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }
 
-static size_t keys_of(const struct model *model, int capacity) { return (size_t)model->head_dim * capacity; }
-static size_t values_of(const struct model *model, int capacity) {
-    return (size_t)panels_of(model->head_dim) * LANES * capacity;
+/* How many queries a unit of attention has at most: many, which read the cache seldom, as long as every thread has some. */
+static int queries_at_once(const struct model *model, int rows, int threads) {
+    const int tiles = (rows * model->heads / (threads * SHARES) + MOST_ROWS - 1) / MOST_ROWS;
+    return tiles * MOST_ROWS > MOST_QUERIES ? MOST_QUERIES : tiles < 1 ? MOST_ROWS : tiles * MOST_ROWS;
 }
 
 static int allocate_rows(struct rows *rows, int count, int size) {
@@ -75,7 +82,8 @@ static int make_room(struct engine *engine, int capacity) {
     if (capacity <= engine->capacity) return 1;
     release(engine->mask.bits), release(engine->scores);
     engine->mask.bits = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
-    engine->scores = allocate((size_t)engine->team->threads * MOST_QUERIES * odd_lines(capacity) * sizeof(float));
+    const size_t rows = (size_t)engine->team->threads * engine->most_queries;
+    engine->scores = allocate_untouched(rows * odd_lines(capacity) * sizeof(float));
     engine->capacity = engine->mask.bits && engine->scores ? capacity : 0;
     return engine->capacity;
 }

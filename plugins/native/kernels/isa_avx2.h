@@ -50,6 +50,10 @@ INLINE void store_bytes(int8_t *to, i32 value) {
     _mm_storel_epi64((__m128i *)to, _mm_packs_epi16(words, words));
 }
 
+INLINE f32 from_bytes(const int8_t *at) {
+    return (f32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+}
+
 /* Numbers of 16 bits as fp32. */
 INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
 INLINE f32 from_bf16(const uint16_t *at) {

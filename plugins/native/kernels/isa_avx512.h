@@ -41,6 +41,10 @@ INLINE void store_bytes(int8_t *to, i32 value) {
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));
 }
 
+INLINE f32 from_bytes(const int8_t *at) {
+    return (f32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+}
+
 /* Numbers of 16 bits as fp32. */
 INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 INLINE f32 from_bf16(const uint16_t *at) {

@@ -60,7 +60,8 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, float 
 static void linear(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows, float *to,
                    int stride, const enum ending ending, float factor) {
     const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int shares = cursor->team->threads * SHARES, chunk = ((panels + shares - 1) / shares + 1) / 2 * 2;
+    const int shares = cursor->team->threads * SHARES, least = (panels + shares - 1) / shares;
+    const int chunk = least == 1 && ending != GATE ? 1 : (least + 1) / 2 * 2; /* panels are multiplied two by two */
     f32 sums[MOST_ROWS][VECTORS];
     for (int unit; (unit = claim(cursor, (panels + chunk - 1) / chunk)) >= 0;) {
         const int end = (unit + 1) * chunk < panels ? (unit + 1) * chunk : panels;
@@ -100,14 +101,13 @@ static void rotate(float *head, const float *cosine, const float *sine, int pair
     for (int d = 2 * pairs; d < dim; d++) head[d] *= factor;
 }
 
-/* Normalize, where the layer does, and rotate the queries and keys of one kv head, and write keys and values into its
- * cache of a layer. By head, since rows share the cache's lines. */
+/* Normalize, where the layer does, and rotate the queries and keys of one kv head of a layer, and write keys and values
+ * into its cache. By head, since rows share the cache's lines. */
 static void remember(const struct model *model, const struct layer *layer, const struct pass *pass,
-                     struct rows *merged, int head, float *keys, float *values) {
+                     struct rows *merged, int head) {
     const int dim = model->head_dim, pairs = layer->pairs, group = model->heads / model->kv_heads;
-    keys += head * keys_of(model, pass->capacity), values += head * values_of(model, pass->capacity);
+    const struct cache own = head_of(&pass->cache, dim, (layer - model->layer) * model->kv_heads + head);
     for (int row = 0; row < pass->rows; row++) {
-        const int slot = pass->start + row;
         const float *cosine = model->cosine + pass->positions[row] * pairs;
         const float *sine = model->sine + pass->positions[row] * pairs;
         float *from = merged->values + (size_t)row * merged->stride, *query = from + head * group * dim;
@@ -118,20 +118,16 @@ static void remember(const struct model *model, const struct layer *layer, const
         }
         if (layer->key_norm) normalize_head(key, layer->key_norm, dim, model->epsilon);
         rotate(key, cosine, sine, pairs, dim, 1.0f);
-        float *to = keys + (size_t)(slot / LANES) * dim * LANES + slot % LANES;
-        for (int d = 0; d < dim; d++) to[d * LANES] = key[d];
-        to = values + (size_t)slot * LANES;
-        for (int d = 0; d < dim; d++) to[(size_t)(d / LANES) * pass->capacity * LANES + d % LANES] = value[d];
+        put(&own, dim, pass->start + row, key, value);
     }
 }
 
-/* Cut the queries of a pass, `group` for each row, into units of rows that see the same: large ones, which read the
- * cache seldom, as long as every thread has some. */
+/* Cut the queries of a pass, `group` for each row, into units of rows that see the same. Where threads would be left
+ * without a unit, or wait for the last one, units have parts. */
 static void cut(struct engine *engine, int rows) {
     const struct model *model = &engine->model;
-    const int group = model->heads / model->kv_heads, shares = engine->team->threads * SHARES;
-    const int tiles = (rows * model->heads / shares + MOST_ROWS - 1) / MOST_ROWS;
-    const int most = tiles * MOST_ROWS > MOST_QUERIES ? MOST_QUERIES : tiles < 1 ? MOST_ROWS : tiles * MOST_ROWS;
+    const int group = model->heads / model->kv_heads, threads = engine->team->threads;
+    const int most = queries_at_once(model, rows, threads), panels = engine->mask.panels;
     int count = most, first = 0;
     engine->num_units = 0;
     for (int query = 0; query < rows * group; query++, count++) {
@@ -141,27 +137,58 @@ static void cut(struct engine *engine, int rows) {
         count = 0, first = row;
     }
     engine->units[engine->num_units] = rows * group;
+    const int units = model->kv_heads * engine->num_units, wanted = (threads * PARTS_OF_SCORES + units - 1) / units;
+    const int few = threads > 1 && units < threads * SHARES && rows * model->heads <= threads * engine->most_queries;
+    engine->parts = !few || panels < 2 * LEAST_PART ? 1 : wanted < panels / LEAST_PART ? wanted : panels / LEAST_PART;
 }
 
-/* Attention of a layer: every thread takes some queries of one kv head at a time. */
-static void attention(struct cursor *cursor, struct engine *engine, const struct pass *pass, const float *keys,
-                      const float *values, float *scores) {
+/* A unit of a layer's attention. scores: room of this thread; where there are parts, every unit has its own. */
+static struct unit unit_of(const struct engine *engine, const struct pass *pass, int layer, int index, float *scores) {
     const struct model *model = &engine->model;
-    const int dim = model->head_dim, group = model->heads / model->kv_heads, units = engine->num_units;
-    for (int unit; (unit = claim(cursor, model->kv_heads * units)) >= 0;) {
-        const int head = unit % model->kv_heads, part = unit / model->kv_heads, first = engine->units[part];
-        const int count = engine->units[part + 1] - first;
-        const float *query[MOST_QUERIES];
-        float *output[MOST_QUERIES];
-        int rows[MOST_QUERIES];
-        for (int r = 0; r < count; r++) {
-            const int at = (head * group + (first + r) % group) * dim;
-            rows[r] = (first + r) / group;
-            query[r] = engine->merged.values + (size_t)rows[r] * engine->merged.stride + at;
-            output[r] = engine->attended.values + (size_t)rows[r] * engine->attended.stride + at;
+    const int dim = model->head_dim, group = model->heads / model->kv_heads;
+    const int head = index % model->kv_heads, *first = engine->units + index / model->kv_heads;
+    struct unit unit = {&engine->mask, head_of(&pass->cache, dim, (size_t)layer * model->kv_heads + head), dim};
+    unit.count = first[1] - first[0];
+    unit.stride = odd_lines(engine->capacity);
+    unit.scores = engine->parts == 1 ? scores : engine->scores + (head * pass->rows * group + *first) * unit.stride;
+    for (int r = 0; r < unit.count; r++) {
+        const int row = (*first + r) / group, at = (head * group + (*first + r) % group) * dim;
+        unit.rows[r] = row;
+        unit.queries[r] = engine->merged.values + (size_t)row * engine->merged.stride + at;
+        unit.outputs[r] = engine->attended.values + (size_t)row * engine->attended.stride + at;
+    }
+    return unit;
+}
+
+/* Attention of a layer: a thread takes a unit at a time. Where these are too few, it takes the scores of a part of the
+ * cache, and afterwards some numbers of the outputs. Each score and each output is the same sum either way. */
+static void attention(struct cursor *cursor, struct engine *engine, const struct pass *pass, int layer, float *scores) {
+    const int units = engine->model.kv_heads * engine->num_units, parts = engine->parts, panels = engine->mask.panels;
+    if (parts == 1) {
+        for (int index; (index = claim(cursor, units)) >= 0;) {
+            const struct unit unit = unit_of(engine, pass, layer, index, scores);
+            attend(&unit);
         }
-        attend(count, query, output, rows, &engine->mask, keys + head * keys_of(model, pass->capacity),
-               values + head * values_of(model, pass->capacity), dim, pass->capacity, scores);
+        return;
+    }
+    for (int taken; (taken = claim(cursor, units * parts)) >= 0;) {
+        const struct unit unit = unit_of(engine, pass, layer, taken / parts, scores);
+        const int part = taken % parts;
+        score(&unit, panels * part / parts, panels * (part + 1) / parts, engine->peaks + taken * engine->most_queries);
+    }
+    const int values = panels_of(engine->model.head_dim), pairs = (values + MOST_PANELS - 1) / MOST_PANELS;
+    const int step = units * pairs < engine->team->threads ? 1 : MOST_PANELS, mixes = (values + step - 1) / step;
+    for (int taken; (taken = claim(cursor, units * mixes)) >= 0;) {
+        const struct unit unit = unit_of(engine, pass, layer, taken / mixes, scores);
+        const int first = taken % mixes * step;
+        float peaks[MOST_QUERIES];
+        for (int r = 0; r < unit.count; r++) {
+            const float *of = engine->peaks + taken / mixes * parts * engine->most_queries + r;
+            peaks[r] = *of;
+            for (int part = 1; part < parts; part++)
+                if (of[part * engine->most_queries] > peaks[r]) peaks[r] = of[part * engine->most_queries];
+        }
+        mix(&unit, first, first + step < values ? first + step : values, peaks);
     }
 }
 
@@ -174,7 +201,6 @@ static void round_rows(struct cursor *cursor, const struct matrix *next, const s
 static void transform(struct cursor *cursor, struct engine *engine, const struct pass *pass, float *scores) {
     const struct model *model = &engine->model;
     struct rows *hidden = &engine->hidden, *normed = &engine->normed, *merged = &engine->merged;
-    float *keys = pass->keys, *values = pass->values;
     for (int row; (row = claim(cursor, pass->rows)) >= 0;) {
         memcpy(hidden->values + (size_t)row * hidden->stride, model->embedding + pass->tokens[row] * model->hidden,
                model->hidden * sizeof(float));
@@ -188,8 +214,8 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
         const struct layer *layer = &model->layer[index];
         linear(cursor, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE, 1);
         for (int head; (head = claim(cursor, model->kv_heads)) >= 0;)
-            remember(model, layer, pass, merged, head, keys, values);
-        attention(cursor, engine, pass, keys, values, scores);
+            remember(model, layer, pass, merged, head);
+        attention(cursor, engine, pass, index, scores);
         round_rows(cursor, &layer->output, &engine->attended, pass->rows);
         linear(cursor, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD,
                model->residual_multiplier);
@@ -201,8 +227,6 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
                model->residual_multiplier);
         for (int row; index + 1 < model->layers && (row = claim(cursor, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
-        keys += model->kv_heads * keys_of(model, pass->capacity);
-        values += model->kv_heads * values_of(model, pass->capacity);
     }
 }
 
@@ -237,7 +261,7 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
 static void run(struct team *team, int thread, void *argument) {
     struct job *job = argument;
     struct cursor cursor = {team, thread, 0, 0};
-    float *scores = job->engine->scores + thread * MOST_QUERIES * odd_lines(job->engine->capacity);
+    float *scores = job->engine->scores + (size_t)thread * job->engine->most_queries * odd_lines(job->engine->capacity);
     transform(&cursor, job->engine, job->pass, scores);
     project(&cursor, job->engine, job->pass);
 }
@@ -248,7 +272,7 @@ void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
-    release(engine->mask.bits), release(engine->units), release(engine->scores), release(engine);
+    release(engine->mask.bits), release(engine->units), release(engine->scores), release(engine->peaks), release(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
@@ -267,7 +291,10 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     enough = enough && allocate_rows(&engine->attended, rows, query);
     enough = enough && allocate_rows(&engine->gated, rows, model->inner);
     engine->units = allocate(((size_t)rows * (model->heads / model->kv_heads) + 1) * sizeof(int));
-    if (enough && engine->units) return engine;
+    if (enough) engine->most_queries = queries_at_once(model, rows, engine->team->threads);
+    const size_t peaks = enough ? (size_t)engine->team->threads * (PARTS_OF_SCORES + SHARES) * engine->most_queries : 0;
+    engine->peaks = allocate(peaks * sizeof(float));
+    if (enough && engine->units && engine->peaks) return engine;
     draftwood_close(engine);
     return NULL;
 }
@@ -283,37 +310,16 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
         if (pass->output_rows[output] < 0 || pass->output_rows[output] >= pass->rows) return 4;
     struct job job = {engine, pass};
     pthread_mutex_lock(&engine->team->pass);
-    const int enough = make_room(engine, pass->capacity);
+    const int enough = make_room(engine, pass->cache.capacity);
     engine->mask.panels = (pass->length + pass->columns + LANES - 1) / LANES;
     if (enough) together(engine->team, (int)phases_of(model), run, &job);
     pthread_mutex_unlock(&engine->team->pass);
     return !enough;
 }
 
-/* Copy the rows in `slots`, in that order, behind row `first` of every layer; 0, or -1 without memory. */
-int draftwood_move(const struct model *model, float *keys, float *values, int capacity, int first, const int64_t *slots,
-                   int count) {
-    if (!count) return 0;
-    const int dim = model->head_dim, panels = panels_of(dim);
-    float *kept = allocate((size_t)count * panels * LANES * sizeof(float));
-    if (!kept) return -1;
-    for (int head = 0; head < model->layers * model->kv_heads; head++) {
-        float *key = keys + head * keys_of(model, capacity), *value = values + head * values_of(model, capacity);
-#define KEY(slot, d) key[((size_t)((slot) / LANES) * dim + (d)) * LANES + (slot) % LANES]
-#define VALUE(slot, panel) (value + ((size_t)(panel) * capacity + (slot)) * LANES)
-        for (int row = 0; row < count; row++)
-            for (int d = 0; d < dim; d++) kept[row * dim + d] = KEY(slots[row], d);
-        for (int row = 0; row < count; row++)
-            for (int d = 0; d < dim; d++) KEY(first + row, d) = kept[row * dim + d];
-        for (int row = 0; row < count; row++)
-            for (int panel = 0; panel < panels; panel++)
-                memcpy(kept + (row * panels + panel) * LANES, VALUE(slots[row], panel), LANES * sizeof(float));
-        for (int row = 0; row < count; row++)
-            for (int panel = 0; panel < panels; panel++)
-                memcpy(VALUE(first + row, panel), kept + (row * panels + panel) * LANES, LANES * sizeof(float));
-    }
-    release(kept);
-    return 0;
+/* Copy the rows in `slots`, in that order, behind row `first` - 1 of every layer; 0, or -1 without memory. */
+int draftwood_move(const struct model *model, const struct cache *cache, int first, const int64_t *slots, int count) {
+    return move_rows(cache, model->layers * model->kv_heads, model->head_dim, first, slots, count);
 }
 
 /* result [rows][outputs] = values [rows][inputs] times one matrix, on this thread; 0, or -1 without memory. */

@@ -59,7 +59,7 @@ INLINE void dense_tile(const int R, const int P, const float *const *rows, const
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             weight[v] = widened(weights, v / PARTS * panel + (size_t)k * LANES + v % PARTS * WIDTH, format);
-            if (v % PARTS == 0) fetch(ahead, v / PARTS * panel * (format == FP32 ? 4 : 2), k);
+            if (v % PARTS == 0) fetch(ahead, v / PARTS * panel * number_bytes(format), k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
@@ -73,7 +73,7 @@ INLINE void dense_tile(const int R, const int P, const float *const *rows, const
 }
 
 /* Bytes of sixteen weights for one step of a tile: an input, or a vector of codes. */
-INLINE size_t step_bytes(int format) { return format == FP16 || format == BF16 ? 2 * LANES : 4 * LANES; }
+INLINE size_t step_bytes(int format) { return LANES * (format >= INT8 ? 4 : number_bytes(format)); }
 
 INLINE size_t panel_bytes(const struct matrix *matrix) {
     const int inputs_of_step = matrix->format == INT8 ? 4 : matrix->format == INT4 ? 8 : 1;
@@ -201,6 +201,22 @@ INLINE int panels_at_once(int rows, int panels) {
     case 8: BOTH(8, panels, CALL)                                                                                      \
     }
 
+/* dense_tile for any number of rows and panels, and any format of numbers. */
+static void dense_products(int count, int panels, const float *const *rows, const void *weights, size_t panel,
+                           struct ahead ahead, int inputs, int format, f32 *sums) {
+#define DENSE(R, P, FORMAT) { dense_tile(R, P, rows, weights, panel, ahead, inputs, FORMAT, sums); }
+#define FP32_TILE(R, P) DENSE(R, P, FP32)
+#define FP16_TILE(R, P) DENSE(R, P, FP16)
+#define BF16_TILE(R, P) DENSE(R, P, BF16)
+#define BYTE_TILE(R, P) DENSE(R, P, INT8)
+    switch (format) {
+    case FP32: EACH_TILE(count, panels, FP32_TILE) break;
+    case FP16: EACH_TILE(count, panels, FP16_TILE) break;
+    case BF16: EACH_TILE(count, panels, BF16_TILE) break;
+    case INT8: EACH_TILE(count, panels, BYTE_TILE) break;
+    }
+}
+
 /* sums = up to MOST_ROWS rows, from `row` on, times up to MOST_PANELS panels: tile number `tile` of those that meet
  * these panels. Of a row, sums has VECTORS. */
 static void multiply(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel, int panels,
@@ -213,19 +229,14 @@ static void multiply(const struct matrix *matrix, const struct rows *x, int row,
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
         step = panels_at_once(rows, panels - p);
-#define DENSE(R, P, FORMAT)                                                                                            \
-    { dense_tile(R, P, values, weights, (size_t)matrix->inputs * LANES, ahead, matrix->inputs, FORMAT, sums); }
-#define FP32_TILE(R, P) DENSE(R, P, FP32)
-#define FP16_TILE(R, P) DENSE(R, P, FP16)
-#define BF16_TILE(R, P) DENSE(R, P, BF16)
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
 #define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
         switch (matrix->format) {
-        case FP32: EACH_TILE(rows, step, FP32_TILE) break;
-        case FP16: EACH_TILE(rows, step, FP16_TILE) break;
-        case BF16: EACH_TILE(rows, step, BF16_TILE) break;
         case INT8: EACH_TILE(rows, step, INT8_TILE) break;
         case INT4: EACH_TILE(rows, step, INT4_TILE) break;
+        default:
+            dense_products(rows, step, values, weights, (size_t)matrix->inputs * LANES, ahead, matrix->inputs,
+                           matrix->format, sums);
         }
     }
 }

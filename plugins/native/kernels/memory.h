@@ -8,14 +8,20 @@
 
 #define LINE 64 /* bytes */
 
-/* Zeros, for `release` to free; null where there is no memory. */
-static void *allocate(size_t bytes) {
+/* For `release` to free; null where there is no memory. Large pieces get their pages near the thread that first writes
+ * there. */
+static void *allocate_untouched(size_t bytes) {
     const size_t whole = (bytes + LINE - 1) / LINE * LINE;
 #if defined(_WIN32)
-    void *memory = _aligned_malloc(whole, LINE);
+    return _aligned_malloc(whole, LINE);
 #else
-    void *memory = aligned_alloc(LINE, whole);
+    return aligned_alloc(LINE, whole);
 #endif
+}
+
+/* Zeros. */
+static void *allocate(size_t bytes) {
+    void *memory = allocate_untouched(bytes);
     if (memory) memset(memory, 0, bytes);
     return memory;
 }

@@ -20,6 +20,12 @@ INLINE f32 load_some(const float *from, int size, float rest) {
     return value;
 }
 
+INLINE f32 from_bytes(const int8_t *at) {
+    i8 narrow;
+    memcpy(&narrow, at, sizeof narrow);
+    return __builtin_convertvector(__builtin_convertvector(narrow, i32), f32);
+}
+
 /* The second one where either is no number. */
 INLINE f32 larger(f32 a, f32 b) { return choose(a > b, a, b); }
 INLINE f32 smaller(f32 a, f32 b) { return choose(a < b, a, b); }

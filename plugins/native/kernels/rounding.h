@@ -11,16 +11,6 @@
 /* To the nearest integer, as `nearest` does and for the same numbers, but still floats. */
 INLINE f32 whole(f32 value) { return (settled(value) + WHOLE_ZERO) - WHOLE_ZERO; }
 
-/* The nearest fp16 numbers, ties to even, at most the largest one. */
-INLINE f32 halved(f32 value) {
-    const u32 bits = (u32)value, sign = bits & 0x80000000u, size = bits & 0x7fffffff;
-    const u32 normal = (size + 0xfff + (size >> 13 & 1)) & ~(u32){0} << 13;
-    const f32 tiny = __builtin_convertvector(nearest(choose((i32)(size < 0x38800000u), value, splat(0)) * 0x1p24f), f32);
-    const u32 most = (u32){0} + 0x477fe000u; /* 65504 */
-    const u32 held = (u32)choose((i32)(normal > most), (f32)most, (f32)normal);
-    return choose((i32)(size < 0x38800000u), tiny * 0x1p-24f, (f32)(held | sign));
-}
-
 struct affine {
     f32 scale, offset;
 };

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include "memory.h"
 
-#define MOST_THREADS 64
+#define MOST_THREADS 1024
 #define MOST_PHASES 4096
 #define WAIT_SPINS 20000 /* then somebody else needs the core: yield */
 #define IDLE_SPINS 4000  /* about 100 us */

@@ -22,9 +22,13 @@ INLINE void split_pairs(i32 *one, i32 *two) {}
 #define LOG2_E 1.44269504f
 #define WHOLE_ZERO 12582912.0f /* 1.5 * 2^23: a number that is added to it is rounded to an integer */
 
-/* A vector of weights as fp32, from number `index` on. */
+/* Bytes of a number that is stored by itself: of a cache, or of weights that are no codes. */
+INLINE size_t number_bytes(int format) { return format == FP32 ? 4 : format == INT8 ? 1 : 2; }
+
+/* A vector of such numbers as fp32, from number `index` on. */
 INLINE f32 widened(const void *weights, size_t index, const enum format format) {
     if (format == FP32) return load((const float *)weights + index);
+    if (format == INT8) return from_bytes((const int8_t *)weights + index);
     const uint16_t *at = (const uint16_t *)weights + index;
     return format == BF16 ? from_bf16(at) : from_fp16(at);
 }
@@ -53,6 +57,28 @@ INLINE int32_t sum_of_lanes(i32 value) {
  * with this sum, the product that `value` may be would be rounded once instead of twice, and near a tie the integer
  * would depend on whether a compiler does that. */
 INLINE i32 nearest(f32 value) { return (i32)(settled(value) + WHOLE_ZERO) - (i32)splat(WHOLE_ZERO); }
+
+#define LEAST_NORMAL 0x38800000u /* fp16 number, 2^-14, as fp32 */
+
+/* The nearest fp16 numbers, ties to even, at most the largest one. */
+INLINE f32 halved(f32 value) {
+    const u32 bits = (u32)value, sign = bits & 0x80000000u, size = bits & 0x7fffffff;
+    const u32 normal = (size + 0xfff + (size >> 13 & 1)) & ~(u32){0} << 13;
+    const f32 tiny = __builtin_convertvector(nearest(choose((i32)(size < LEAST_NORMAL), value, splat(0)) * 0x1p24f), f32);
+    const u32 most = (u32){0} + 0x477fe000u; /* 65504 */
+    const u32 held = (u32)choose((i32)(normal > most), (f32)most, (f32)normal);
+    return choose((i32)(size < LEAST_NORMAL), tiny * 0x1p-24f, (f32)(held | sign));
+}
+
+/* Those in 16 bits each. */
+INLINE void store_fp16(uint16_t *to, f32 value) {
+    const u32 bits = (u32)halved(value), size = bits & 0x7fffffff;
+    const i32 tiny = nearest(choose((i32)(size < LEAST_NORMAL), (f32)size, splat(0)) * 0x1p24f);
+    const u32 normal = (size >> 13) - (112 << 10); /* exponents of fp16 begin so much later */
+    const u16 narrow = __builtin_convertvector((u32)choose((i32)(size < LEAST_NORMAL), (f32)tiny, (f32)normal) |
+                                               (bits >> 16 & 0x8000), u16);
+    memcpy(to, &narrow, sizeof narrow);
+}
 
 #define FAINT (-126.0f) /* 2^x is normal from here on */
 

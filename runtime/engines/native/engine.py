@@ -7,7 +7,6 @@ speculative text equals plain text bit for bit, in every precision.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -16,15 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models import bindings, layers
+from ....models.bindings import LOW_BIT
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
-from ....plugins.native.library import FORMATS, KernelError, Layer, Matrix, Model, NativeLibrary, Pass, address
+from ....plugins.native.library import (
+    FORMATS,
+    Cache,
+    KernelError,
+    Layer,
+    Matrix,
+    Model,
+    NativeLibrary,
+    Pass,
+    address,
+)
 from ....plugins.native.packing import PANEL, whole_panels
 from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Weights
 from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
+from ..limits import cores
 from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
+
+# Types of a cache's numbers, by precision.
+STORED: dict[str, type[Any]] = {"": np.float32, "fp32": np.float32, "fp16": np.float16, "int8": np.int8}
 
 
 class Results(NamedTuple):
@@ -39,7 +53,9 @@ class Results(NamedTuple):
 
 
 class NativeKVCache(GrowingKVCache):
-    """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16]: see plugins/native/kernels."""
+    """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16], as `cache_precision` stores numbers;
+    scales, float32 [2, layers, H_kv, C], of keys and of values where they are codes: see kernels/cache.h.
+    structure: the C structure that points to them."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
@@ -56,25 +72,31 @@ class NativeKVCache(GrowingKVCache):
         return self._results[outputs]
 
     def _allocate(self, capacity: int) -> None:
-        model = self._spec.model
-        slots = whole_panels(capacity)
+        model, stored = self._spec.model, self._spec.cache_precision
+        slots, dtype = whole_panels(capacity), STORED[stored]
         heads = (model.num_layers, model.num_kv_heads)
-        self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), np.float32)
-        self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), np.float32)
+        self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), dtype)
+        self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), dtype)
+        self.scales = np.zeros((2, *heads, slots), np.float32) if stored in LOW_BIT else None
+        scales = (None, None) if self.scales is None else map(address, self.scales)
+        form = FORMATS.index(stored or "fp32")
+        self.structure = Cache(address(self.keys), address(self.values), *scales, slots, form)
         self._results: dict[int, Results] = {}
 
     def _resize(self, capacity: int, used: int) -> None:
-        keys, values = self.keys, self.values
+        keys, values, scales = self.keys, self.values, self.scales
         self._allocate(capacity)
         panels = whole_panels(used) // PANEL
         self.keys[:, :, :panels] = keys[:, :, :panels]
         self.values[:, :, :, :used] = values[:, :, :, :used]
+        if self.scales is not None and scales is not None:
+            self.scales[..., :used] = scales[..., :used]
 
     def _move(self, rows: NDArray[np.int64]) -> None:
         self._engine.move(self, rows)
 
     def _free(self) -> None:
-        del self.keys, self.values, self._results
+        del self.keys, self.values, self.scales, self.structure, self._results
 
 
 class NativeSoftmax(NumpySoftmax):
@@ -181,21 +203,14 @@ class NativeEngine(SoloEngine):
         acceptance = np.zeros(outputs, np.float32) if headed else None
         ids = np.zeros((outputs, columns), np.int64) if ranked else None
         logprobs = np.zeros((outputs, columns), np.float32) if ranked else None
-        wanted = Pass(
-            capacity=cache.values.shape[3], top=columns, keys=address(cache.keys), values=address(cache.values)
-        )
+        wanted = Pass(top=columns, cache=cache.structure)
         wanted.logits, wanted.acceptance = address(logits), address(acceptance)
         wanted.ids, wanted.logprobs = address(ids), address(logprobs)
         return Results(wanted, logits, acceptance, ids, logprobs)
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
         """Copy the slots `rows`, int64 [n], in this order, to the slots after the committed rows, in every layer."""
-        self._library.move(self._model, cache.keys, cache.values, cache.length, np.ascontiguousarray(rows))
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._library.move(self._model, cache.structure, cache.length, np.ascontiguousarray(rows))
 
 
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....models.errors import ConfigError, DraftwoodError, RequestError
+from ..backends import slot_bytes
 from ..base import EngineSpec
+from ..limits import SYSTEM, group_folders, read_lines
 
 CACHE_SHARE = 0.4  # share of the available memory for caches: a growing cache is copied, so it needs its size twice
 RESERVE = 128 << 20  # bytes for texts, threads and answers
@@ -17,6 +19,7 @@ LONG_TEXT = 1 << 16  # characters; the reserve covers the encoding of shorter te
 # Bytes of memory that the tokenizers library takes per byte of text. It ends the process when an allocation fails.
 BYTES_PER_BYTE = 256
 M_ARENA_MAX = -8  # a parameter of mallopt, from malloc.h
+OLDER_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # of cgroup v1
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -82,12 +85,6 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None) -> Cac
     return CacheBudget(kv_cache_bytes // sum(map(slot_bytes, specs)), longest, spare)
 
 
-def slot_bytes(spec: EngineSpec) -> int:
-    """An upper bound on the bytes of one token's keys and values, at four bytes per number."""
-    model = spec.model
-    return 4 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
-
-
 def scratch_bytes(spec: EngineSpec) -> int:
     """The bytes that passes need per slot: masks of every width, and the attention scores of the widest pass."""
     return 4 * (sum(spec.pass_widths) + 2 * spec.model.num_heads * spec.pass_widths[-1])
@@ -124,7 +121,7 @@ def check_text_memory(text: str) -> None:
         )
 
 
-def available_bytes(root: Path = Path("/")) -> int | None:
+def available_bytes(root: Path = SYSTEM) -> int | None:
     """The memory that this process may still allocate, by the limits of the machine, of its control groups and of the
     process. None where the system reports no limit. root: of the file system with /proc and /sys."""
     return min(read_limits(root), default=None)
@@ -135,14 +132,9 @@ def read_limits(root: Path) -> Iterator[int]:
     for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
-    for line in read_lines(root / "proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
-        mount = root / "sys/fs/cgroup"
-        if controllers == "" and number == "0":
-            yield from read_group_limits(mount, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from read_group_limits(mount / "memory", path, *names)
+    for folder in group_folders(root, "memory"):
+        for names in (("memory.max", "memory.current", "inactive_file"), OLDER_NAMES):
+            yield from read_group_limit(folder, *names)
     if sys.platform != "win32":
         import resource
 
@@ -152,23 +144,10 @@ def read_limits(root: Path) -> Iterator[int]:
             yield max(0, soft - int(sizes[0]) * resource.getpagesize())
 
 
-def read_group_limits(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """The bytes that are left in a control group and in each of its parents. Within a container only the mount point
-    itself is visible."""
-    inner = mount / path.lstrip("/")
-    for folder in (inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))):
-        with suppress(ValueError, IndexError):  # the limit is "max", or the file is missing
-            most, used = int(read_lines(folder / limit)[0]), int(read_lines(folder / usage)[0])
-            cached = [
-                line.split()[1] for line in read_lines(folder / "memory.stat") if line.startswith(f"{reclaimable} ")
-            ]
-            if most < UNLIMITED:
-                yield max(0, most - used + int(cached[0] if cached else 0))
-
-
-def read_lines(file: Path) -> list[str]:
-    """The lines of a system file; an empty list when the file cannot be read."""
-    try:
-        return file.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return []
+def read_group_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+    """The bytes that are left in a control group, if it has a limit."""
+    with suppress(ValueError, IndexError):  # the limit is "max", or the file is missing
+        most, used = int(read_lines(folder / limit)[0]), int(read_lines(folder / usage)[0])
+        cached = [line.split()[1] for line in read_lines(folder / "memory.stat") if line.startswith(f"{reclaimable} ")]
+        if most < UNLIMITED:
+            yield max(0, most - used + int(cached[0] if cached else 0))

@@ -176,8 +176,8 @@ def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle
     assert re.search(rf"#define MOST_THREADS {NATIVE.most_threads}$", header, re.MULTILINE)
     opened = EngineBundle.open(tiny_bundle)
     engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
-    with pytest.raises(ConfigError, match=r"threads of the target must be 0 .* to 64, not 65"):
-        replace(opened, manifest=replace(opened.manifest, engines=engines)).open_engine(TARGET, threads=65)
+    with pytest.raises(ConfigError, match=r"threads of the target must be 0 .* to 1024, not 1025"):
+        replace(opened, manifest=replace(opened.manifest, engines=engines)).open_engine(TARGET, threads=1025)
 
 
 def test_a_draft_takes_one_thread_but_natively_those_of_its_target(

@@ -31,12 +31,11 @@ from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.native.cache import CACHE
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.backends import bits_of_weight
-from draftwood.runtime.engines.base import Engine, Pass
+from draftwood.runtime.engines.backends import NATIVE, bits_of_weight
+from draftwood.runtime.engines.base import Engine
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.weights import check_weights
 from draftwood.runtime.engines.passes import causal_batch, prefill
-from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.torch import TorchEngine
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -47,16 +46,26 @@ few = settings(max_examples=6)
 prefixes = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)
 
 
-def opened(model: str, precision: str, folder: Path, threads: int = 2) -> NativeEngine:
+def opened(model: str, precision: str, folder: Path, threads: int = 2, cache: str = "fp32") -> NativeEngine:
     source = write_checkpoint(folder / "checkpoint", model) if model in SHAPES else DEMO / "target"
     weights = held(source, precision)
-    return open_native(weights, spec_of(weights, "target", precision, WIDTHS, 1024), folder, threads)
+    spec = spec_of(weights, "target", precision, WIDTHS, 1024)
+    return open_native(weights, replace(spec, cache_precision=cache), folder, threads)
 
 
-@pytest.fixture(scope="module", params=[(model, precision) for model in MODELS for precision in PRECISIONS], ids=str)
+COMBINATIONS = [(model, precision, "fp32") for model in MODELS for precision in PRECISIONS]
+COMBINATIONS += [
+    ("gqa", "int8", "fp16"),
+    ("demo target", "int4", "fp16"),
+    ("mqa", "bf16", "int8"),
+    ("mha", "int4", "int8"),
+]
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids=str)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    model, precision = request.param
-    return opened(model, precision, tmp_path_factory.mktemp("native"))
+    model, precision, cache = request.param
+    return opened(model, precision, tmp_path_factory.mktemp("native"), cache=cache)
 
 
 @few
@@ -67,12 +76,15 @@ def test_a_row_has_the_same_bits_alone_and_in_a_tree(
     assert_a_tree_changes_no_bit(engine, prefix, tree, data)
 
 
-def test_capacity_chunks_and_threads_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", NATIVE.caches)
+def test_capacity_chunks_and_threads_change_no_bit(cache: str, tmp_path: Path) -> None:
     """A text that outgrows the first buffer, prefilled in passes of 64 rows, or a few tokens at a time by one."""
     text = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB_SIZE, 300)]
     for name in ("many", "one"):
         (tmp_path / name).mkdir()
-    many, one = opened("demo target", "int4", tmp_path / "many"), opened("demo target", "int4", tmp_path / "one", 1)
+    many, one = (
+        opened("demo target", "int4", tmp_path / name, threads, cache) for name, threads in (("many", 2), ("one", 1))
+    )
     first, second = many.new_cache(), one.new_cache()
     prefill(many, first, text)
     for start in range(0, 300, 7):
@@ -83,35 +95,6 @@ def test_capacity_chunks_and_threads_change_no_bit(tmp_path: Path) -> None:
     first.shrink(100)
     assert first.capacity == 256
     np.testing.assert_array_equal(contents(first), contents(second)[:, :, :, :100])
-
-
-def test_in_a_pool_no_neighbour_changes_a_bit(tmp_path: Path) -> None:
-    """Two texts whose rows lie between each other's, in shared passes and moved together, as each alone."""
-    engine = opened("gqa", "int8", tmp_path)
-    texts = [[int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60)] for seed in (1, 2)]
-    alone = [one_by_one(engine, text[:1], text[1:])[-1].logits for text in texts]
-    pool = PooledEngine(engine, 2048)
-    caches = [pool.new_cache() for _ in texts]
-    for start in range(0, 60, 6):
-        batches = [causal_batch(pool.spec, text[start : start + 6], start) for text in texts]
-        outputs = pool.forward([Pass(pool, batch, at) for batch, at in zip(batches, caches, strict=True)])
-        for at in caches:
-            at.commit(range(6))
-    for output, expected in zip(outputs, alone, strict=True):
-        np.testing.assert_array_equal(output.logits[-1], expected)
-    caches[0].truncate(10)  # its other rows are garbage now, and a compaction moves the second text's together
-    live = np.zeros(pool._storage.speculative, np.bool_)
-    live[np.concatenate([each.slots for each in caches])] = True
-    pool._compact(live)
-    assert max(each.slots.max() for each in caches) == live.sum() - 1
-    assert all(np.all(np.diff(each.slots) == 1) for each in caches), "each sequence's rows lie together"
-    again = pool.new_cache()
-    prefill(pool, again, texts[1][:30])
-    for at, text in ((caches[1], [5, 6]), (again, [*texts[1][30:], 5, 6])):
-        last = prefill(pool, at, text)
-        assert last is not None
-        expected = one_by_one(engine, texts[1], [5, 6])[-1].logits
-        np.testing.assert_array_equal(last.logits[0], expected)
 
 
 @pytest.mark.parametrize(("model", "precision"), KINDS)

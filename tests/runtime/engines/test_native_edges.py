@@ -21,7 +21,7 @@ from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.passes import causal_batch
 
-LANES, WHOLE = 16, 256  # kernels/vector.h, kernels/attention.h
+LANES, WHOLE = 16, 256  # panels of a long context
 DRIVER = ROOT / "tests" / "support" / "native_edges.c"
 PROCESSORS = ("-march=native", "-march=x86-64-v3", "-march=x86-64")
 

@@ -1,0 +1,118 @@
+/* Keys and values of a text, in panels that attention reads: of a kv head of a layer, keys [slot / 16][head_dim][16]
+ * and values [dim / 16][slot][16]. They are stored in fp32 or fp16, or as codes of 8 bits, which a slot's scale
+ * multiplies. What is stored of a row depends on this row alone. */
+#pragma once
+#include "matrix.h"
+#include "memory.h"
+
+/* Of all layers, or of one kv head. key_scales, value_scales: [slots] of each head, or null where there are no codes. */
+struct cache {
+    void *keys, *values;
+    float *key_scales, *value_scales;
+    int32_t capacity, format;
+};
+
+static size_t keys_of(int head_dim, int capacity) { return (size_t)head_dim * capacity; }
+static size_t values_of(int head_dim, int capacity) { return (size_t)panels_of(head_dim) * LANES * capacity; }
+
+/* A kv head of a cache, counted through all layers. */
+static struct cache head_of(const struct cache *all, int head_dim, size_t head) {
+    const size_t bytes = number_bytes(all->format), slots = head * all->capacity;
+    struct cache own = *all;
+    own.keys = (char *)all->keys + head * keys_of(head_dim, all->capacity) * bytes;
+    own.values = (char *)all->values + head * values_of(head_dim, all->capacity) * bytes;
+    if (all->format == INT8) own.key_scales += slots, own.value_scales += slots;
+    return own;
+}
+
+/* The largest magnitude of a row; of what is no number or infinite, the largest of fp32. */
+static float peak_of(const float *row, int dim) {
+    f32 most = {0};
+    for (int d = 0; d < dim; d += WIDTH) {
+        const f32 value = load_some(row + d, dim - d, 0), limit = splat(3.4e38f);
+        most = larger(most, smaller(larger(value, -value), limit));
+    }
+    return largest(most);
+}
+
+/* Store a row's numbers, `lane` of them between one and the next, and `panel` between every sixteenth. */
+INLINE void put_numbers(const float *row, int dim, float step, void *to, size_t lane, size_t panel,
+                        const enum format format) {
+    const size_t bytes = number_bytes(format);
+    for (int d = 0; d < dim; d += WIDTH) {
+        const f32 value = load_some(row + d, dim - d, 0);
+        char stored[sizeof(f32)];
+        if (format == FP32) store((float *)stored, value);
+        if (format == FP16) store_fp16((uint16_t *)stored, value);
+        if (format == INT8) store_bytes((int8_t *)stored, nearest(value * step));
+        char *at = (char *)to + (d / LANES * panel + d % LANES * lane) * bytes;
+        for (int index = 0; index < WIDTH && d + index < dim; index++)
+            memcpy(at + index * lane * bytes, stored + index * bytes, bytes);
+    }
+}
+
+static void put_row(const float *row, int dim, void *to, size_t lane, size_t panel, float *scales, int slot,
+                    int format) {
+    if (format == FP32) put_numbers(row, dim, 0, to, lane, panel, FP32);
+    if (format == FP16) put_numbers(row, dim, 0, to, lane, panel, FP16);
+    if (format != INT8) return;
+    const float peak = peak_of(row, dim);
+    put_numbers(row, dim, peak > 1e-30f ? 127.0f / peak : 0.0f, to, lane, panel, INT8);
+    scales[slot] = peak / 127.0f;
+}
+
+/* Store the key and the value of a row, [head_dim] each, in a slot of their head. */
+static void put(const struct cache *head, int head_dim, int slot, const float *key, const float *value) {
+    const size_t bytes = number_bytes(head->format), panel = (size_t)(slot / LANES) * head_dim * LANES;
+    char *to = (char *)head->keys + (panel + slot % LANES) * bytes;
+    put_row(key, head_dim, to, LANES, LANES * LANES, head->key_scales, slot, head->format);
+    to = (char *)head->values + (size_t)slot * LANES * bytes;
+    put_row(value, head_dim, to, 1, (size_t)head->capacity * LANES, head->value_scales, slot, head->format);
+}
+
+/* What a slot has in `count` pieces of some bytes: from one piece to the next, from one slot of a panel to the next, and
+ * from one panel of slots to the next there are so many bytes. */
+struct pieces {
+    char *first;
+    int count;
+    size_t piece, slot, panel;
+};
+
+/* Copy the pieces of `slots` behind those of slot `to` - 1. kept: room for all of them. */
+INLINE void move_pieces(struct pieces of, const size_t bytes, int to, const int64_t *slots, int rows, char *kept) {
+    for (int back = 0; back < 2; back++)
+        for (int row = 0; row < rows; row++) {
+            const int64_t slot = back ? to + row : slots[row];
+            char *at = of.first + slot / LANES * of.panel + slot % LANES * of.slot;
+            for (int index = 0; index < of.count; index++, at += of.piece) {
+                char *beside = kept + ((size_t)row * of.count + index) * bytes;
+                memcpy(back ? at : beside, back ? beside : at, bytes);
+            }
+        }
+}
+
+INLINE void move_head(const struct cache *head, int dim, int to, const int64_t *slots, int rows, char *kept,
+                      const enum format format) {
+    const size_t bytes = number_bytes(format), line = LANES * bytes, scale = sizeof(float);
+    move_pieces((struct pieces){head->keys, dim, line, bytes, dim * line}, bytes, to, slots, rows, kept);
+    const struct pieces values = {head->values, panels_of(dim), head->capacity * line, line, LANES * line};
+    move_pieces(values, line, to, slots, rows, kept);
+    for (int index = 0; index < 2 && format == INT8; index++) {
+        float *scales = index ? head->value_scales : head->key_scales;
+        move_pieces((struct pieces){(char *)scales, 1, 0, scale, LANES * scale}, scale, to, slots, rows, kept);
+    }
+}
+
+/* Copy the rows in `slots`, in that order, behind slot `to` - 1 of every one of so many heads; 0, or -1 without memory. */
+static int move_rows(const struct cache *all, int heads, int dim, int to, const int64_t *slots, int rows) {
+    char *kept = rows ? allocate((size_t)rows * panels_of(dim) * LANES * sizeof(float)) : NULL;
+    if (!kept) return rows ? -1 : 0;
+    for (int index = 0; index < heads; index++) {
+        const struct cache head = head_of(all, dim, index);
+        if (head.format == FP32) move_head(&head, dim, to, slots, rows, kept, FP32);
+        if (head.format == FP16) move_head(&head, dim, to, slots, rows, kept, FP16);
+        if (head.format == INT8) move_head(&head, dim, to, slots, rows, kept, INT8);
+    }
+    release(kept);
+    return 0;
+}

@@ -1,0 +1,59 @@
+"""What the system allows a process: the folders of its control groups, and processor cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+UNIFIED = ""  # the controllers of version 2 of control groups
+SYSTEM = Path("/")
+
+
+def cores(root: Path = SYSTEM) -> int:
+    """How many threads compute at the same time: one for each physical core that this process may use, and no more than
+    the processor time that its control groups allow. root: of the file system with /proc and /sys."""
+    listed = hasattr(os, "sched_getaffinity")
+    allowed = os.sched_getaffinity(0) if listed else set(range(os.cpu_count() or 1))
+    # Two threads of one core share its arithmetic and its path to memory; a quota below one core still needs a thread.
+    return max(1, min((len({siblings(root, each) for each in allowed}), *map(int, quotas(root)))))
+
+
+def siblings(root: Path, processor: int) -> str:
+    """The processors of the same core, as the system lists them; the processor itself where it does not."""
+    lines = read_lines(root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
+    return lines[0] if lines else f"{processor}"
+
+
+def quotas(root: Path) -> Iterator[float]:
+    """The processors' time that each limited control group may use, as a number of processors."""
+    for folder in group_folders(root, "cpu"):
+        with suppress(ValueError, IndexError, ZeroDivisionError):  # there is no limit ("max", or -1), or no such file
+            line = read_lines(folder / "cpu.max")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = line[0].split() if line else (read_lines(folder / name)[0] for name in names)
+            if int(quota) > 0:
+                yield int(quota) / int(period)
+
+
+def group_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of a controller's group and of its parents, of both versions. Within a container only the mount point
+    itself is visible."""
+    for line in read_lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        mount = root / "sys/fs/cgroup"
+        if controller in controllers.split(","):
+            mount /= controller
+        elif (number, controllers) != ("0", UNIFIED):
+            continue
+        inner = mount / path.lstrip("/")
+        yield from (inner, *(parent for parent in inner.parents if parent.is_relative_to(mount)))
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines of a system file; an empty list when the file cannot be read."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
