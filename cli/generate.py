@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to complete")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to complete; - reads standard input")
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
-    parser.add_argument("--json", action="store_true", help="one JSON object: the fields of GenerationResult")
+    parser.add_argument("--json", action="store_true", help="one JSON object: the fields of the result")
     parser.add_argument("--explain", metavar="OUT.html", type=Path, help="draw every round's token graph on a page")
     parser.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
     add_sampling(parser)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         observe = None if args.explain is None else recorder.observe
         fields: dict[str, Any] = {}
         if args.json:
-            result = llm.generate(prompt, params, observe)
+            (result,) = llm.generate(prompt, params, observe=observe)
             token_ids, stats, fields = result.token_ids, result.stats, result.to_dict()
         else:
             token_ids = []
