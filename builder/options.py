@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..models.bindings import BITS, DRAFT, LOW_BIT, ROLES, TARGET
-from ..models.errors import ConfigError, EngineError
+from ..models.errors import ConfigError, EngineError, nearest
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
 
@@ -68,7 +68,8 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}")
+            near = nearest(self.backend, BACKENDS)
+            raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}{near}")
         for role in self.roles:
             backend = self.backend_of(role)
             if backend not in BACKENDS or (backend != self.backend and {backend, self.backend}.intersection(COMPILED)):
@@ -76,8 +77,11 @@ class BuildOptions:
             precision = self.precision_of(role)
             refuse_dynamic(precision)
             if precision not in BACKENDS[backend].precisions:
-                choices = ", ".join(BACKENDS[backend].precisions)
-                raise ConfigError(f"precision {precision!r} is not available for {backend}; choose {choices}")
+                choices = BACKENDS[backend].precisions
+                raise ConfigError(
+                    f"precision {precision!r} is not available for {backend}; choose {', '.join(choices)}"
+                    + nearest(precision, choices)
+                )
             try:
                 BACKENDS[backend].check_machine(None)
             except EngineError as error:
