@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -96,8 +97,10 @@ def test_an_installed_wheel_needs_nothing_of_the_repository(wheel: Path, tmp_pat
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "zz-dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
 
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
     def said(*command: str) -> str:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"HOME": str(tmp_path)})
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
