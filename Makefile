@@ -16,13 +16,14 @@ setup: .venv/ready
 
 # What checks need on top: every backend and server, so that tests run against the real ones.
 .venv/dev: .venv/ready
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,kernel,tensorrt-rtx,serve,structured,triton]' --group dev
+	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,completion,kernel,tensorrt-rtx,serve,structured,triton]' --group dev
 	$(LINK)
 	touch $@
 
 # The folders as one package, for mypy, and for a Python into which nothing of this can be installed.
 LINK = mkdir -p build/typing/draftwood && \
-	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done
+	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done && \
+	ln -sfn $(CURDIR)/package/*.py $(CURDIR)/package/py.typed build/typing/draftwood/
 
 BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head
 

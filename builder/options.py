@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..models.bindings import BITS, DRAFT, LOW_BIT, ROLES, TARGET
-from ..models.errors import ConfigError, EngineError
+from ..models.errors import ConfigError, EngineError, nearest
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
 
@@ -70,7 +70,8 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}")
+            near = nearest(self.backend, BACKENDS)
+            raise ConfigError(f"backend {self.backend!r} is not available; choose one of {', '.join(BACKENDS)}{near}")
         for role in self.roles:
             backend = self.backend_of(role)
             if backend not in BACKENDS or (backend != self.backend and {backend, self.backend}.intersection(COMPILED)):
@@ -78,8 +79,11 @@ class BuildOptions:
             precision = self.precision_of(role)
             refuse_dynamic(precision)
             if precision not in BACKENDS[backend].precisions:
-                choices = ", ".join(BACKENDS[backend].precisions)
-                raise ConfigError(f"precision {precision!r} is not available for {backend}; choose {choices}")
+                choices = BACKENDS[backend].precisions
+                raise ConfigError(
+                    f"precision {precision!r} is not available for {backend}; choose {', '.join(choices)}"
+                    + nearest(precision, choices)
+                )
             if self.cache_precision is not None:
                 self._check_cache(self.cache_precision, backend)
             try:

@@ -11,13 +11,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from ..models.bindings import TARGET
-from ..models.errors import ConfigError, RequestError
+from ..models.errors import ConfigError, RequestError, nearest
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import fingerprint, stored_costs
 from ..runtime.bundle.fit import LOOKUP_NGRAM, fitted
@@ -32,20 +34,24 @@ from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel, assumed
 from ..runtime.text.tokenizer import Tokenizer
-from .files import check_writable, write
+from .files import check_writable, read, write
 from .live import costs_note
-from .options import add_engines, add_sampling, integers, positive, read_options
+from .options import add_engines, add_quiet, add_sampling, integers, positive, read_options
 
 PLAIN = "plain"
 SIZES = {"chain": "max_draft_len", LOOKUP: "lookup_len"}  # the setting that a grower's size is; else of a tree
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
+RESAMPLES = 2000  # of the bootstrap
 CONFIGS, WITHOUT_DRAFT = "plain,chain:4,topk:12,auto", "plain,lookup:8,auto"
 
 
 class Row(NamedTuple):
     """One configuration's figures. speed: seconds per token of plain decoding divided by this configuration's, without
     the time of the prompt; the median over prompts and repeats, which are measured alternately. speed_whole: the same
-    with the time of the prompt, which is longer with a draft. same_text: share of outputs equal to plain decoding's."""
+    with the time of the prompt, which is longer with a draft. same_text: share of outputs equal to plain decoding's.
+
+    The intervals contain the median of speed, and of tokens per second, over prompts like these with a confidence of
+    95 %, see `interval`; None if there is one prompt only."""
 
     config: str
     mean_acceptance_length: float
@@ -56,6 +62,8 @@ class Row(NamedTuple):
     speed: float
     speed_whole: float
     same_text: float
+    speed_interval: tuple[float, float] | None
+    tokens_per_second_interval: tuple[float, float] | None
 
 
 def add_parser(commands: Any) -> None:
@@ -70,6 +78,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_sampling(parser)
     add_engines(parser)
+    add_quiet(parser)
     parser.set_defaults(run=run)
 
 
@@ -99,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     eos, vocab_size = bundle.manifest.eos_token_ids, target.spec.model.vocab_size
     runs: dict[str, list[Run]] = {name: [] for name in configs}
     console = Console(stderr=args.json)
-    for repeat in track(range(args.repeats + 1), "Measuring", console=console, transient=True):
+    for repeat in track(range(args.repeats + 1), "Measuring", console=console, transient=True, disable=args.quiet):
         for index, prompt in enumerate(prompts):
             for name, decoder in decoders.items():
                 sampler, stats = Sampler(params, prompt, eos, vocab_size), SpecDecodeStats()
@@ -108,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
                     pass
                 if repeat:  # the first repeat warms caches and binds buffers
                     runs[name].append(Run(sampler.output, stats))
-    rows = [summarise(name, runs[name], runs[PLAIN]) for name in configs]
+    rows = [summarise(name, runs[name], runs[PLAIN], len(prompts)) for name in configs]
     report = {
         "date": date.today().isoformat(),
         "bundle": args.bundle.name,
@@ -131,7 +140,7 @@ def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: a
     """The costs by which rounds are planned. Prints a note if they were measured on another machine or bundle."""
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
-        Console(stderr=True).print(f"── {costs_note(stale)}", markup=False)
+        Console(stderr=True, quiet=args.quiet).print(f"── {costs_note(stale)}", markup=False)
     return measured or assumed(target.spec.model, None if draft is None else draft.spec.model)
 
 
@@ -149,23 +158,38 @@ class Run(NamedTuple):
         return (self.stats.prompt_seconds + self.stats.decode_seconds) / self.stats.num_tokens
 
 
-def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
+def interval(values: Sequence[float], prompts: int) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the median, by the bootstrap over prompts (percentiles). values: one per repeat
+    and prompt, the prompts of a repeat one after another. The repeats of a prompt are drawn together, because they are
+    alike. None for a single prompt, which says nothing about others."""
+    if prompts == 1:
+        return None
+    table: NDArray[np.float64] = np.asarray(values).reshape(-1, prompts)
+    drawn = np.random.default_rng(0).integers(prompts, size=(RESAMPLES, prompts))
+    low, high = np.percentile(np.median(table[:, drawn], axis=(0, 2)), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run], prompts: int) -> Row:
     """One configuration's row. runs[i] and plain[i] are of the same prompt, one after the other."""
     tokens = sum(run.stats.num_tokens for run in runs)
     both = list(zip(plain, runs, strict=True))
     drafts = sum(run.stats.num_drafts for run in runs)
     accepted = sum(run.stats.num_accepted_tokens for run in runs)
     proposed = sum(run.stats.num_draft_tokens for run in runs)
+    speeds = [base.seconds / run.seconds for base, run in both]
     return Row(
         config=name,
         mean_acceptance_length=1 + accepted / drafts if drafts else 1.0,
         acceptance_rate=accepted / proposed if proposed else 0.0,
         target_passes_per_token=sum(run.stats.target_passes for run in runs) / tokens,
         draft_passes_per_token=sum(run.stats.draft_passes for run in runs) / tokens,
-        tokens_per_second=1 / median(run.seconds for run in runs),
-        speed=median(base.seconds / run.seconds for base, run in both),
+        tokens_per_second=median(1 / run.seconds for run in runs),
+        speed=median(speeds),
         speed_whole=median(base.seconds_whole / run.seconds_whole for base, run in both),
         same_text=mean(run.token_ids == base.token_ids for base, run in both),
+        speed_interval=interval(speeds, prompts),
+        tokens_per_second_interval=interval([1 / run.seconds for run in runs], prompts),
     )
 
 
@@ -177,17 +201,18 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
         "target\npasses\n/ token",
         "draft\npasses\n/ token",
         "tokens/s",
-        "× plain",
+        "× plain\n(95 %)",
         "with\nprompt",
     ]
-    result = Table(*columns, *(["same\ntext"] if greedy else []), box=box.SIMPLE, pad_edge=False)
+    result = Table(*columns, *(["same\ntext"] if greedy else []), box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     for column in result.columns[1:]:
         column.no_wrap, column.justify = True, "right"
     result.columns[0].min_width, result.columns[0].overflow = NAME_WIDTH, "fold"
     for row in rows:
         cells = [row.config, f"{row.mean_acceptance_length:.2f}"]
         cells += [f"{row.target_passes_per_token:.2f}", f"{row.draft_passes_per_token:.2f}"]
-        cells += [f"{row.tokens_per_second:.0f}", f"{row.speed:.2f}", f"{row.speed_whole:.2f}"]
+        ends = "" if row.speed_interval is None else "\n{:.2f}–{:.2f}".format(*row.speed_interval)
+        cells += [f"{row.tokens_per_second:.0f}", f"{row.speed:.2f}{ends}", f"{row.speed_whole:.2f}"]
         result.add_row(*cells, *([f"{row.same_text:.0%}"] if greedy else []))
     return result
 
@@ -215,8 +240,10 @@ def parse_config(text: str) -> SpeculativeConfig | None:
             values["lookup_ngram"] = LOOKUP_NGRAM
         for setting in settings:
             name, _, value = setting.partition("=")
+            if name not in types:
+                raise ValueError(f"there is no setting {name!r}{nearest(name, types)}")
             values[name] = integers(value.replace("-", ",")) if types[name] is tuple else types[name](value)
-    except (KeyError, ValueError, argparse.ArgumentTypeError) as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:
         raise ConfigError(
             f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16/max_draft_len=6"
         ) from error
@@ -238,12 +265,8 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], chat: bool) -> li
 
 def read_prompts(file: Path) -> list[str]:
     """The prompts of a JSON lines file. Raises RequestError that names the line."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--prompts {file} cannot be read: {error}") from error
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read(file, "--prompts").splitlines(), start=1):
         try:
             row = json.loads(line)
             prompts.append(str(row["prompt"] if "prompt" in row else row["turns"][0]))

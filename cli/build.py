@@ -12,7 +12,7 @@ from ..builder.profile import BRIEF_SECONDS, brief_contexts
 from ..models.errors import DraftwoodError, EngineError
 from ..runtime.engines.backends import AUTO, BACKENDS, choose_backend
 from .inspect import describe
-from .options import DRAFT_THREADS, PROVIDER, THREADS, integers, read_options
+from .options import DRAFT_THREADS, PROVIDER, THREADS, add_quiet, integers, read_options
 from .profile import profile
 from .progress import progress
 
@@ -141,6 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not measure the costs of passes at the end, which is done briefly (draftwood profile measures them "
         "later, or again and longer)",
     )
+    add_quiet(parser)
     parser.set_defaults(run=run)
 
 
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise EngineError(f"building needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 
-    console = Console()
+    console = Console(quiet=args.quiet)
     if choice is not None:
         console.print(f"Backend {choice.backend}: {choice.reason}", markup=False, highlight=False, soft_wrap=True)
     with progress(console) as begin:

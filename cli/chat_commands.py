@@ -19,8 +19,8 @@ from .files import unwritable
 from .live import running
 
 SPECULATION = "speculation"
-# Nothing of a conversation in a terminal shows log-probabilities, and a schema is no word.
-UNSETTABLE = ("logits_processors", "logprobs", "structured", "logit_bias", "allowed_token_ids", "prompt_logprobs")
+# Nothing of a conversation in a terminal shows log-probabilities, a schema is no word, and a message has one answer.
+UNSETTABLE = ("logits_processors", "logprobs", "structured", "logit_bias", "allowed_token_ids", "prompt_logprobs", "n")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Output files of commands. Whether they can be written is checked at the beginning of a command."""
+"""Files of commands. Whether output files can be written is checked at the beginning of a command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from pathlib import Path
 
 from ..models.errors import RequestError
 from ..runtime.bundle.staging import advice
+
+
+def read(file: Path, option: str) -> str:
+    """The text of an input file. Raises RequestError that names the option."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{option} {file} cannot be read: {error}") from error
 
 
 def check_writable(file: Path, option: str) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..models.errors import RequestError
 from ..runtime.inspection.audit import AuditReport, audit_output, check_auditable
 from ..runtime.inspection.explain import RoundRecorder
 from ..runtime.inspection.explain_html import to_html
 from ..runtime.llm import LLM
 from ..runtime.sampling.params import SamplingParams
+from ..runtime.sampling.structured import StructuredOutput
 from ..runtime.text.tokenizer import token_texts
-from .files import check_writable, write
+from .files import check_writable, read, write
 from .live import costs_note, open_view, summary
-from .options import add_engines, add_sampling, add_speculation, read_options, speculative
+from .options import add_engines, add_quiet, add_sampling, add_speculation, read_options, speculative
 
 
 def add_parser(commands: Any) -> None:
@@ -29,33 +30,40 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to complete")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to complete; - reads standard input")
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
-    parser.add_argument("--json", action="store_true", help="one JSON object: the fields of GenerationResult")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", type=Path, help="the text is JSON that fits this schema")
+    form.add_argument("--regex", metavar="PATTERN", help="the whole text matches this regular expression")
+    form.add_argument("--grammar", metavar="FILE", type=Path, help="the text follows this grammar, Lark's or GBNF's")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object: the fields of CompletionOutput, and the prompt's tokens"
+    )
     parser.add_argument("--explain", metavar="OUT.html", type=Path, help="draw every round's token graph on a page")
     parser.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
     add_sampling(parser)
     add_speculation(parser)
     add_engines(parser)
+    add_quiet(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = read_options(args, SamplingParams)
+    params = replace(read_options(args, SamplingParams), structured=form_of(args))
     config = speculative(args)
     text = prompt_text(args)
     if args.audit:
         check_auditable(config is not None, params)
     if args.explain is not None:
         check_writable(args.explain, "--explain")
-    errors = Console(stderr=True)
+    notes, errors = Console(stderr=True, quiet=args.quiet), Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if llm.stale_costs:
-            errors.print(f"── {costs_note(llm.stale_costs)}", markup=False)
+            notes.print(f"── {costs_note(llm.stale_costs)}", markup=False)
         prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
         recorder = RoundRecorder(token_texts(llm.tokenizer))
         observe = None if args.explain is None else recorder.observe
         fields: dict[str, Any] = {}
         if args.json:
-            result = llm.generate(prompt, params, observe)
+            (result,) = llm.generate(prompt, params, observe=observe)
             token_ids, stats, fields = result.token_ids, result.stats, result.to_dict()
         else:
             token_ids = []
@@ -64,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
                     token_ids += chunk.token_ids
                     view.show(chunk)
             stats = chunk.stats
-            errors.print(summary(stats), highlight=False, soft_wrap=True)
+            notes.print(summary(stats), highlight=False, soft_wrap=True)
         if args.explain is not None:
             write(args.explain, "--explain", to_html(recorder.explanation(text, config, params, stats)))
-            errors.print(f"── {len(recorder.rounds)} rounds explained in {args.explain}", highlight=False, markup=False)
+            notes.print(f"── {len(recorder.rounds)} rounds explained in {args.explain}", highlight=False, markup=False)
         report = audit_output(llm, prompt, params, token_ids) if args.audit else None
     if report is not None:
         fields["audit"] = report.to_dict()
@@ -93,7 +101,13 @@ def prompt_text(args: argparse.Namespace) -> str:
     """The prompt of the used option. Raises RequestError if its file cannot be read."""
     if args.prompt_file is None:
         return str(args.prompt if args.chat is None else args.chat)
-    try:
-        return sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from error
+    return sys.stdin.read() if args.prompt_file == "-" else read(Path(args.prompt_file), "--prompt-file")
+
+
+def form_of(args: argparse.Namespace) -> StructuredOutput | None:
+    """The form that the options demand of the text. Raises RequestError."""
+    if args.json_schema is not None:
+        return StructuredOutput(json=read(args.json_schema, "--json-schema"))
+    if args.grammar is not None:
+        return StructuredOutput(grammar=read(args.grammar, "--grammar"))
+    return None if args.regex is None else StructuredOutput(regex=args.regex)

@@ -15,15 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..models.errors import DraftwoodError
+from ..models.bindings import DRAFT
+from ..models.errors import DraftwoodError, RequestError
 from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import stored_costs
-from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, slot_bytes
+from ..runtime.decoding.loop import MAX_RUNNING
+from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, format_of_weight, slot_bytes
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import TensorRTPlan
-from .options import DRAFT_THREADS, PROVIDER, THREADS
+from ..runtime.text.tokenizer import read_template
+from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
 
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
@@ -32,12 +35,26 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="show what a bundle holds and whether it runs here")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        default=MAX_RUNNING,
+        metavar="N",
+        help=f"show the memory that N requests at a time need (default {MAX_RUNNING})",
+    )
+    parser.add_argument("--chat-template", action="store_true", help="print the chat template, and nothing else")
     parser.add_argument("--open", action="store_true", help="open the engines, too: for bundles that you trust")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(args.bundle)
+    template = read_template(bundle.folder)
+    if args.chat_template:
+        if template is None:
+            raise RequestError(f"{bundle.folder} has no chat template: its model completes texts")
+        print(printable(template))
+        return 0
     attempt = open_once if args.open else compare
     trials = {role: attempt(bundle, role) for role in bundle.manifest.engines}
     costs = costs_of(bundle)
@@ -45,11 +62,21 @@ def run(args: argparse.Namespace) -> int:
         obstacles = {role: trial.obstacle for role, trial in trials.items()}
         memory = {role: trial.memory for role, trial in trials.items()}
         bits = {role: round(bits_of_weight(spec), 3) for role, spec in bundle.manifest.engines.items()}
-        shown = {"bits_per_weight": bits, "obstacles": obstacles, "memory": memory, "costs": costs._asdict()}
+        specs = bundle.manifest.engines
+        shown = {
+            "bits_per_weight": bits,
+            "formats": {role: format_of_weight(spec) for role, spec in specs.items()},
+            "draft_vocabulary": specs[DRAFT].model.num_logits if bundle.has_draft else None,
+            "chat_template": template,
+            "memory_of_requests": {role: full_bytes(bundle, role, args.requests) for role in specs},
+            "obstacles": obstacles,
+            "memory": memory,
+            "costs": costs._asdict(),
+        }
         print(json.dumps(bundle.manifest.to_json() | shown))
         return 0
     console = Console()
-    console.print(describe(bundle))
+    console.print(describe(bundle, args.requests))
     for role, trial in trials.items():
         fits = " runs here" if args.open else " fits this machine"
         words = fits if trial.obstacle is None else f": {trial.obstacle}"
@@ -108,8 +135,8 @@ def costs_of(bundle: EngineBundle) -> Costs:
     return Costs(ELSEWHERE if found else HERE, found)
 
 
-def describe(bundle: EngineBundle) -> Table:
-    """The bundle as a table, one column per engine."""
+def describe(bundle: EngineBundle, requests: int = MAX_RUNNING) -> Table:
+    """The bundle as a table, one column per engine. requests: at a time, whose memory is shown."""
     manifest = bundle.manifest
     table = Table(title=escape(printable(f"{bundle.folder}  ({manifest.builder})")), title_justify="left")
     table.add_column("")
@@ -121,9 +148,13 @@ def describe(bundle: EngineBundle) -> Table:
         "layers × hidden": [f"{spec.model.num_layers} × {spec.model.hidden_size}" for spec in engines],
         "heads : KV heads": [f"{spec.model.num_heads} : {spec.model.num_kv_heads}" for spec in engines],
         "backend": [f"{spec.backend} {spec.precision}" for spec in engines],
+        "weights": [format_of_weight(spec) for spec in engines],
         "bits per weight": [f"{bits_of_weight(spec):.2f}" for spec in engines],
         "size": [f"{manifest.engine_bytes(role) / 1e6:.1f} MB" for role in manifest.engines],
         "cache slots": [cache_slots(spec) for spec in engines],
+        f"memory of {requests} requests": [
+            f"{full_bytes(bundle, role, requests) / 1e6:.1f} MB" for role in manifest.engines
+        ],
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],
         "largest error": [f"{manifest.parity[role]:.0e} of the largest logit" for role in manifest.engines],
     }
@@ -147,6 +178,8 @@ def describe(bundle: EngineBundle) -> Table:
     costs = costs_of(bundle)
     table.add_row("costs", costs.source)
     table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"
+    template = read_template(bundle.folder)
+    table.caption += "\nno chat template" if template is None else f"\nchat template of {len(template)} characters"
     if not bundle.has_draft:
         table.caption += "\nno draft: decodes plainly or by prompt lookup"
     if costs.source != HERE:
@@ -157,8 +190,19 @@ def describe(bundle: EngineBundle) -> Table:
 def cache_slots(spec: EngineSpec) -> str:
     """The cache slots of a sequence, or of all sequences of a TensorRT plan, and the bytes of their keys and values."""
     slots = f"{spec.capacity}" if spec.max_batch == 1 else f"{spec.max_batch} × {spec.capacity}"
-    size = spec.max_batch * spec.capacity * slot_bytes(spec)
-    return f"{slots}, {size / 1e6:.1f} MB when full, in {cache_precision(spec)}"
+    return f"{slots}, {full_cache_bytes(spec) / 1e6:.1f} MB when full, in {cache_precision(spec)}"
+
+
+def full_cache_bytes(spec: EngineSpec) -> int:
+    """Bytes of the keys and values of one sequence, or of all sequences of a TensorRT plan, when the cache is full."""
+    return spec.max_batch * spec.capacity * slot_bytes(spec)
+
+
+def full_bytes(bundle: EngineBundle, role: str, requests: int) -> int:
+    """Bytes of an engine's file and of the full caches of so many requests. A TensorRT plan has its caches anyway."""
+    spec = bundle.manifest.engines[role]
+    caches = 1 if BACKENDS[spec.backend].is_compiled else requests
+    return bundle.manifest.engine_bytes(role) + caches * full_cache_bytes(spec)
 
 
 def attention(plan: TensorRTPlan) -> str:

@@ -7,32 +7,25 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ..models.errors import DraftwoodError
+from ..models.errors import ConfigError, DraftwoodError, nearest
 from ..models.printable import printable
 from ..runtime.bundle.costs import release
 from ..runtime.engines.backends import BACKENDS
-from . import bench, build, chat, distill, generate, inspect, profile, serve, train_head, triton
+from . import bench, build, chat, demo, distill, generate, inspect, profile, serve, train_head, triton
 from .termination import termination_unwinds
 
-COMMANDS = (build, inspect, profile, generate, chat, bench, distill, train_head, serve, triton)
+COMMANDS = (build, inspect, profile, generate, chat, bench, distill, train_head, serve, triton, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    parser = Parser(prog="draftwood", description="Lossless speculative decoding over compiled engines")
-    parser.add_argument(
-        "--version", action=ShowVersion, nargs=0, help="versions of draftwood and of installed backends"
-    )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(commands)
-    args = parser.parse_args(join_lists(sys.argv[1:] if argv is None else argv))
     try:
+        args = arguments(sys.argv[1:] if argv is None else argv)
         with termination_unwinds():
             code: int = args.run(args)
     except DraftwoodError as error:
@@ -47,14 +40,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments; `run` is the function of the command. Ends the program if they are wrong."""
+    parser = Parser(prog="draftwood", description="Lossless speculative decoding over compiled engines")
+    parser.add_argument(
+        "--version", action=ShowVersion, nargs=0, help="versions of draftwood and of installed backends"
+    )
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        metavar="SHELL",
+        help="a script for bash, zsh or tcsh that completes",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser.parse_args(join_lists(argv))
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors suggest the most similar choice; used for the commands, too."""
+    """A parser whose errors are one line that suggests the most similar choice; used for the commands, too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Ends the program if an argument is unknown, with this parser's own options as suggestions."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            name = next((each for each in rest if each.startswith("-")), "").partition("=")[0]
+            near = nearest(name, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+        return known, rest
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
-        choices = re.sub(r"['\s]", "", found[2]).split(",") if found else []
-        near = get_close_matches(found[1], choices, 1) if found else []
-        super().error(printable(message + "".join(f"; did you mean {name}?" for name in near)))
+        near = nearest(found[1], re.sub(r"['\s]", "", found[2]).split(",")) if found else ""
+        line = f"{self.prog}: error: {message}{near} (see {self.prog} --help)"
+        self.exit(2, printable(line).replace("\n", "\\n") + "\n")
 
 
 def join_lists(argv: Sequence[str]) -> list[str]:
@@ -75,6 +95,33 @@ class ShowVersion(argparse.Action):
         installed = [found for backend in BACKENDS if (found := release(backend)) != backend]
         print(f"draftwood {version('draftwood')} with {', '.join(installed)}")
         parser.exit()
+
+
+class PrintCompletion(argparse.Action):
+    """Prints a shell's script that completes commands, options, their choices, and paths. shtab writes it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, shell: Any, *_: Any) -> None:
+        try:
+            import shtab
+        except ModuleNotFoundError as error:
+            raise ConfigError("--print-completion needs shtab: pip install 'draftwood[completion]'") from error
+        if shell not in shtab.SUPPORTED_SHELLS:
+            choices = ", ".join(shtab.SUPPORTED_SHELLS)
+            parser.error(f"argument --print-completion: invalid choice: {shell!r} (choose from {choices})")
+        for action in options_of(parser):
+            if action.type in (Path, build.folder_or_id):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a parser, and those of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options_of(command)
 
 
 if __name__ == "__main__":

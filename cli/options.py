@@ -59,6 +59,10 @@ def read_options(args: argparse.Namespace, kind: Callable[..., T]) -> T:
     return kind(**{name: value for name, value in vars(args).items() if name in names})
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="only results and errors: no progress, no notes")
+
+
 def add_sampling(parser: argparse.ArgumentParser, **defaults: str) -> None:
     """Add every field of SamplingParams that a command line can express. defaults: of this command, in words, where
     they are not those of SamplingParams."""

@@ -22,7 +22,7 @@ from ..runtime.bundle.costs import fingerprint, write_costs
 from ..runtime.bundle.staging import advice
 from ..runtime.engines.base import Engine
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
-from .options import add_engines, integers
+from .options import add_engines, add_quiet, integers
 from .progress import progress
 
 # Upper quartile / least time of repeated passes: 1.10 to 1.25 on two idle cores (real-time priority), 1.46 to 9.7
@@ -39,12 +39,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engines(parser)
+    add_quiet(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(args.bundle)
-    console = Console(stderr=args.json)
+    console = Console(stderr=args.json, quiet=args.quiet)
     costs = profile(bundle, args.threads, args.draft_threads, args.provider, args.contexts, console)
     if args.json:
         print(json.dumps(asdict(costs)))

@@ -15,7 +15,8 @@ from typing import Any
 from ..models.errors import ConfigError
 from ..runtime.decoding.loop import MAX_RUNNING
 from ..runtime.engines.shared.memory import CACHE_SHARE, limit_arenas
-from ..runtime.llm import LLM, PREFIX_CACHE_SLOTS
+from ..runtime.llm import LLM
+from ..runtime.request_engines import PREFIX_CACHE_SLOTS
 from ..runtime.requests.async_llm import MAX_WAITING, AsyncLLM
 from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..models.bindings import ROLES
 from ..models.errors import EngineError
 from .bench import read_prompts
-from .options import read_options
+from .options import add_quiet, read_options
 from .progress import progress
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def add_parser(commands: Any) -> None:
         "--untied", dest="tied", action="store_false", default=hidden, help="every ResBlock has its own matrix"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_quiet(parser)
     parser.set_defaults(run=run)
 
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = read_options(args, HeadTraining)
     prompts = read_prompts(args.prompts)
-    console = Console(stderr=args.json)
+    console = Console(stderr=args.json, quiet=args.quiet)
     with progress(console) as begin:
         result = train_head(options, prompts, begin)
     if args.json:

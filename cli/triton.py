@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..models.errors import EngineError
 from ..runtime.decoding.loop import MAX_RUNNING
-from ..runtime.llm import PREFIX_CACHE_SLOTS
+from ..runtime.request_engines import PREFIX_CACHE_SLOTS
 from ..runtime.requests.async_llm import MAX_WAITING
 from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model

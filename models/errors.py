@@ -3,6 +3,8 @@ turns them into exit code 2, a server into a 4xx answer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from reprlib import Repr
 
 from .printable import printable
@@ -37,6 +39,12 @@ class ConfigError(DraftwoodError):
 
 QUOTED = Repr()
 QUOTED.maxstring = QUOTED.maxother = 120  # characters
+
+
+def nearest(given: str, choices: Iterable[str]) -> str:
+    """The end of an error message, which asks for the choice most like `given`; empty if none is like it."""
+    found = get_close_matches(given[: QUOTED.maxstring], list(choices), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def shown(value: object) -> str:

@@ -6,11 +6,12 @@ from .chat import ChatSession
 from .decoding.scheduler import QueueFullError
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM
+from .prompt import TextPrompt, TokensPrompt
 from .requests.async_llm import AsyncLLM
 from .sampling.params import SamplingParams
 from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
-from .text.result import GenerationResult
+from .text.result import CompletionOutput, Logprob, RequestOutput
 from .text.writer import StreamChunk, TextPiece
 
 __all__ = [
@@ -19,17 +20,21 @@ __all__ = [
     "BundleError",
     "ChatSession",
     "CheckpointError",
+    "CompletionOutput",
     "ConfigError",
     "DraftwoodError",
     "EngineBundle",
     "EngineError",
-    "GenerationResult",
+    "Logprob",
     "QueueFullError",
     "RequestError",
+    "RequestOutput",
     "SamplingParams",
     "SpecDecodeStats",
     "SpeculativeConfig",
     "StreamChunk",
     "StructuredOutput",
     "TextPiece",
+    "TextPrompt",
+    "TokensPrompt",
 ]

@@ -13,10 +13,11 @@ from ..models.errors import RequestError
 from .decoding.loop import Job, Loop
 from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
-from .llm import LLM, PREFIX_CACHE_SLOTS, Speculation
+from .llm import LLM, Speculation
 from .prompt import PromptTooLongError
+from .request_engines import PREFIX_CACHE_SLOTS
 from .sampling.params import SamplingParams
-from .text.result import GenerationResult, result_of
+from .text.result import RequestOutput, output_of
 from .text.writer import StreamChunk
 
 INTERRUPTED = "interrupted"  # finish_reason of an answer that the user stopped
@@ -25,7 +26,7 @@ KEPT = 2  # a conversation that was too long is cut to one part in so many of th
 
 
 class Turn(NamedTuple):
-    """A user's message and its answer. finish_reason: as in GenerationResult, or INTERRUPTED."""
+    """A user's message and its answer. finish_reason: as in CompletionOutput, or INTERRUPTED."""
 
     user: str
     answer: str
@@ -51,7 +52,7 @@ class ChatSession:
         self._llm = llm
         self.turns: list[Turn] = []
         self.num_left_out = 0
-        self.last: GenerationResult | None = None
+        self.last: RequestOutput | None = None
         self.stats = SpecDecodeStats()
         self.num_prompt_tokens = 0
         self.system = system
@@ -185,14 +186,14 @@ class ChatSession:
     def _remember(self, text: str, num_before: int, prompt: list[int], chunks: list[StreamChunk]) -> None:
         if not chunks:
             return
-        result = result_of(prompt, chunks)
+        answer = output_of(next(self._llm.request_numbers), None, prompt, [chunks], self._llm.token_text)
         if chunks[-1].finish_reason is None:
-            result = replace(result, finish_reason=INTERRUPTED)
-        self.stats.add(result.stats)
+            answer = replace(answer, outputs=[replace(answer.outputs[0], finish_reason=INTERRUPTED)])
+        self.stats.add(answer.stats)
         self.num_prompt_tokens += len(prompt)
-        if result.text or result.finish_reason != INTERRUPTED:
-            self.last = result
-            self.turns[num_before:] = [Turn(text, result.text, result.finish_reason)]
+        if answer.text or answer.finish_reason != INTERRUPTED:
+            self.last = answer
+            self.turns[num_before:] = [Turn(text, answer.text, answer.finish_reason)]
 
 
 def system_message(text: str | None) -> list[dict[str, str]]:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import closing
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import count
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Literal, TypeGuard, cast, overload
+from typing import Literal, cast
 
 from ..models.bindings import TARGET
-from ..models.errors import ConfigError
+from ..models.errors import ConfigError, RequestError
+from .batch import complete
 from .bundle.bundle import EngineBundle
 from .bundle.costs import stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
 from .decoding.decoder import SpeculativeDecoder
-from .decoding.loop import MAX_RUNNING, Job, Loop, drive
+from .decoding.loop import Job, drive
 from .decoding.round import Observer
-from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend, slot_bytes
 from .engines.base import Engine
 from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine
-from .prompt import check_prompt, too_long_error
+from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
 from .request_engines import Engines, SharedEngines
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
@@ -39,12 +39,10 @@ from .speculation.planning.cost import CostModel, assumed
 from .structured.grammars import Grammar, Grammars
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
-from .text.result import GenerationResult, result_of
-from .text.tokenizer import Tokenizer, token_sequences
+from .text.result import RequestOutput
+from .text.tokenizer import Tokenizer, token_sequences, token_texts
 from .text.writer import StreamChunk, TextWriter
 
-PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
-Prompt = str | Sequence[int]  # text, or token ids without further encoding
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None decodes plainly, "own" is the LLM's
 
 
@@ -53,14 +51,15 @@ class LLM:
 
     def __init__(
         self,
-        bundle: str | Path,
+        model: str | Path,
         speculative: SpeculativeConfig | None = SpeculativeConfig(),  # noqa: B008 - frozen
         threads: int = 0,
         draft_threads: int = 0,
         provider: str = "cpu",
         private_weights: bool = False,
     ) -> None:
-        """Check and open a bundle. private_weights: copy the weights into memory, where otherwise files are mapped.
+        """Check and open a bundle. model: its folder. private_weights: copy the weights into memory, where otherwise
+        files are mapped.
 
         speculative: the default configuration; None decodes plainly and does not open the draft. For a bundle without a
         draft "auto" is prompt lookup. threads: of the target's engine; 0 lets the backend choose. draft_threads: 0
@@ -70,7 +69,7 @@ class LLM:
         Sets `stale_costs` to the differences between this machine and bundle and those of the stored cost table.
         `draftwood profile` measures a new table.
         """
-        self.bundle = EngineBundle.open(Path(bundle), private_weights)
+        self.bundle = EngineBundle.open(Path(model), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self.speculative = speculative
         self._target = self.bundle.open_engine(TARGET, threads, provider)
@@ -85,47 +84,46 @@ class LLM:
             draft = None if self._draft is None else self._draft.spec.model
             self._costs = measured or assumed(self._target.spec.model, draft)
         self._experience = Experience()
-        model = self._target.spec.model
-        self.grammars = Grammars(self.tokenizer, model.vocab_size, self.bundle.manifest.eos_token_ids)
+        vocab_size = self._target.spec.model.vocab_size
+        self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
         self._idle: deque[SpeculativeDecoder] = deque()
+        self.request_numbers = count()
 
-    @overload
-    def generate(
-        self, prompts: list[Prompt], params: SamplingParams = ..., observe: Observer | None = ...
-    ) -> list[GenerationResult]: ...
-    @overload
-    def generate(
-        self, prompts: Prompt, params: SamplingParams = ..., observe: Observer | None = ...
-    ) -> GenerationResult: ...
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
-        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        *,
         observe: Observer | None = None,
-    ) -> GenerationResult | list[GenerationResult]:
-        """Complete a prompt, or each prompt of a list. The prompts of a list share passes. All are checked first.
+    ) -> list[RequestOutput]:
+        """Complete a prompt, or each prompt of a list; one result per prompt. The texts share passes. All prompts are
+        checked first.
 
-        observe: called with every round (`round.Round`); it changes no token. The prompts then run one after another.
+        sampling_params: for all prompts, or a list with one for each. use_tqdm: show a progress bar. observe: called
+        with every round (`round.Round`); it changes no token. The texts are then written one after another.
         Raises RequestError when a prompt is empty, too long, or contains a token that the model does not have.
         """
-        if is_batch(prompts):
-            return self._complete_all([self.encode(prompt) for prompt in prompts], params, observe)
-        return self._complete(self.encode(cast(Prompt, prompts)), params, observe)
+        given = prompts if is_batch(prompts) else [cast(PromptType, prompts)]
+        plain = [plain_prompt(prompt) for prompt in given]
+        encoded = [self.encode(prompt) for prompt in plain]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
+        return complete(self, texts, encoded, sampling_params, use_tqdm, observe)
 
     def stream(
         self,
-        prompt: Prompt,
-        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        prompt: PromptType,
+        sampling_params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         observe: Observer | None = None,
         speculative: Speculation = "own",
     ) -> Iterator[StreamChunk]:
         """Complete a prompt; yields one chunk per round. The call checks its arguments, and the first chunk opens the
         caches. speculative: the configuration of this request. Raises RequestError or ConfigError."""
-        return drive(self.job(prompt, params, observe, speculative))
+        return drive(self.job(prompt, sampling_params, observe, speculative))
 
     def job(
         self,
-        prompt: Prompt,
+        prompt: PromptType,
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         observe: Observer | None = None,
         speculative: Speculation = "own",
@@ -134,6 +132,8 @@ class LLM:
     ) -> Job[StreamChunk]:
         """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. grammar:
         that of `params.structured`, if the caller has compiled it."""
+        if params.n != 1:
+            raise RequestError(f"a stream has one text, and n is {params.n}: leave n out, or call LLM.generate")
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
         sampler = self.sampler(params, tokens, grammar)
@@ -168,22 +168,20 @@ class LLM:
             raise ConfigError("this LLM was opened without its draft: open it with a SpeculativeConfig")
         return fitted(speculative, self.bundle)
 
-    @overload
-    def chat(self, messages: list[Conversation], params: SamplingParams = ...) -> list[GenerationResult]: ...
-    @overload
-    def chat(self, messages: Conversation, params: SamplingParams = ...) -> GenerationResult: ...
     def chat(
         self,
-        messages: Conversation | list[Conversation],
-        params: SamplingParams = SamplingParams(),  # noqa: B008
-    ) -> GenerationResult | list[GenerationResult]:
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
         """Answer a conversation of {"role", "content"} messages, or each conversation of a list, see `generate`.
 
         Raises RequestError without a chat template, and for an invalid conversation, see `conversation.to_template`.
         """
-        if is_conversations(messages):
-            return self._complete_all([self.encode_chat(each) for each in messages], params, None)
-        return self._complete(self.encode_chat(cast(Conversation, messages)), params)
+        given = messages if is_conversations(messages) else [cast(Conversation, messages)]
+        texts = [self.write_chat(each) for each in given]
+        encoded = [self.encode_written(text) for text in texts]
+        return complete(self, texts, encoded, sampling_params, use_tqdm)
 
     def encode_chat(self, messages: Conversation, settings: ChatSettings = ASKED) -> list[int]:
         """Encode a conversation as a prompt with the model's chat template."""
@@ -262,9 +260,15 @@ class LLM:
     ) -> None:
         self.close()
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: PromptType) -> list[int]:
         """The tokens of a prompt. Raises RequestError like `generate`."""
-        return self._encode(prompt) if isinstance(prompt, str) else check_prompt(list(prompt), self.bundle)
+        plain = plain_prompt(prompt)
+        return self._encode(plain) if isinstance(plain, str) else check_prompt(list(plain), self.bundle)
+
+    @cached_property
+    def token_text(self) -> Callable[[int], str]:
+        """The text of a token, see `token_texts`."""
+        return token_texts(self.tokenizer)
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text. A text whose length alone shows that it cannot fit is refused without encoding."""
@@ -273,35 +277,6 @@ class LLM:
             raise too_long_error(f"at least {least}", limit)
         check_text_memory(text)
         return check_prompt(self.tokenizer.encode(text, add_special_tokens), self.bundle)
-
-    def _complete(self, prompt: list[int], params: SamplingParams, observe: Observer | None = None) -> GenerationResult:
-        return result_of(prompt, list(self.stream(prompt, params, observe)))
-
-    def _complete_all(
-        self, prompts: Sequence[list[int]], params: SamplingParams, observe: Observer | None
-    ) -> list[GenerationResult]:
-        """Complete several prompts, together where the engines allow it."""
-        shares = self.is_pooled or self.max_batch is not None
-        if len(prompts) > 1 and observe is None and shares:
-            return self._complete_together(prompts, params)
-        return [self._complete(prompt, params, observe) for prompt in prompts]
-
-    def _complete_together(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationResult]:
-        """Complete several prompts that share passes."""
-        at_most = min(self.max_batch or MAX_RUNNING, len(prompts))
-        shared = self.share(at_most, prefix_cache_slots=PREFIX_CACHE_SLOTS)
-        with closing(shared):
-            loop: Loop[Job[StreamChunk], StreamChunk]
-            loop = Loop(Scheduler(at_most, len(prompts)), shared.pools, shared.budget)
-            engines = shared.engines._replace(sharing=lambda: loop.num_sharing)
-            texts: dict[Job[StreamChunk], list[StreamChunk]] = {}
-            for prompt in prompts:
-                job = self.job(prompt, params, engines=engines)
-                job.num_slots = shared.budget.needed(len(prompt), params.max_tokens)
-                texts[job] = []
-            for job, chunk in loop.run(list(texts)):
-                texts[job].append(chunk)
-        return [result_of(prompt, chunks) for prompt, chunks in zip(prompts, texts.values(), strict=True)]
 
     def _rounds(
         self,
@@ -343,8 +318,3 @@ class LLM:
             engines.sharing,
             experience=self._experience,
         )
-
-
-def is_batch(prompts: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:
-    """Whether the argument is a list of prompts: its items have a length, unlike token ids. An empty list is one."""
-    return isinstance(prompts, list) and all(isinstance(item, Sized) for item in prompts)

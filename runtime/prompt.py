@@ -1,8 +1,9 @@
-"""Validation of prompts: the token ids that a bundle accepts."""
+"""Prompts: the forms in which they are given, and the token ids that a bundle accepts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
+from typing import TypedDict, TypeGuard, cast
 
 from ..models.bindings import TARGET
 from ..models.errors import RequestError, shown
@@ -10,8 +11,41 @@ from .bundle.bundle import EngineBundle
 from .sampling.params import token_id
 
 
+class TextPrompt(TypedDict):
+    """A text, in the form of vLLM's inputs."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids, in the form of vLLM's inputs."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | Sequence[int]  # text, or token ids without further encoding
+PromptType = Prompt | TextPrompt | TokensPrompt
+
+
 class PromptTooLongError(RequestError):
     """A prompt that leaves no room for an output."""
+
+
+def plain_prompt(prompt: PromptType) -> Prompt:
+    """The text or the token ids of a prompt. Raises RequestError for a mapping without exactly one of them."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    (name, value), *others = prompt.items() or [("", None)]
+    if others or (name, isinstance(value, str)) not in (("prompt", True), ("prompt_token_ids", False)):
+        raise RequestError(
+            f'a prompt is {{"prompt": text}} or {{"prompt_token_ids": token ids}}, not {shown(dict(prompt))}'
+        )
+    return cast(Prompt, value)
+
+
+def is_batch(prompts: object) -> TypeGuard[Sequence[PromptType]]:
+    """Whether the argument is a list of prompts: its items have a length, unlike token ids. An empty list is one."""
+    return isinstance(prompts, (list, tuple)) and all(isinstance(item, Sized) for item in prompts)
 
 
 def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:

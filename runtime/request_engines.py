@@ -10,6 +10,8 @@ from .engines.base import Engine
 from .engines.shared.memory import CacheBudget
 from .engines.shared.pool import PooledEngine
 
+PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
+
 
 class Engines(NamedTuple):
     """The engines of a request; draft None decodes plainly. sharing: returns how many requests share passes."""

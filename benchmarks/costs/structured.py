@@ -98,7 +98,7 @@ def time_grammar(llm: LLM, form: StructuredOutput) -> dict[str, Any]:
     grammar = llm.compile(form)
     messages = [{"role": "user", "content": "Describe a teacher in Paris as a JSON object."}]
     params = SamplingParams(MAX_TOKENS, 0, structured=form)
-    tokens = llm.generate(llm.encode_chat(messages), params).token_ids
+    tokens = llm.generate(llm.encode_chat(messages), params)[0].token_ids
     manifest = llm.bundle.manifest
     vocab_size = manifest.engines["target"].model.vocab_size
     others = Grammars(llm.tokenizer, vocab_size, manifest.eos_token_ids)

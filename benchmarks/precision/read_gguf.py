@@ -137,7 +137,7 @@ def compare_texts(
         for prompt in prompts:
             text = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
             tokens = llm.tokenizer.encode(text, add_special_tokens=False)
-            ours = llm.generate(tokens, params).token_ids
+            ours = llm.generate(tokens, params)[0].token_ids
             theirs = complete(connection, tokens, args.max_tokens)
             place = next(
                 (index for index, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None

@@ -74,7 +74,7 @@ def decoded(bundle: Path) -> Iterator[tuple[str, list[list[int]]]]:
         with LLM(bundle, config) as llm:
             for kind, values in (("greedy", GREEDY), ("sampled", SAMPLED), ("penalised", PENALISED)):
                 params = SamplingParams(**values)
-                yield f"{name}, {kind}", [llm.generate(prompt, params).token_ids for prompt in PROMPTS]
+                yield f"{name}, {kind}", [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
                 yield f"{name}, {kind}, together", [each.token_ids for each in llm.generate(list(PROMPTS), params)]
 
 

@@ -235,6 +235,15 @@ def slot_bytes(spec: EngineSpec) -> int:
     return model.num_layers * model.num_kv_heads * (key + value + scales)
 
 
+def format_of_weight(spec: EngineSpec) -> str:
+    """How a weight of the matrices is stored, in words."""
+    backend = describe_backend(spec.backend)
+    if (most := backend.blocks.get(spec.precision)) is None:
+        return spec.precision
+    beside = "scale and offset" if spec.precision in backend.offsets else "scale"
+    return f"{spec.precision} with a {beside} per block of up to {most}"
+
+
 def describe_backend(name: str) -> Backend:
     """The entry of a backend; UNLISTED for an unknown name."""
     return BACKENDS.get(name, UNLISTED)

@@ -12,7 +12,8 @@ from ...models.errors import RequestError
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.round import Round
 from ..decoding.stats import SpecDecodeStats
-from ..llm import LLM, Prompt
+from ..llm import LLM
+from ..prompt import Prompt
 from ..sampling.params import SamplingParams
 from ..sampling.random import seeded_streams
 from ..sampling.sampler import Sampler
@@ -54,7 +55,7 @@ def audit(llm: LLM, prompt: Prompt, params: SamplingParams) -> AuditReport:
     Raises RequestError above temperature 0, and if `llm` does not speculate.
     """
     check_auditable(llm.speculative is not None, params)
-    result = llm.generate(prompt, params)
+    (result,) = llm.generate(prompt, params)
     return audit_output(llm, result.prompt_token_ids, params, result.token_ids)
 
 

@@ -15,7 +15,9 @@ from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING, Loop
 from ..decoding.round import Observer
 from ..decoding.scheduler import QueueFullError, Scheduler
-from ..llm import LLM, PREFIX_CACHE_SLOTS, Prompt, Speculation
+from ..llm import LLM, Speculation
+from ..prompt import PromptType, plain_prompt
+from ..request_engines import PREFIX_CACHE_SLOTS
 from ..sampling.params import SamplingParams
 from ..sampling.structured import StructuredOutput
 from ..structured.grammars import Grammar
@@ -80,10 +82,10 @@ class AsyncLLM(EngineThread):
 
     @classmethod
     def open(
-        cls, bundle: str | Path, *, max_running: int = MAX_RUNNING, max_waiting: int = MAX_WAITING, **options: Any
+        cls, model: str | Path, *, max_running: int = MAX_RUNNING, max_waiting: int = MAX_WAITING, **options: Any
     ) -> AsyncLLM:
         """Open a bundle as an LLM, which `close` closes too. options: of LLM."""
-        async_llm = cls(LLM(bundle, **options), max_running=max_running, max_waiting=max_waiting)
+        async_llm = cls(LLM(model, **options), max_running=max_running, max_waiting=max_waiting)
         async_llm._owns_llm = True
         return async_llm
 
@@ -109,11 +111,12 @@ class AsyncLLM(EngineThread):
         """Whether new requests are accepted: the engine's thread runs, and `drain` was not called."""
         return not self._draining and self.alive
 
-    async def encode(self, prompt: Prompt) -> list[int]:
+    async def encode(self, prompt: PromptType) -> list[int]:
         """LLM.encode in another thread. Long texts are encoded one at a time, and short texts do not wait for them.
         Also raises ShutdownError."""
-        size = len(prompt.encode("utf-8", "surrogatepass")) if isinstance(prompt, str) else len(prompt)
-        return await self._texts.compute(lambda: self.llm.encode(prompt), size)
+        plain = plain_prompt(prompt)
+        size = len(plain.encode("utf-8", "surrogatepass")) if isinstance(plain, str) else len(plain)
+        return await self._texts.compute(lambda: self.llm.encode(plain), size)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings = ASKED) -> list[int]:
         """LLM.encode_chat in another thread. Cancelling the task ends the chat template's process."""
@@ -138,8 +141,8 @@ class AsyncLLM(EngineThread):
 
     def generate(
         self,
-        prompt: Prompt,
-        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        prompt: PromptType,
+        sampling_params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
         speculative: Speculation = "own",
         request_id: str | None = None,
@@ -158,10 +161,10 @@ class AsyncLLM(EngineThread):
         sender's user, see Scheduler.submit. cache_salt: the request shares cache rows only with requests of the same
         salt. A client without the salt then cannot infer earlier prompts from response times or token counts. call: an
         identifier of the API call; failures of the requests of one call count once. grammar: what `compile` returned
-        for `params.structured`; without it, this call compiles and the event loop waits. observe: see LLM.generate; the
-        engine's thread calls it. Errors before the request is
-        queued: RequestError or ConfigError for bad input and for a request that needs more memory than there is,
-        QueueFullError when no place is left, ShutdownError while draining or closed.
+        for `sampling_params.structured`; without it, this call compiles and the event loop waits. observe: see
+        LLM.generate; the engine's thread calls it. Errors before the request is queued: RequestError or ConfigError for
+        bad input and for a request that needs more memory than there is, QueueFullError when no place is left,
+        ShutdownError while draining or closed.
         """
         arrived = monotonic()
         if deadline_s is not None and not deadline_s > 0:
@@ -170,14 +173,14 @@ class AsyncLLM(EngineThread):
             raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
-        job = self.llm.job(tokens, params, observe, speculative, self._engines, grammar)
+        job = self.llm.job(tokens, sampling_params, observe, speculative, self._engines, grammar)
         request = Request(
             id=name,
             steps=job.steps,
             write=job.write,
             stats=job.stats,
             num_prompt_tokens=len(tokens),
-            num_slots=self._shared.budget.needed(len(tokens), params.max_tokens),
+            num_slots=self._shared.budget.needed(len(tokens), sampling_params.max_tokens),
             call=name if call is None else call,
             cache_salt=cache_salt,
             loop=asyncio.get_running_loop(),

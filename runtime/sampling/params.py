@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any
@@ -21,6 +21,7 @@ REPETITION_PENALTIES = (1e-6, 1e6)  # beyond this range logits overflow
 TEMPERATURES = (1e-6, 100.0)
 LARGEST_COUNT = 2**31 - 1  # tokens; a count is an int32 outside Python
 LARGEST_SEED = 2**64 - 1
+MAX_TEXTS = 1024  # of one prompt
 MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings and characters; the text of every token is searched for stop strings
 MAX_STOP_TOKENS = 1024
 MAX_LOGPROBS = 20  # alternatives of a token
@@ -49,7 +50,8 @@ class SamplingParams:
     returns logits [V], which are copied. logit_bias: added to the logits of tokens, by token id, before the processors.
     allowed_token_ids: all other tokens are never chosen; None allows all. bad_words: texts that are never generated;
     one that is several tokens may begin, but its last token is not chosen. structured: the form of the text; the text
-    ends where nothing can follow. A setting that is a tuple also accepts a list, one value, and None.
+    ends where nothing can follow. n: texts of the same prompt, for `LLM.generate` and `LLM.chat`; with a seed they have
+    this seed and the next ones. A setting that is a tuple also accepts a list, one value, and None.
     """
 
     max_tokens: int = 128
@@ -74,6 +76,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, kind in ((field.name, str(field.type)) for field in fields(self)):
@@ -123,6 +126,7 @@ class SamplingParams:
         require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
         free = self.structured is None or not self.ignore_eos
         require("ignore_eos", self.ignore_eos, free, "False with a structured output, which ends the text")
+        require("n", self.n, 1 <= self.n <= MAX_TEXTS, f"between 1 and {MAX_TEXTS}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             require(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"None or in [0, {MAX_LOGPROBS}]")
@@ -130,6 +134,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def choices(self) -> list[SamplingParams]:
+        """The settings of each of the `n` texts. Raises RequestError where a seed would be out of range."""
+        if self.n == 1:
+            return [self]
+        return [replace(self, n=1, seed=None if self.seed is None else self.seed + index) for index in range(self.n)]
 
     @property
     def is_seeded(self) -> bool:

@@ -45,19 +45,8 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read a folder's tokenizer. Raises BundleError if it is missing or damaged."""
-        settings = read_settings(folder / SETTINGS)
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several templates by name; "default" is for conversations
-            named = [item for item in template if isinstance(item, dict)]
-            template = next((item.get("template") for item in named if item.get("name") == "default"), None)
-        if (folder / TEMPLATE).is_file():
-            try:
-                template = (folder / TEMPLATE).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise BundleError(f"{folder / TEMPLATE} is not readable text ({error}): rebuild the bundle") from error
-        if template is not None and not isinstance(template, str):
-            raise BundleError(f"{folder / SETTINGS}: chat_template is no text: correct it and rebuild the bundle")
-        return cls(read_backend(folder / TOKENIZER), special_tokens(settings), template)
+        tokens = special_tokens(read_settings(folder / SETTINGS))
+        return cls(read_backend(folder / TOKENIZER), tokens, read_template(folder))
 
     def close(self) -> None:
         """End the processes that render chat templates."""
@@ -198,6 +187,22 @@ def read_settings(file: Path) -> dict[str, Any]:
         return read_object(file)
     except (OSError, ValueError) as error:
         raise BundleError(f"{file} is not readable JSON ({error}): rebuild the bundle") from error
+
+
+def read_template(folder: Path) -> str | None:
+    """The chat template of a folder's tokenizer, as Jinja source; None if there is none. Raises BundleError."""
+    template = read_settings(folder / SETTINGS).get("chat_template")
+    if isinstance(template, list):  # several templates by name; "default" is for conversations
+        named = [item for item in template if isinstance(item, dict)]
+        template = next((item.get("template") for item in named if item.get("name") == "default"), None)
+    if (folder / TEMPLATE).is_file():
+        try:
+            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{folder / TEMPLATE} is not readable text ({error}): rebuild the bundle") from error
+    if template is not None and not isinstance(template, str):
+        raise BundleError(f"{folder / SETTINGS}: chat_template is no text: correct it and rebuild the bundle")
+    return template
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

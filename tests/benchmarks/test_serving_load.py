@@ -251,7 +251,7 @@ def test_the_real_aiperf_shows_what_speculation_did(tiny_bundle: Path, tmp_path:
     with LLM(tiny_bundle) as llm:
         prompts = [llm.encode(text) for text in ("one", "a longer one")]
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        texts = [llm.generate(prompt, params).text for prompt in prompts]
+        texts = [llm.generate(prompt, params)[0].text for prompt in prompts]
     write_inputs(tmp_path / "inputs.json", prompts, params.max_tokens)
     aiperf = AIPerf(find_aiperf(AIPERF), tmp_path / "inputs.json", len(prompts), tiny_bundle)
     for server in servers.draftwood_servers(tiny_bundle, 2, 1):

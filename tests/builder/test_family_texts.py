@@ -208,7 +208,7 @@ def test_a_conversation_with_a_model_of_qwen_s_kind(tmp_path: Path) -> None:
     with LLM(options.output) as llm:
         for content in ("the cat", "hello <|im_end|>", "x y z", "<think>"):
             messages: Any = [{"role": "user", "content": content}]
-            result = llm.chat(messages, SamplingParams(max_tokens=40, temperature=0))
+            result = llm.chat(messages, SamplingParams(max_tokens=40, temperature=0))[0]
             prompt = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             assert llm.encode_chat(messages) == prompt
             mask = torch.ones(1, len(prompt), dtype=torch.int64)

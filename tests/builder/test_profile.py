@@ -128,7 +128,7 @@ def test_the_command_stores_what_generate_then_reads(
     costs = read_costs(bundle)
     assert costs is not None and shown["target"]["contexts"] == [8, 32] == list(costs.target.contexts)
     with LLM(bundle) as llm:
-        stats = llm.generate("hello", SamplingParams(max_tokens=20, ignore_eos=True)).stats
+        stats = llm.generate("hello", SamplingParams(max_tokens=20, ignore_eos=True))[0].stats
     plain = costs.target.at(1, 8)
     assert stats.expected_seconds >= stats.target_passes * plain * 0.5
     EngineBundle.open(bundle)  # the table is no part of what is sealed

@@ -31,8 +31,8 @@ def command(output: Path, backend: str, draft: str, *options: str) -> list[str]:
 def texts(bundle: Path, config: SpeculativeConfig | None) -> tuple[list[int], list[int], int]:
     """Greedy and seeded token ids, and how many greedy ones were accepted."""
     with LLM(bundle, config) as llm:
-        first, drawn = llm.generate(COPIES, GREEDY), llm.generate(COPIES, DRAWN)
-        assert llm.generate(COPIES, DRAWN).token_ids == drawn.token_ids
+        first, drawn = llm.generate(COPIES, GREEDY)[0], llm.generate(COPIES, DRAWN)[0]
+        assert llm.generate(COPIES, DRAWN)[0].token_ids == drawn.token_ids
         return first.token_ids, drawn.token_ids, first.stats.num_accepted_tokens
 
 

@@ -13,7 +13,8 @@ from bundling import ROOT
 
 from draftwood.runtime.engines.backends import BACKENDS, REMOVED
 
-FLOORS = ("plugins", "models", "runtime", "builder", "cli")
+FLOORS = ("plugins", "models", "runtime", "builder", "cli", "package")
+FACE = FLOORS[-1]  # the folder of the package `draftwood` itself
 # Module -> where it may be imported: files, or folders ending with a slash.
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnx/onnxruntime.py",),
@@ -74,7 +75,7 @@ def product_files() -> list[Path]:
 
 def imports(file: Path) -> Iterator[str]:
     """Absolute names of everything a file imports, "draftwood.…" for its own package."""
-    package = ["draftwood", *file.relative_to(ROOT).parent.parts]
+    package = ["draftwood", *(part for part in file.relative_to(ROOT).parent.parts if part != FACE)]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

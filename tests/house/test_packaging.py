@@ -1,21 +1,25 @@
-"""What users install: every product file under `draftwood`, nothing beside it; and the public names."""
+"""What users install: every product file under `draftwood`, nothing beside it, and a package that works by itself."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
 
 import pytest
 from bundling import ROOT
 
-import draftwood.runtime
-
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names inside a freshly built wheel."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A freshly built wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     # A copy, so that nothing left over from an earlier build in this checkout can slip in or hide a missing file.
     ignored = shutil.ignore_patterns(".*", "build", "bundles", "*.egg-info", "__pycache__")
@@ -24,29 +28,89 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (file,) = folder.glob("*.whl")
-    return zipfile.ZipFile(file).namelist()
+    return file
 
 
-def test_the_wheel_holds_nothing_at_top_level_but_the_package(wheel: list[str]) -> None:
-    assert {name.split("/")[0] for name in wheel} == {"draftwood", "draftwood-0.1.0.dist-info"}
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_wheel_holds_every_source_file(wheel: list[str]) -> None:
-    floors = ("builder", "cli", "models", "plugins", "runtime")
-    sources = {
-        f"draftwood/{file.relative_to(ROOT).as_posix()}" for floor in floors for file in (ROOT / floor).rglob("*.py")
-    }
-    assert sources <= set(wheel)
-    assert {f"draftwood/{floor}/py.typed" for floor in floors} <= set(wheel)
-    assert {"draftwood/models/demo/target/model.safetensors", "draftwood/runtime/serving/http/chat.html"} <= set(wheel)
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as content:
+        return message_from_string(content.read("draftwood-0.1.0.dist-info/METADATA").decode())
 
 
-def test_the_public_names_exist_and_are_sorted() -> None:
-    names = draftwood.runtime.__all__
-    assert all(hasattr(draftwood.runtime, name) for name in names)
-    assert len(set(names)) == len(names)
+def test_the_wheel_holds_nothing_at_top_level_but_the_package(names: set[str]) -> None:
+    assert {name.split("/")[0] for name in names} == {"draftwood", "draftwood-0.1.0.dist-info"}
+
+
+def test_the_wheel_holds_every_source_file(names: set[str]) -> None:
+    floors = ("builder", "cli", "models", "package", "plugins", "runtime")
+    files = [file.relative_to(ROOT).as_posix() for floor in floors for file in (ROOT / floor).rglob("*.py")]
+    assert {f"draftwood/{name.removeprefix('package/')}" for name in files} <= names
+    assert {f"draftwood/{floor}/py.typed".replace("package/", "") for floor in floors} <= names
+
+
+def test_the_wheel_holds_what_a_demo_a_server_and_the_kernels_need(names: set[str]) -> None:
+    pair = {file.relative_to(ROOT).as_posix() for file in (ROOT / "models" / "demo").glob("*/*.safetensors")}
+    pair |= {f"models/demo/{role}/{name}" for role in ("target", "draft") for name in ("config.json", "tokenizer.json")}
+    kernels = {file.relative_to(ROOT).as_posix() for file in (ROOT / "plugins" / "native" / "kernels").glob("*.[ch]")}
+    assert len(pair) == 7 and kernels
+    assert {
+        f"draftwood/{name}" for name in (*pair, *kernels, "models/demo/prompts.jsonl", "runtime/serving/http/chat.html")
+    } <= names
+
+
+def test_the_metadata_is_ready_for_an_index(metadata: Message) -> None:
+    text = str(metadata.get_payload())
+    assert metadata["Description-Content-Type"] == "text/markdown" and text.startswith("# Draftwood")
+    assert all(link.startswith("https://") for link in re.findall(r"\]\((.*?)\)", text)), "an index has no other files"
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.10"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert set(re.findall(r"draftwood\[([\w,-]+)\]", text)) <= {"cpu", "cpu,build"} and {"cpu", "build"} <= extras
+    named = {name for row in re.findall(r"^\| (`.*?`) \|", text, re.M) for name in re.findall(r"`(.*?)`", row)}
+    assert named == extras
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in text
+
+
+def test_the_metadata_carries_the_conditions_of_the_constraints(metadata: Message) -> None:
+    """A user who installs the wheel has no constraints.txt."""
+    needed = metadata.get_all("Requires-Dist", [])
+    for condition in ("numpy<2", "sentencepiece<0.2.3"):
+        assert condition in (ROOT / "constraints.txt").read_text().split()
+        assert f'{condition}; extra == "triton"' in needed
 
 
 def test_the_demo_pair_is_small_enough_for_git() -> None:
     files = [file for role in ("target", "draft") for file in (ROOT / "models" / "demo" / role).iterdir()]
     assert sum(file.stat().st_size for file in files if file.is_file()) <= 20_000_000
+
+
+@pytest.mark.full
+def test_an_installed_wheel_needs_nothing_of_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, in another folder. The packages it depends on are those of this environment."""
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "zz-dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def said(*command: str) -> str:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = said(
+        str(python), "-c", "import draftwood, draftwood.cli; print(draftwood.__file__, draftwood.cli.__file__)"
+    )
+    assert all(Path(file).is_relative_to(site) for file in where.split())
+    assert said(str(python), "-m", "draftwood", "--version").startswith("draftwood 0.1.0")
+    assert re.search(r"auto .*\d", said(str(tmp_path / "venv" / "bin" / "draftwood"), "demo"))
+    code = "from draftwood import LLM; print(LLM(model='bundles/demo').generate(['x'])[0].outputs[0].finish_reason)"
+    assert said(str(python), "-c", code).strip() in ("stop", "length")

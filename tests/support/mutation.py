@@ -159,6 +159,8 @@ class Tree:
         (packages / "draftwood").mkdir(parents=True)
         for name in FOLDERS:
             (packages / "draftwood" / name).symlink_to(folder / name)
+        for file in (folder / "package").iterdir():
+            (packages / "draftwood" / file.name).symlink_to(file)
         self._env = (
             {"DRAFTWOOD_TEST_DATA": str(ROOT.parent / "shared" / "data")}
             | os.environ

@@ -96,10 +96,10 @@ class Texts(NamedTuple):
             drawn = {
                 (prompt, temperature, seed): llm.generate(
                     prompt, SamplingParams(temperature=temperature, seed=seed, **DRAWN)
-                ).text
+                )[0].text
                 for prompt, temperature, seed in product(PROMPTS, TEMPERATURES, range(SEEDS))
             }
-            return cls(drawn, {prompt: llm.generate(prompt, STOPPED).text for prompt in PROMPTS})
+            return cls(drawn, {prompt: llm.generate(prompt, STOPPED)[0].text for prompt in PROMPTS})
 
 
 class Visitor:

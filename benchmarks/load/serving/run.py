@@ -111,7 +111,7 @@ def write_reference(bundle: Path, texts: Sequence[str], max_tokens: int) -> Refe
                     f"prompt {number} has {len(prompt)} tokens and asks for {max_tokens} more, the bundle has room for "
                     f"{manifest.max_length}: give a shorter one or a smaller --max-tokens"
                 )
-        written = [llm.generate(prompt, params).text for prompt in prompts]
+        written = [llm.generate(prompt, params)[0].text for prompt in prompts]
         return Reference(prompts, written, manifest.max_length, manifest.engines[TARGET].precision)
 
 

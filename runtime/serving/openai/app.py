@@ -19,7 +19,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ....models.errors import DraftwoodError, RequestError, shown
 from ...decoding.scheduler import max_client_places
-from ...llm import Prompt
+from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
@@ -248,11 +248,10 @@ class OpenAIApi:
         call = object()
         try:
             for prompt in prompts:
-                for choice in range(body.num_choices):
-                    seeded = replace(params, seed=None if params.seed is None else params.seed + choice)
+                for choice in replace(params, n=body.num_choices).choices():
                     stream = self._async_llm.generate(
                         prompt,
-                        seeded,
+                        choice,
                         speculative=config,
                         deadline_s=self._request_seconds,
                         client=client,

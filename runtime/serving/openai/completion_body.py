@@ -7,7 +7,7 @@ from typing import Annotated, cast
 from pydantic import Field
 
 from ....models.errors import RequestError
-from ...llm import Prompt, is_batch
+from ...prompt import Prompt, is_batch
 from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS
 from .protocol import MAX_CHOICES, NEUTRAL, GenerationBody, TokenIds
 
@@ -61,4 +61,4 @@ class CompletionBody(GenerationBody):
     def prompts(self) -> list[Prompt]:
         """The list of prompts."""
         prompt = cast(Prompt | list[Prompt], self.prompt)
-        return prompt if prompt and is_batch(prompt) else [cast(Prompt, prompt)]
+        return cast(list[Prompt], prompt) if prompt and is_batch(prompt) else [cast(Prompt, prompt)]

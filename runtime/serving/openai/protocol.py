@@ -195,7 +195,7 @@ class GenerationBody(Body, ABC):
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """Raises RequestError for values out of range."""
         names = {field.name for field in fields(SamplingParams)} & self.model_fields_set
-        values = {name: getattr(self, name) for name in names - {"logprobs", "max_tokens"}}
+        values = {name: getattr(self, name) for name in names - {"logprobs", "max_tokens", "n"}}
         limit = default_max_tokens if self.token_limit is None else self.token_limit
         if values.get("top_k") == -1:
             values["top_k"] = 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ....models.errors import ConfigError
 from ...decoding.loop import MAX_RUNNING
 from ...decoding.scheduler import Scheduler
-from ...llm import PREFIX_CACHE_SLOTS
+from ...request_engines import PREFIX_CACHE_SLOTS
 from ...requests.async_llm import MAX_WAITING
 from ...speculation.config import SpeculativeConfig
 

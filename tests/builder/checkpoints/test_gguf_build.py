@@ -45,7 +45,7 @@ def test_files_and_folders_mix_and_write_the_same_text(tmp_path: Path) -> None:
         bundle = built(paths[target], paths[draft], tmp_path / f"bundle{number}")
         for speculative in ("own", None):
             with LLM(bundle) if speculative else LLM(bundle, None) as llm:
-                texts.add(tuple(llm.generate([1, 9, 40, 7], GREEDY).token_ids))
+                texts.add(tuple(llm.generate([1, 9, 40, 7], GREEDY)[0].token_ids))
     assert len(texts) == 1 and len(texts.pop()) > 8
 
 
@@ -68,7 +68,7 @@ def test_a_native_bundle_has_the_files_own_codes(tmp_path: Path) -> None:
     build(BuildOptions(file, file, tmp_path / "bundle", "native", "int8"), lambda step: lambda: None)
     with LLM(tmp_path / "bundle", None) as llm:
         spec = llm.bundle.manifest.engines["target"]
-        assert len(llm.generate([1, 9, 40], GREEDY).token_ids) > 4
+        assert len(llm.generate([1, 9, 40], GREEDY)[0].token_ids) > 4
     weights = read_weights(tmp_path / "bundle" / spec.file, spec)
     content = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
     names = {"output": "attn_output", "down": "ffn_down"}

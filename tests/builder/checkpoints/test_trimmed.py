@@ -90,14 +90,14 @@ def test_greedy_text_is_plain_text_and_seeds_repeat(backend: str, precision: str
     greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     configs = [SpeculativeConfig(budget="fixed"), SpeculativeConfig("chain", budget="fixed", lookup_ngram=1)]
     with LLM(tmp_path / "bundle", None) as llm:
-        plain = llm.generate(TEXT, greedy).token_ids
+        plain = llm.generate(TEXT, greedy)[0].token_ids
     for config in configs:
         with LLM(tmp_path / "bundle", config) as llm:
-            result = llm.generate(TEXT, greedy)
+            result = llm.generate(TEXT, greedy)[0]
             assert result.token_ids == plain and result.stats.num_draft_tokens > 0
-            assert llm.generate(TEXT, replace(greedy, repetition_penalty=1.2)).stats.num_draft_tokens > 0
+            assert llm.generate(TEXT, replace(greedy, repetition_penalty=1.2))[0].stats.num_draft_tokens > 0
             drawn = replace(greedy, temperature=0.8, seed=3)
-            assert llm.generate(TEXT, drawn).token_ids == llm.generate(TEXT, drawn).token_ids
+            assert llm.generate(TEXT, drawn)[0].token_ids == llm.generate(TEXT, drawn)[0].token_ids
             together = llm.generate([TEXT, TEXT[:3]], greedy)  # over shared pools
             assert together[0].token_ids == plain
 

@@ -129,7 +129,7 @@ def test_specdecpp_gives_the_plain_greedy_text(head_bundle: Path, stop_rule: str
     config = SpeculativeConfig(grow=grow, stop_rule=stop_rule, rejection_threshold=0.7, budget="fixed")
     with LLM(head_bundle, None) as plain, LLM(head_bundle, config) as speculative:
         for prompt in PROMPTS:
-            expected, found = plain.generate(prompt, params), speculative.generate(prompt, params)
+            expected, found = plain.generate(prompt, params)[0], speculative.generate(prompt, params)[0]
             assert found.token_ids == expected.token_ids and found.stats.num_drafts > 0
 
 

@@ -77,7 +77,7 @@ def test_the_authors_published_text(stories: Path, stories_bundle: Path) -> None
     expected = (stories / "expected_greedy_200.txt").read_text()
     for config in (None, SpeculativeConfig()):
         with LLM(stories_bundle, config) as llm:
-            text = llm.generate("", SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)).text
+            text = llm.generate("", SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))[0].text
         assert text.strip() == expected.strip()
 
 
@@ -85,7 +85,7 @@ def test_plain_decoding_is_transformers_decoding(demo_bundle: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
     with LLM(demo_bundle, None) as llm:
         for prompt in PROMPTS[:2]:
-            result = llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))
+            result = llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))[0]
             with torch.no_grad():  # each token is the best one behind those before it, so all are greedy decoding's
                 logits = model(torch.tensor([[*result.prompt_token_ids, *result.token_ids]])).logits[0]
             assert result.token_ids == logits[len(result.prompt_token_ids) - 1 : -1].argmax(-1).tolist()

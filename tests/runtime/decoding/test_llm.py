@@ -12,8 +12,8 @@ from draftwood.runtime import (
     LLM,
     ConfigError,
     EngineError,
-    GenerationResult,
     RequestError,
+    RequestOutput,
     SamplingParams,
     SpeculativeConfig,
 )
@@ -21,7 +21,7 @@ from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.shared.pool import PooledEngine
-from draftwood.runtime.llm import Prompt
+from draftwood.runtime.prompt import Prompt
 from draftwood.runtime.request_engines import SharedEngines
 from draftwood.runtime.requests.async_llm import AsyncLLM
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -36,8 +36,8 @@ def llm(tiny_bundle: Path) -> LLM:
 
 
 def test_a_prompt_gives_a_result(llm: LLM) -> None:
-    result = llm.generate("hello", GREEDY)
-    assert isinstance(result, GenerationResult)
+    result = llm.generate("hello", GREEDY)[0]
+    assert isinstance(result, RequestOutput)
     assert len(result.token_ids) == 24 and result.finish_reason == "length"
     assert result.text == llm.tokenizer.decode(result.token_ids)
     assert result.prompt_token_ids == llm.tokenizer.encode("hello")
@@ -47,7 +47,7 @@ def test_a_prompt_gives_a_result(llm: LLM) -> None:
 def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
     prompts: list[Prompt] = ["one", "two", [1, 5, 9]]
     results = llm.generate(prompts, GREEDY)
-    assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
     assert llm.generate([], GREEDY) == []
 
 
@@ -64,7 +64,7 @@ def test_the_prompts_of_a_list_share_passes(llm: LLM, monkeypatch: pytest.Monkey
     prompts: list[Prompt] = ["one", "two", "three", "four"]
     together = llm.generate(prompts, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))
     shared, passes = passes, 0
-    alone = [llm.generate(prompt, SamplingParams(max_tokens=24, seed=5, ignore_eos=True)) for prompt in prompts]
+    alone = [llm.generate(prompt, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))[0] for prompt in prompts]
     assert shared < 0.6 * passes
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
 
@@ -75,7 +75,7 @@ def test_what_prompts_of_a_list_begin_with_is_read_once(llm: LLM) -> None:
     prompts: list[Prompt] = [[*begin, number] for number in range(50, 60)]
     results = llm.generate(prompts, GREEDY)
     assert sum(result.stats.num_cached_tokens for result in results) >= 8 * len(begin)
-    assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
 
 
 @pytest.mark.parametrize("error", [EngineError("on purpose"), KeyboardInterrupt()], ids=["fails", "is interrupted"])
@@ -106,13 +106,16 @@ def test_a_list_that_fails_or_is_interrupted_leaves_no_caches(
 def test_the_stream_is_the_result_in_parts(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, seed=3, logprobs=2, ignore_eos=True)
     chunks = list(llm.stream("hello", params))
-    result = llm.generate("hello", params)
+    result = llm.generate("hello", params)[0]
     assert "".join(chunk.text for chunk in chunks) == result.text
     assert "".join(piece.text for chunk in chunks for piece in chunk.pieces) == result.text
     assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
     assert [chunk.finish_reason for chunk in chunks][-1] == "length"
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])
-    assert len(result.logprobs) == 40 and all(len(logprob.top) == 2 for logprob in result.logprobs)
+    assert result.logprobs is not None and len(result.logprobs) == 40
+    for token, chosen in zip(result.token_ids, result.logprobs, strict=True):
+        assert next(iter(chosen)) == token and 2 <= len(chosen) <= 3
+        assert sorted(each.rank for each in chosen.values() if each.rank is not None) == [1, 2]
 
 
 def test_interleaved_streams_do_not_disturb_each_other(llm: LLM) -> None:
@@ -122,7 +125,7 @@ def test_interleaved_streams_do_not_disturb_each_other(llm: LLM) -> None:
         tokens[0].extend(one.token_ids)
         tokens[1].extend(two.token_ids)
     for got, prompt in zip(tokens, ("first", "second"), strict=True):
-        expected = llm.generate(prompt, GREEDY).token_ids
+        expected = llm.generate(prompt, GREEDY)[0].token_ids
         assert len(got) > 4 and got == expected[: len(got)]
 
 
@@ -130,7 +133,7 @@ def test_an_abandoned_stream_leaves_the_llm_usable(llm: LLM) -> None:
     stream = llm.stream("hello", GREEDY)
     next(stream)
     del stream
-    assert len(llm.generate("hello", GREEDY).token_ids) == 24
+    assert len(llm.generate("hello", GREEDY)[0].token_ids) == 24
 
 
 @pytest.mark.parametrize(
@@ -154,10 +157,10 @@ def test_bad_prompts_are_refused(llm: LLM, prompt: str | list[int], named: str) 
 
 
 def test_tokens_may_be_numpys(llm: LLM) -> None:
-    expected = llm.generate([5, 6, 7], GREEDY)
+    expected = llm.generate([5, 6, 7], GREEDY)[0]
     array = np.array([5, 6, 7])
     for prompt in (array, list(array)):
-        result = llm.generate(cast(Prompt, prompt), GREEDY)
+        result = llm.generate(cast(Prompt, prompt), GREEDY)[0]
         assert result.token_ids == expected.token_ids and result.prompt_token_ids == [5, 6, 7]
         assert all(type(token) is int for token in result.prompt_token_ids)
     batch = llm.generate(cast(list[Prompt], [array, array[:2]]), GREEDY)
@@ -166,11 +169,11 @@ def test_tokens_may_be_numpys(llm: LLM) -> None:
 
 def test_one_bad_prompt_of_a_list_stops_all_before_any_ran(llm: LLM) -> None:
     with pytest.raises(RequestError, match="999999"):
-        llm.generate(["fine", [999999]], GREEDY)
+        llm.generate(cast(list[Prompt], ["fine", [999999]]), GREEDY)
 
 
 def test_an_empty_prompt_is_the_begin_of_text_token(llm: LLM, stories_bundle: Path) -> None:
-    assert llm.generate("", GREEDY).prompt_token_ids == [llm.tokenizer.bos_token_id]
+    assert llm.generate("", GREEDY)[0].prompt_token_ids == [llm.tokenizer.bos_token_id]
 
 
 def test_an_empty_prompt_without_begin_of_text_is_refused(no_bos_bundle: Path) -> None:
@@ -180,7 +183,7 @@ def test_an_empty_prompt_without_begin_of_text_is_refused(no_bos_bundle: Path) -
 
 def test_numpy_token_ids_are_fine(llm: LLM) -> None:
     tokens = np.array([1, 5, 9])
-    assert llm.generate(tokens.tolist(), GREEDY).prompt_token_ids == [1, 5, 9]
+    assert llm.generate(tokens.tolist(), GREEDY)[0].prompt_token_ids == [1, 5, 9]
 
 
 def test_the_context_limit_ends_the_text(llm: LLM) -> None:
@@ -189,9 +192,9 @@ def test_the_context_limit_ends_the_text(llm: LLM) -> None:
     for verify in ("match", "auto"):
         config = SpeculativeConfig(verify=verify)
         with LLM(llm.bundle.folder, config) as other:
-            result = other.generate(prompt, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+            result = other.generate(prompt, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))[0]
         assert len(result.token_ids) == 7 and result.finish_reason == "length"
-    result = llm.generate(prompt + [4] * 6, GREEDY)
+    result = llm.generate(prompt + [4] * 6, GREEDY)[0]
     assert len(result.token_ids) == 1 and result.finish_reason == "length"
 
 
@@ -201,8 +204,8 @@ def test_a_fixed_seed_gives_the_same_text(tiny_bundle: Path) -> None:
         texts = []
         for _ in range(2):
             with LLM(tiny_bundle, config) as llm:
-                texts.append(llm.generate("hello", params).token_ids)
-                texts.append(llm.generate("hello", params).token_ids)
+                texts.append(llm.generate("hello", params)[0].token_ids)
+                texts.append(llm.generate("hello", params)[0].token_ids)
         assert all(tokens == texts[0] for tokens in texts)
 
 
@@ -223,13 +226,13 @@ def test_a_proposal_larger_than_the_engines_is_refused(
 
 def test_the_largest_proposals_fit(tiny_bundle: Path) -> None:
     with LLM(tiny_bundle, None) as llm:
-        expected = llm.generate("hello", GREEDY).token_ids
+        expected = llm.generate("hello", GREEDY)[0].token_ids
     for config in (
         SpeculativeConfig("topk", max_total_draft_tokens=63, max_draft_len=12, frontier_width=16),
         SpeculativeConfig("chain", max_draft_len=63),
     ):
         with LLM(tiny_bundle, config) as llm:
-            assert llm.generate("hello", GREEDY).token_ids == expected
+            assert llm.generate("hello", GREEDY)[0].token_ids == expected
 
 
 class TestStopStrings:
@@ -306,9 +309,9 @@ def test_64_requests_may_wait_unless_told_otherwise(llm: LLM) -> None:
 
 
 def test_stop_strings_end_a_real_text(llm: LLM) -> None:
-    free = llm.generate("hello", GREEDY)
+    free = llm.generate("hello", GREEDY)[0]
     stop = free.text[len(free.text) // 2 :][:3]
-    ended = llm.generate("hello", SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop=stop))
+    ended = llm.generate("hello", SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop=stop))[0]
     assert ended.finish_reason == "stop" and ended.text == free.text[: free.text.index(stop)]
     assert ended.token_ids == free.token_ids[: len(ended.token_ids)]
     assert ended.stats.num_tokens == len(ended.token_ids)
@@ -316,10 +319,10 @@ def test_stop_strings_end_a_real_text(llm: LLM) -> None:
 
 def test_the_token_that_ends_a_text_has_none_of_its_own(llm: LLM) -> None:
     """As in vLLM: it is among the tokens, and not in the text."""
-    free = llm.generate("hello", GREEDY)
+    free = llm.generate("hello", GREEDY)[0]
     stop = next(token for token in free.token_ids if llm.tokenizer.decode([token]).isalpha())
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
-    ended = llm.generate("hello", params)
+    ended = llm.generate("hello", params)[0]
     assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1] and ended.finish_reason == "stop"
     assert ended.text == llm.tokenizer.decode(ended.token_ids[:-1])
     assert "".join(chunk.text for chunk in llm.stream("hello", params)) == ended.text

@@ -77,9 +77,8 @@ def test_sampled_texts_have_the_form(llm: LLM, form: str) -> None:
 def test_requests_of_a_list_have_their_own_states(llm: LLM) -> None:
     params = SamplingParams(max_tokens=300, seed=3, structured=FORMS["json"])
     prompts = ["a", "an order:", "x y z", "a"]
-    for together, alone in zip(
-        llm.generate(list(prompts), params), map(llm.generate, prompts, [params] * 4), strict=True
-    ):
+    alone_each = [llm.generate(prompt, params)[0] for prompt in prompts]
+    for together, alone in zip(llm.generate(prompts, params), alone_each, strict=True):
         assert has_form("json", together.text)
         assert together.finish_reason == alone.finish_reason == "stop"
 
@@ -87,10 +86,11 @@ def test_requests_of_a_list_have_their_own_states(llm: LLM) -> None:
 def test_log_probabilities_are_over_the_allowed_tokens(llm: LLM) -> None:
     """As in vLLM: the mask comes first. A token without an alternative has probability one."""
     params = SamplingParams(max_tokens=40, temperature=0, structured=FORMS["choice"], logprobs=20)
-    result = llm.generate("x", params)
-    assert len(result.logprobs) == len(result.token_ids)
-    assert all(item.logprob <= 0 for item in result.logprobs) and result.logprobs[-1].logprob == pytest.approx(0)
-    probability = [sum(p > -1e9 for p in item.top.values()) for item in result.logprobs]
+    result = llm.generate("x", params)[0]
+    assert result.logprobs is not None and len(result.logprobs) == len(result.token_ids)
+    drawn = [each[token].logprob for token, each in zip(result.token_ids, result.logprobs, strict=True)]
+    assert all(logprob <= 0 for logprob in drawn) and drawn[-1] == pytest.approx(0)
+    probability = [sum(one.logprob > -1e9 for one in each.values()) for each in result.logprobs]
     assert 1 in probability and max(probability) > 1
 
 

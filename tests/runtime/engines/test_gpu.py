@@ -106,6 +106,6 @@ def test_a_bundle_generates_with_tensorrt(
     build(options, lambda step: lambda: None)
     params = SamplingParams(max_tokens=64, temperature=0)
     with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 7"]) as speculative:
-        expected = [plain.generate(prompt, params).token_ids for prompt in ("def fibonacci(n):\n", "import os\n")]
+        expected = [plain.generate(prompt, params)[0].token_ids for prompt in ("def fibonacci(n):\n", "import os\n")]
         found = speculative.generate(["def fibonacci(n):\n", "import os\n"], params)
         assert [each.token_ids for each in found] == expected

@@ -26,7 +26,7 @@ from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.compatibility import LayerReport, TensorRTPlan
 from draftwood.runtime.engines.static import tensorrt
 from draftwood.runtime.engines.static.pool import StaticPool
-from draftwood.runtime.llm import Prompt
+from draftwood.runtime.prompt import Prompt
 
 MAX_BATCH, MAX_LENGTH, WIDTHS = 3, 160, (1, 2, 4, 8, 16, 32)
 PROMPTS: list[Prompt] = [
@@ -117,7 +117,7 @@ def test_a_list_of_prompts_shares_passes_and_changes_no_text(name: str, opened: 
     with opened(config=CONFIGS[name]) as llm:
         found = llm.generate(PROMPTS, GREEDY)
         together = launches(llm)
-        expected = [alone.generate(prompt, GREEDY) for prompt in PROMPTS]
+        expected = [alone.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in expected]
         for prompt in PROMPTS:
@@ -131,7 +131,9 @@ def test_sampled_texts_with_a_seed_do_not_depend_on_company(opened: Callable[...
     config = SpeculativeConfig("dyspec", budget="fixed", max_total_draft_tokens=6, max_draft_len=3)
     with opened(config=config) as llm, opened(1, config) as single:
         found = llm.generate(PROMPTS[:3], SEEDED)
-        assert [each.token_ids for each in found] == [single.generate(each, SEEDED).token_ids for each in PROMPTS[:3]]
+        assert [each.token_ids for each in found] == [
+            single.generate(each, SEEDED)[0].token_ids for each in PROMPTS[:3]
+        ]
 
 
 def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: LLM) -> None:
@@ -148,12 +150,12 @@ def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: 
             return [tokens_of(await collect(stream)) for stream in streams]
 
         found = run(work, llm)
-        expected = [alone.generate(prompt, GREEDY).token_ids for prompt in PROMPTS * 2]
+        expected = [alone.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS * 2]
         assert [tokens for index, tokens in enumerate(found) if index != 2] == expected[:2] + expected[3:]
         assert len(found[2]) < len(expected[2])
         engine: Any = llm.engines.target
         assert isinstance(engine.pool, StaticPool) and len(engine.pool._caches) == 0
-        assert llm.generate(PROMPTS[0], GREEDY).token_ids == expected[0]
+        assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected[0]
 
 
 def test_single_requests_hold_a_place_only_while_they_run(opened: Callable[..., LLM]) -> None:

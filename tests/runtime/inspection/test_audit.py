@@ -128,7 +128,7 @@ def test_a_real_bundle_passes_without_opening_anything_again(
     with LLM(tiny_bundle, SpeculativeConfig("topk", merge="gsd")) as llm:
         monkeypatch.setattr(type(llm.bundle), "open_engine", None)
         assert audit(llm, "hello", params) == AuditReport(True, 16)
-        tokens = llm.generate("hello", params).token_ids
+        tokens = llm.generate("hello", params)[0].token_ids
         wrong = [*tokens[:3], (tokens[3] + 1) % 60, *tokens[4:]]
         report = audit_output(llm, llm.encode("hello"), params, wrong)
         assert (report.position, report.speculative_token, report.plain_token) == (3, wrong[3], tokens[3])

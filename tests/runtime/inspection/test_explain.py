@@ -162,7 +162,7 @@ def test_observing_is_not_decoding_time(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_list_of_prompts_shows_every_round_of_each(tiny_bundle: Path) -> None:
     rounds: list[Round] = []
     with LLM(tiny_bundle) as llm:
-        results = llm.generate(["one", "two"], GREEDY, rounds.append)
+        results = llm.generate(["one", "two"], GREEDY, observe=rounds.append)
     tokens = [token for round in rounds for token in round.token_ids]
     assert tokens == [token for result in results for token in result.token_ids]
 

@@ -119,7 +119,7 @@ def test_a_full_queue_refuses_at_once(llm: LLM) -> None:
     [
         ("x" * 5000, {}, RequestError, "shorten it"),
         ([10**6], {}, RequestError, "1000000"),
-        ("x", {"params": SamplingParams(stop_token_ids=(10**6,))}, RequestError, "stop_token_ids"),
+        ("x", {"sampling_params": SamplingParams(stop_token_ids=(10**6,))}, RequestError, "stop_token_ids"),
         ("x", {"speculative": SpeculativeConfig("topk", max_total_draft_tokens=64)}, ConfigError, "widest pass"),
         ("x", {"deadline_s": 0}, RequestError, "deadline_s"),
     ],
@@ -215,7 +215,7 @@ def test_an_exception_in_a_round_ends_only_its_request(llm: LLM) -> None:
         params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logits_processors=(fails,))
         with pytest.raises(ZeroDivisionError, match="own mistake"):
             await collect(served.generate("hello", params))
-        assert tokens_of(await good) == llm.generate("hello", LONG).token_ids
+        assert tokens_of(await good) == llm.generate("hello", LONG)[0].token_ids
         assert 'requests_total{finish_reason="error"} 1' in served.metrics.to_prometheus({})
 
     run(broken, llm)
@@ -295,4 +295,4 @@ def test_a_bundle_is_opened_and_closed_with_it(tiny_bundle: Path) -> None:
             return tokens_of(await collect(served.generate("hello", GREEDY)))
 
     with LLM(tiny_bundle) as llm:
-        assert asyncio.run(one()) == llm.generate("hello", GREEDY).token_ids
+        assert asyncio.run(one()) == llm.generate("hello", GREEDY)[0].token_ids

@@ -125,7 +125,7 @@ def test_an_engine_that_fails_for_one_request_goes_on_for_the_others(llm: LLM, m
         assert served.accepting and 'finish_reason="error"} 1' in served.metrics.to_prometheus({})
         return results
 
-    expected = [llm.generate(prompt, GREEDY).token_ids for prompt in ([10, 11, 12], [15, 16, 17])]
+    expected = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in ([10, 11, 12], [15, 16, 17])]
     monkeypatch.setattr(FakeEngine, "score", poisoned)
     first, failed, last = run(mixed, llm)
     assert isinstance(failed, EngineError) and shared == 1

@@ -135,7 +135,7 @@ def test_what_was_read_of_a_prompt_is_counted(pooled: LLM) -> None:
 
 
 def test_a_conversation_goes_on_behind_what_was_said(pooled: LLM, llm: LLM) -> None:
-    said = [*SYSTEM, *llm.generate(SYSTEM, GREEDY).token_ids]
+    said = [*SYSTEM, *llm.generate(SYSTEM, GREEDY)[0].token_ids]
     _, last = ask(pooled, [SYSTEM, [*said, 9, 9, 9]], at_once=False)
     assert last.stats.num_cached_tokens == len(said) - 1, "the last token of a text is in no cache"
 

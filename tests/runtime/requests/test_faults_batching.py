@@ -132,7 +132,7 @@ def crowd(llm: LLM, flaky: Flaky) -> tuple[list[list[StreamChunk] | BaseExceptio
         assert served.accepting and not served.num_running
         flaky._failing = lambda call: False
         again = await collect(served.generate(TEXT, GREEDY))
-        assert tokens_of(again) == llm.generate(TEXT, GREEDY).token_ids
+        assert tokens_of(again) == llm.generate(TEXT, GREEDY)[0].token_ids
         return results, served.metrics.to_prometheus({})
 
     return run(six, llm, max_running=3, max_waiting=3)
@@ -141,7 +141,7 @@ def crowd(llm: LLM, flaky: Flaky) -> tuple[list[list[StreamChunk] | BaseExceptio
 def test_a_shared_pass_that_fails_once_is_nobodys_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then a pass of the target fails; each request in it is asked again alone, and that succeeds."""
     flaky = Flaky(llm._target.score, lambda call: False)
-    expected = [llm.generate(f"{TEXT} {number}", GREEDY).token_ids for number in range(6)]
+    expected = [llm.generate(f"{TEXT} {number}", GREEDY)[0].token_ids for number in range(6)]
     monkeypatch.setattr(llm._target, "score", flaky)
     last = [0]
 

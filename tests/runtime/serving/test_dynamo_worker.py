@@ -86,7 +86,7 @@ def test_chunks_are_the_rounds_of_the_llm(worker: Any, tiny_bundle: Path) -> Non
         return chunks
 
     with LLM(tiny_bundle) as llm:
-        expected = llm.generate("hello", SamplingParams(max_tokens=12, temperature=0))
+        expected = llm.generate("hello", SamplingParams(max_tokens=12, temperature=0))[0]
     prompt = expected.prompt_token_ids
     for sent in (prompt, prompt[1:]):  # with the begin of text, and without it, as plain completions come
         chunks = asyncio.run(tokens(sent))

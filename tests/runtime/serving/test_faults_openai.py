@@ -120,7 +120,7 @@ def test_a_crowd_gets_what_each_would_get_alone(server: Served, llm: LLM) -> Non
         for index, (texts, usage) in enumerate(answers):
             params = SamplingParams(**some_request(number + index))
             choices = [replace(params, seed=number + index + choice) for choice in range(len(texts))]
-            expected = [llm.generate(f"prompt {number}", choice) for choice in choices]
+            expected = [llm.generate(f"prompt {number}", choice)[0] for choice in choices]
             assert texts == [result.text for result in expected], params
             assert usage.completion_tokens == sum(len(result.token_ids) for result in expected)
     wait_for(lambda: server.idle, seconds=2)
@@ -151,7 +151,7 @@ def test_a_template_that_fails_is_the_clients_error(server: Served, llm: LLM) ->
             with pytest.raises(openai.BadRequestError, match=named):
                 client.chat.completions.create(model=MODEL, messages=messages)
         answer = client.chat.completions.create(model=MODEL, messages=good, max_tokens=9, seed=1)
-    assert answer.choices[0].message.content == llm.chat(good, SamplingParams(max_tokens=9, seed=1)).text
+    assert answer.choices[0].message.content == llm.chat(good, SamplingParams(max_tokens=9, seed=1))[0].text
 
 
 @pytest.mark.parametrize("nonsense", NO_REQUESTS)

@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_slow_reader_and_it_gets_all_of_its_text(llm: LLM) ->
                     for _ in range(8)
                 ]
                 texts = {answer.result().json()["choices"][0]["text"] for answer in answers}
-            assert texts == {llm.generate("hello", SamplingParams(20, temperature=0, ignore_eos=True)).text}
+            assert texts == {llm.generate("hello", SamplingParams(20, temperature=0, ignore_eos=True))[0].text}
             wait_for(lambda: not async_llm.num_running, seconds=20)  # the engine did not wait for it either
             response = HTTPResponse(slow)
             response.begin()
@@ -102,7 +102,7 @@ def test_nobody_waits_for_a_slow_reader_and_it_gets_all_of_its_text(llm: LLM) ->
     def app(async_llm: AsyncLLM) -> ASGIApp:
         return create_app(async_llm, "m", Limits(10_000, 100))
 
-    expected = llm.generate("hello", SamplingParams(900, temperature=0, ignore_eos=True)).text
+    expected = llm.generate("hello", SamplingParams(900, temperature=0, ignore_eos=True))[0].text
     assert against(app, llm, visit, unread_seconds=60) == expected
 
 

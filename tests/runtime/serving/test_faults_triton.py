@@ -103,14 +103,14 @@ def test_a_crowd_gets_what_each_would_get_alone(server: TritonServer, llm: LLM) 
     with ThreadPoolExecutor(8) as threads:
         visits = list(threads.map(visit, numbers))
     for number, (begun, streamed, whole) in zip(numbers, visits, strict=True):
-        expected = llm.generate(f"prompt {number}", SamplingParams(**some_settings(number))).text
+        expected = llm.generate(f"prompt {number}", SamplingParams(**some_settings(number)))[0].text
         assert streamed == whole == expected, some_settings(number)
-        assert llm.generate(f"prompt {number}", GREEDY).text.startswith(begun)
+        assert llm.generate(f"prompt {number}", GREEDY)[0].text.startswith(begun)
 
 
 def test_a_model_is_loaded_anew_below_its_requests(server: TritonServer, client: Any, llm: LLM) -> None:
     """Those in flight end on the old instances, what comes meanwhile is answered by one or the other."""
-    expected = llm.generate("hello", SLOW_GREEDY).text
+    expected = llm.generate("hello", SLOW_GREEDY)[0].text
     with ThreadPoolExecutor(4) as threads:
         calls = [Call(server.grpc, FAULTY, inputs("hello", **SLOWLY)) for _ in range(2)]
         begun = [call.next().outputs["text_output"] for call in calls]
@@ -126,7 +126,7 @@ def test_a_model_is_loaded_anew_below_its_requests(server: TritonServer, client:
 
 
 def test_nobody_waits_for_a_reader_that_does_not_read(server: TritonServer, llm: LLM) -> None:
-    expected = llm.generate("hello", GREEDY).text
+    expected = llm.generate("hello", GREEDY)[0].text
     go, answers = threading.Event(), list[str]()
 
     def unread(result: Any, error: Exception | None) -> None:
@@ -149,14 +149,14 @@ def test_nobody_waits_for_a_reader_that_does_not_read(server: TritonServer, llm:
 
 
 def test_one_models_killed_processes_are_not_felt_by_another(server: TritonServer, client: Any, llm: LLM) -> None:
-    expected = llm.generate("hello", GREEDY).text
+    expected = llm.generate("hello", GREEDY)[0].text
     with Call(server.grpc, FAULTY, inputs("hello", **SLOWLY)) as other:
         first = other.next().outputs["text_output"]
         for process in stubs(server, PLAIN):
             os.kill(process, signal.SIGKILL)
         with pytest.raises(Refused, match="not healthy"):
             ask(server, PLAIN, inputs("hello", **ASKED))
-        assert first + text_of(other) == llm.generate("hello", SLOW_GREEDY).text
+        assert first + text_of(other) == llm.generate("hello", SLOW_GREEDY)[0].text
     client.unload_model(PLAIN)
     wait_for(lambda: not client.is_model_ready(PLAIN))
     client.load_model(PLAIN)
@@ -228,4 +228,4 @@ def test_sigterm_lets_the_server_finish_what_it_has(tiny_bundle: Path, tmp_path:
         for call in calls:
             call.__exit__()
         assert server.wait() == 0
-    assert texts == [llm.generate("hello", SLOW_GREEDY).text] * 2
+    assert texts == [llm.generate("hello", SLOW_GREEDY)[0].text] * 2

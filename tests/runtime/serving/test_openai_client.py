@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from serving import Served, served, with_chat_template
 
-from draftwood.runtime import LLM, GenerationResult, SamplingParams, SpeculativeConfig
+from draftwood.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 openai = pytest.importorskip("openai", reason="needs the openai package")
@@ -42,7 +42,7 @@ def llm(bundle: Path) -> Iterator[LLM]:
         yield llm
 
 
-def check_accounts(answer: Any, results: list[GenerationResult]) -> None:
+def check_accounts(answer: Any, results: list[RequestOutput]) -> None:
     """Usage and metrics are those of the results; aiperf refuses metrics that do not add up."""
     assert answer.usage.prompt_tokens == len(results[0].prompt_token_ids)
     assert answer.usage.completion_tokens == sum(len(result.token_ids) for result in results)
@@ -67,7 +67,7 @@ def test_a_completion_is_what_the_llm_writes(client: Any, llm: LLM, temperature:
     answer = client.completions.create(
         model=MODEL, prompt="hello", max_tokens=30, temperature=temperature, seed=7, extra_body=EXTRA
     )
-    expected = llm.generate("hello", SamplingParams(max_tokens=30, temperature=temperature, seed=7, ignore_eos=True))
+    expected = llm.generate("hello", SamplingParams(max_tokens=30, temperature=temperature, seed=7, ignore_eos=True))[0]
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, "length")
     check_accounts(answer, [expected])
 
@@ -100,7 +100,7 @@ def test_a_stream_is_the_answer_in_parts(client: Any, chat: bool) -> None:
 
 def test_choices_are_seeded_one_after_the_other(client: Any, llm: LLM) -> None:
     answer = client.completions.create(model=MODEL, prompt=[[1, 5, 9]], max_tokens=20, seed=5, n=3, extra_body=EXTRA)
-    results = [llm.generate([1, 5, 9], SamplingParams(max_tokens=20, seed=5 + i, ignore_eos=True)) for i in range(3)]
+    results = [llm.generate([1, 5, 9], SamplingParams(max_tokens=20, seed=5 + i, ignore_eos=True))[0] for i in range(3)]
     assert [choice.text for choice in answer.choices] == [result.text for result in results]
     check_accounts(answer, results)
 
@@ -109,7 +109,7 @@ def test_several_prompts_are_answered_in_order(client: Any, llm: LLM) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=["one", "two"], max_tokens=12, temperature=0, echo=True, extra_body=EXTRA
     )
-    results = [llm.generate(p, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)) for p in ("one", "two")]
+    results = llm.generate(["one", "two"], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert [choice.text for choice in answer.choices] == ["one" + results[0].text, "two" + results[1].text]
 
@@ -120,13 +120,13 @@ def test_a_conversation_goes_through_the_chat_template(client: Any, llm: LLM) ->
         answer = client.chat.completions.create(
             model=MODEL, messages=messages, max_completion_tokens=20, temperature=0, extra_body=EXTRA
         )
-        expected = llm.chat(same, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+        expected = llm.chat(same, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))[0]
         assert answer.choices[0].message.content == expected.text
         assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
 
 
 def test_a_stop_string_ends_the_text(client: Any, llm: LLM) -> None:
-    free = llm.generate("hello", SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)).text
+    free = llm.generate("hello", SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))[0].text
     for stop in (free[10:12], ["never there", free[10:12]]):
         answer = client.completions.create(
             model=MODEL, prompt="hello", max_tokens=24, temperature=0, stop=stop, extra_body=EXTRA
@@ -135,23 +135,24 @@ def test_a_stop_string_ends_the_text(client: Any, llm: LLM) -> None:
 
 
 def test_logprobs_have_the_shape_of_each_api(client: Any, llm: LLM) -> None:
-    expected = llm.generate("hello", SamplingParams(max_tokens=9, seed=2, logprobs=3, ignore_eos=True)).logprobs
+    params = SamplingParams(max_tokens=9, seed=2, logprobs=3, ignore_eos=True)
+    expected = [item.logprob for chunk in llm.stream("hello", params) for item in chunk.logprobs]
     old = client.completions.create(model=MODEL, prompt="hello", max_tokens=9, seed=2, logprobs=3, extra_body=EXTRA)
     written = old.choices[0].logprobs
-    assert written.token_logprobs == pytest.approx([item.logprob for item in expected], abs=1e-4)
+    assert written.token_logprobs == pytest.approx(expected, abs=1e-4)
     assert all(len(top) == 3 for top in written.top_logprobs)
     assert written.text_offset[1:] == [
         sum(map(len, written.tokens[: index + 1])) for index in range(len(written.tokens) - 1)
     ]
     prompt = llm.encode_chat(MESSAGES)
-    expected = llm.generate(prompt, SamplingParams(max_tokens=9, seed=2, logprobs=3, ignore_eos=True)).logprobs
+    expected = [item.logprob for chunk in llm.stream(prompt, params) for item in chunk.logprobs]
     options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, "seed": 2, "logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**options, extra_body=EXTRA).choices[0].logprobs.content
     stream = client.chat.completions.create(**options, stream=True, extra_body=EXTRA)
     parts = [
         item for chunk in stream for choice in chunk.choices if choice.logprobs for item in choice.logprobs.content
     ]
-    assert [item.logprob for item in whole] == pytest.approx([item.logprob for item in expected], abs=1e-4)
+    assert [item.logprob for item in whole] == pytest.approx(expected, abs=1e-4)
     assert [(item.token, item.bytes) for item in parts] == [(item.token, item.bytes) for item in whole]
     # Rows stand elsewhere in the shared cache each time, so sums may round differently.
     assert [item.logprob for item in parts] == pytest.approx([item.logprob for item in whole], abs=1e-4)
@@ -178,7 +179,7 @@ def test_the_extras_of_vllm_reach_the_sampler(client: Any, llm: LLM) -> None:
     options: dict[str, Any] = {"max_tokens": 20, "seed": 1, "top_p": 0.9}
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.5}
     answer = client.completions.create(model=MODEL, prompt="hello", **options, extra_body=extra)
-    expected = llm.generate("hello", SamplingParams(**options, **{**extra, "stop_token_ids": (40, 41)}))
+    expected = llm.generate("hello", SamplingParams(**options, **{**extra, "stop_token_ids": (40, 41)}))[0]
     assert answer.choices[0].text == expected.text and answer.usage.completion_tokens == len(expected.token_ids)
 
 

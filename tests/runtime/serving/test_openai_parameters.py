@@ -67,7 +67,7 @@ def chat(client: Any, messages: list[dict[str, Any]], **more: Any) -> dict[str, 
 
 @pytest.mark.parametrize("speculative", [None, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}])
 def test_bans_and_biases_reach_the_sampler(client: Any, llm: LLM, speculative: Any) -> None:
-    free = llm.generate("hello", SamplingParams(**GREEDY))  # type: ignore[arg-type]
+    (free,) = llm.generate("hello", SamplingParams(**GREEDY))  # type: ignore[arg-type]
     word, token = free.text[3:6], free.token_ids[5]
     for changes in (
         {"bad_words": [word, free.text[0]]},
@@ -78,7 +78,7 @@ def test_bans_and_biases_reach_the_sampler(client: Any, llm: LLM, speculative: A
         values: dict[str, Any] = {**GREEDY, **changes}
         if "logit_bias" in values:
             values["logit_bias"] = {int(name): bias for name, bias in values["logit_bias"].items()}
-        expected = llm.generate("hello", SamplingParams(**values))
+        (expected,) = llm.generate("hello", SamplingParams(**values))
         assert text_of(client, speculative=speculative, **changes) == expected.text != free.text
         assert word not in expected.text or "bad_words" not in changes
 

@@ -56,20 +56,23 @@ def reference(tiny_pair: Path) -> Any:
 def test_a_prompts_tokens_have_the_models_log_probabilities(llm: LLM, reference: Any, tokens: int) -> None:
     """Shorter than a pass, and several passes long."""
     prompt = (llm.encode(TEXT) * 4)[:tokens]
-    found = llm.generate(prompt, SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=4)).prompt_logprobs
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=4))
+    found = output.prompt_logprobs
     expected = reference(prompt)
     assert found is not None and len(found) == tokens and found[0] is None
     for position, item in enumerate(found[1:], 1):
-        assert item is not None and item.token_id == prompt[position]
-        assert item.logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-4)
-        assert list(item.top) == expected[position - 1].topk(4).indices.tolist()
-        assert sorted(item.top.values(), reverse=True) == list(item.top.values())
+        assert item is not None and next(iter(item)) == prompt[position]
+        logprob = item[prompt[position]].logprob
+        assert logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-4)
+        best = sorted((each.rank, -each.logprob, token) for token, each in item.items() if each.rank is not None)
+        assert [token for _, _, token in best] == expected[position - 1].topk(4).indices.tolist()
+        assert [rank for rank, _, _ in best] == [1, 2, 3, 4] and best == sorted(best, key=lambda each: each[1])
 
 
 def test_asking_for_them_changes_no_token(llm: LLM) -> None:
     for settings in ({"temperature": 0}, {"seed": 5}):
-        plain = llm.generate(TEXT, SamplingParams(max_tokens=20, ignore_eos=True, **settings))  # type: ignore[arg-type]
-        asked = llm.generate(
+        (plain,) = llm.generate(TEXT, SamplingParams(max_tokens=20, ignore_eos=True, **settings))  # type: ignore[arg-type]
+        (asked,) = llm.generate(
             TEXT,
             SamplingParams(max_tokens=20, ignore_eos=True, prompt_logprobs=0, **settings),  # type: ignore[arg-type]
         )

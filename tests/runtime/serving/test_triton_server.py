@@ -98,7 +98,7 @@ def test_a_stream_has_a_response_per_round_and_a_whole_text_is_one(server: Trito
 
 
 def test_counts_reasons_and_acceptance_are_those_of_the_result(server: TritonServer, llm: LLM) -> None:
-    result = llm.generate("hello", SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=0))
+    result = llm.generate("hello", SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=0))[0]
     flags = {f"return_{name}": True for name in ("num_input_tokens", "num_output_tokens", "finish_reason", "log_probs")}
     (answer,) = ask(server, PLAIN, inputs("hello", max_tokens=16, end_id=-1, return_perf_metrics=True, **flags))
     outputs = answer.outputs
@@ -107,8 +107,10 @@ def test_counts_reasons_and_acceptance_are_those_of_the_result(server: TritonSer
     assert outputs["total_draft_tokens"] == result.stats.num_draft_tokens > 0
     assert outputs["total_accepted_draft_tokens"] == result.stats.num_accepted_tokens
     assert outputs["acceptance_rate"] == pytest.approx(result.stats.acceptance_rate)
-    assert outputs["output_log_probs"] == pytest.approx([logprob.logprob for logprob in result.logprobs], abs=1e-5)
-    assert outputs["cum_log_probs"] == pytest.approx(sum(logprob.logprob for logprob in result.logprobs), abs=1e-4)
+    assert result.logprobs is not None and result.outputs[0].cumulative_logprob is not None
+    logprobs = [each[token].logprob for token, each in zip(result.token_ids, result.logprobs, strict=True)]
+    assert outputs["output_log_probs"] == pytest.approx(logprobs, abs=1e-5)
+    assert outputs["cum_log_probs"] == pytest.approx(result.outputs[0].cumulative_logprob, abs=1e-4)
 
 
 def test_speculation_is_a_request_parameter(server: TritonServer, llm: LLM) -> None:
@@ -135,7 +137,7 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(server: TritonServe
         texts = list(threads.map(text, range(8)))
     for seed, got in enumerate(texts):
         params = SamplingParams(max_tokens=40, temperature=1.0, seed=seed, ignore_eos=True)
-        assert got == llm.generate(f"prompt {seed}", params).text
+        assert got == llm.generate(f"prompt {seed}", params)[0].text
 
 
 def test_cancelling_frees_the_engine(server: TritonServer) -> None:
@@ -251,7 +253,7 @@ def test_the_unary_rpc_does_not_serve_decoupled_models(client: Any) -> None:
 
 
 def test_http_generate(server: TritonServer, llm: LLM) -> None:
-    expected = llm.generate("hello", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)).text
+    expected = llm.generate("hello", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0].text
     body = {"text_input": "hello", "max_tokens": 8, "ignore_eos": True, "stop_words": ["\x00"]}
     status, text = post(server, f"{PLAIN}/generate", body | {"exclude_input_in_output": True})
     assert status == 200 and json.loads(text)["text_output"] == expected
@@ -267,7 +269,7 @@ def test_the_example_of_the_documentation_runs(server: TritonServer, llm: LLM) -
     code = page.split("```python\n")[1].split("```")[0].replace("localhost:8001", server.grpc)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == llm.generate("def main():", SamplingParams(temperature=0)).text
+    assert done.stdout == llm.generate("def main():", SamplingParams(temperature=0))[0].text
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_requests_in_flight_survive_an_unload(server: TritonServer, client: Any,
         first = call.next()
         client.unload_model(FAULTY)
         text = "".join(answer.outputs["text_output"] for answer in (first, *call.rest()))
-    assert text == llm.generate("hello", SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)).text
+    assert text == llm.generate("hello", SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))[0].text
     until(lambda: not client.is_model_ready(FAULTY))
     with pytest.raises(Refused, match="no available versions"):
         ask(server, FAULTY, inputs("hello", max_tokens=2))

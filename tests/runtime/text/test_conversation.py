@@ -28,11 +28,11 @@ def test_a_list_of_conversations_gives_a_list_of_results(llm: LLM) -> None:
     other = [{"role": "user", "content": "hi"}]
     both = llm.chat([MESSAGES, other], GREEDY)
     assert [result.token_ids for result in both] == [
-        llm.chat(MESSAGES, GREEDY).token_ids,
-        llm.chat(other, GREEDY).token_ids,
+        llm.chat(MESSAGES, GREEDY)[0].token_ids,
+        llm.chat(other, GREEDY)[0].token_ids,
     ]
     assert [result.token_ids for result in llm.chat([other], GREEDY)] == [both[1].token_ids]
-    assert llm.chat(tuple(other), GREEDY).token_ids == both[1].token_ids
+    assert llm.chat(tuple(other), GREEDY)[0].token_ids == both[1].token_ids
 
 
 def test_what_reaches_the_template(llm: LLM) -> None:

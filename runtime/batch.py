@@ -1,0 +1,103 @@
+"""`complete`: writes the texts of one call of `LLM.generate` or `LLM.chat`, together where the engines allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..models.errors import RequestError, shown
+from .decoding.loop import MAX_RUNNING, Job, Loop
+from .decoding.round import Observer
+from .decoding.scheduler import Scheduler
+from .request_engines import PREFIX_CACHE_SLOTS
+from .sampling.params import SamplingParams
+from .text.result import RequestOutput, output_of
+from .text.writer import StreamChunk
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+
+class Asked(NamedTuple):
+    """One prompt of a call. text: as given, or as the chat template wrote it; None for token ids."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+def complete(
+    llm: LLM,
+    texts: Sequence[str | None],
+    prompts: Sequence[list[int]],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    use_tqdm: bool,
+    observe: Observer | None = None,
+) -> list[RequestOutput]:
+    """Complete prompts, which the LLM has encoded. texts: see Asked.text. For the others see `LLM.generate`."""
+    asked = list(map(Asked, texts, prompts, params_of(sampling_params, len(prompts))))
+    wanted = [(each.token_ids, params) for each in asked for params in each.params.choices()]
+    shares = llm.is_pooled or llm.max_batch is not None
+    with progress(len(wanted), use_tqdm) as advance:
+        if len(wanted) > 1 and observe is None and shares:
+            written = write_together(llm, wanted, advance)
+        else:
+            written = []
+            for prompt, params in wanted:
+                written.append(list(llm.stream(prompt, params, observe)))
+                advance()
+    rest = iter(written)
+    outputs = []
+    for each in asked:
+        chunks = [next(rest) for _ in range(each.params.n)]
+        outputs.append(output_of(next(llm.request_numbers), each.text, each.token_ids, chunks, llm.token_text))
+    return outputs
+
+
+def write_together(
+    llm: LLM, wanted: Sequence[tuple[list[int], SamplingParams]], advance: Callable[[], None]
+) -> list[list[StreamChunk]]:
+    """The chunks of several texts that share passes. advance: called after each text."""
+    at_most = min(llm.max_batch or MAX_RUNNING, len(wanted))
+    shared = llm.share(at_most, prefix_cache_slots=PREFIX_CACHE_SLOTS)
+    with closing(shared):
+        loop: Loop[Job[StreamChunk], StreamChunk]
+        loop = Loop(Scheduler(at_most, len(wanted)), shared.pools, shared.budget)
+        engines = shared.engines._replace(sharing=lambda: loop.num_sharing)
+        texts: dict[Job[StreamChunk], list[StreamChunk]] = {}
+        for prompt, params in wanted:
+            job = llm.job(prompt, params, engines=engines)
+            job.num_slots = shared.budget.needed(len(prompt), params.max_tokens)
+            texts[job] = []
+        for job, chunk in loop.run(list(texts)):
+            texts[job].append(chunk)
+            if chunk.finish_reason is not None:
+                advance()
+    return list(texts.values())
+
+
+def params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """The settings of `count` prompts: None takes the defaults, one is for all, or each has its own. Raises
+    RequestError for another number of settings, and for what are none."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+        raise RequestError(f"sampling_params must be a SamplingParams or a list of them, not {shown(given)}")
+    if len(given) != count:
+        raise RequestError(f"there are {count} prompts and {len(given)} sampling_params: give one for each, or one")
+    return list(given)
+
+
+@contextmanager
+def progress(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """A function to call after each finished text. wanted: show a progress bar on standard error."""
+    if not wanted:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bars:
+        task = bars.add_task("Texts", total=total)
+        yield lambda: bars.advance(task)
