@@ -42,4 +42,4 @@ def test_threads_that_shared_bytes_would_be_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ptx.launches.mover_image", lambda width: image.changed(text))
     geometry = CacheGeometry(1, 1, 40, 128, 40 * 128)
     with pytest.raises(Race):
-        moved_by_kernel(np.zeros(geometry.nbytes, np.uint8) + 1, geometry, np.arange(1, 9), np.arange(8))
+        moved_by_kernel(np.ones(geometry.nbytes, np.uint8), geometry, np.arange(1, 9), np.arange(8))

@@ -133,7 +133,7 @@ class Machine:
     def whole(self, size: int, text: str) -> Mask:
         """Which groups of `size` threads (of a warp, of a CTA) are active. Raises Divergent for a part of one."""
         groups = self.active.reshape(-1, size)
-        some = groups.any(1)
+        some: Mask = groups.any(1)
         missing = (self.alive & ~self.active).reshape(-1, size).any(1)
         if (some & missing).any():
             raise Divergent(f"{text}: only some of {size} threads execute this together")

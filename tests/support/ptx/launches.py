@@ -96,7 +96,7 @@ def as_bytes(value: Argument) -> tuple[str, int | float]:
 
 
 def moved_by_kernel(
-    content: NDArray[np.uint8], geometry: CacheGeometry, sources: NDArray[Any], targets: NDArray[Any]
+    content: NDArray[Any], geometry: CacheGeometry, sources: NDArray[Any], targets: NDArray[Any]
 ) -> NDArray[np.uint8]:
     """A cache after a move of rows, as `CudaDevice.move_rows` launches it."""
     memory = GlobalMemory(content.nbytes + (1 << 14))

@@ -104,7 +104,8 @@ def conflicts(before: Numbers, touch: Touch) -> NDArray[np.bool_]:
     """Where an earlier touch is another thread's, and not ordered by a barrier."""
     own_cta = touch.barriers >> CTA << CTA
     ordered = (before >= own_cta) & (before < touch.barriers)
-    return (before != 0) & ~ordered & (((before ^ touch.stamps) & WHO) != 0)
+    found: NDArray[np.bool_] = (before != 0) & ~ordered & (((before ^ touch.stamps) & WHO) != 0)
+    return found
 
 
 class Allocation(NamedTuple):

@@ -11,7 +11,13 @@ import numpy as np
 from .faults import Undefined
 
 WIDTHS = {"pred": 1, "b8": 1, "b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8, "u32": 4, "u64": 8}
-KINDS = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "f32": np.uint32, "pred": np.bool_}
+KINDS: dict[str, type[np.generic]] = {
+    "b16": np.uint16,
+    "b32": np.uint32,
+    "b64": np.uint64,
+    "f32": np.uint32,
+    "pred": np.bool_,
+}
 INSTRUCTION = re.compile(
     r"(?:@(?P<negated>!?)(?P<predicate>[%\w]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.S
 )

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from .execution import Machine, Run, address, number, numpy_type, reader, registers
-from .faults import Undefined
+from .faults import OutOfBounds, Undefined
 from .parser import Address, Instruction, Program, Vector
+from .values import Values
 
-SPACES = {"global": np.uint64, "shared": np.uint32}
+SPACES: dict[str, type[np.generic]] = {"global": np.uint64, "shared": np.uint32}
 
 
 def load(instruction: Instruction, program: Program) -> Run:
@@ -69,6 +70,8 @@ def parameter(instruction: Instruction, program: Program) -> Run:
             machine.write(name, kind, np.full(machine.count, machine.launch.parameters[begin:][:width].view(dtype)[0]))
             return
         begin_of = np.where(machine.active, address(where, np.uint64, instruction)(machine), 0)
+        if (begin_of < 0).any() or (begin_of + width > len(machine.launch.parameters)).any():
+            raise OutOfBounds(f"{instruction.text}: outside the launch's parameters")
         found = machine.launch.parameters[begin_of[:, None] + np.arange(width)]
         machine.write(name, kind, found.view(dtype)[:, 0])
 
@@ -99,7 +102,7 @@ def move(instruction: Instruction, program: Program) -> Run:
     return put(target, program, lambda machine: np.broadcast_to(read(machine), machine.count).copy())
 
 
-def unpack(target: Vector, read: Callable[[Machine], np.ndarray], program: Program, half: type[np.generic]) -> Run:  # type: ignore[type-arg]
+def unpack(target: Vector, read: Callable[[Machine], Values], program: Program, half: type[np.generic]) -> Run:
     def run(machine: Machine) -> None:
         halves = np.ascontiguousarray(read(machine)).view(half).reshape(machine.count, -1)
         for name, column in zip(target.items, halves.T, strict=True):
@@ -109,7 +112,7 @@ def unpack(target: Vector, read: Callable[[Machine], np.ndarray], program: Progr
     return run
 
 
-def put(target: object, program: Program, read: Callable[[Machine], np.ndarray]) -> Run:  # type: ignore[type-arg]
+def put(target: object, program: Program, read: Callable[[Machine], Values]) -> Run:
     assert isinstance(target, str)
     kind = program.kind(target)
     return lambda machine: machine.write(target, kind, read(machine))

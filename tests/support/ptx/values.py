@@ -66,8 +66,8 @@ def resolve(parts: tuple[str, ...], sources: int) -> Operation | None:
         return Operation((dtype, np.uint32), shift_left if name == "shl" else shift_right)
     if name in INTEGER:
         return Operation((dtype, dtype), INTEGER[name])
-    if name in ("not", "neg", "abs"):
-        return Operation((dtype,), {"not": np.invert, "neg": np.negative, "abs": np.abs}[name])
+    if name in SINGLE:
+        return Operation((dtype,), SINGLE[name])
     if name == "bfe":
         return Operation((dtype, np.uint32, np.uint32), bit_field)
     if name == "prmt":
@@ -86,13 +86,14 @@ def flush(values: Values) -> Values:
 
 def fused(x: Values, y: Values, z: Values) -> Values:
     """A product of two fp32 is exact in fp64."""
-    return (x.astype(np.float64) * y + z).astype(np.float32)
+    return np.asarray(x.astype(np.float64) * y + z, np.float32)
 
 
 def divide(x: Values, y: Values) -> Values:
-    """Integer division towards zero; what the hardware leaves open for a zero divisor is -1 here."""
+    """Integer division towards zero. A zero divisor gives the dividend here; PTX leaves it open."""
     y = np.where(y == 0, y.dtype.type(1), y)
-    return (x - np.fmod(x, y)) // y
+    quotient: Values = (x - np.fmod(x, y)) // y
+    return quotient
 
 
 def shift_left(x: Values, count: Values) -> Values:
@@ -196,6 +197,7 @@ INTEGER: dict[str, Compute] = {
     "div": divide,
     "rem": np.fmod,
 }
+SINGLE: dict[str, Compute] = {"not": np.invert, "neg": np.negative, "abs": np.abs}
 COMPARISONS: dict[str, Compute] = {
     "eq": operator.eq,
     "ne": operator.ne,

@@ -34,7 +34,13 @@ def shuffle(instruction: Instruction, program: Program) -> Run:
 
 def reduction(instruction: Instruction, program: Program) -> Run:
     """redux.sync: one number of all threads of the warp."""
-    functions = {"max": np.maximum, "min": np.minimum, "add": np.add, "or": np.bitwise_or, "and": np.bitwise_and}
+    functions: dict[str, np.ufunc] = {
+        "max": np.maximum,
+        "min": np.minimum,
+        "add": np.add,
+        "or": np.bitwise_or,
+        "and": np.bitwise_and,
+    }
     destination, source, *_ = instruction.operands
     if instruction.parts[2] not in functions or not isinstance(destination, str):
         raise Undefined(f"{instruction.text}: no reduction that the executor knows")
@@ -101,7 +107,8 @@ def check_matrices(instruction: Instruction) -> None:
 
 def halves(words: Values, half: str) -> Values:
     """[warps, 8, 8] fp32: row l / 4 and columns 2 * (l % 4) and the next are of thread l."""
-    return words.view(HALVES[half]).astype(np.float32).reshape(-1, 8, 8)
+    values: Values = words.view(HALVES[half]).astype(np.float32).reshape(-1, 8, 8)
+    return values
 
 
 def product(instruction: Instruction, program: Program) -> Run:
