@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,10 @@ TEMPLATES = {
     "unknown": NAMES + MESSAGES,
     "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}",
 }
+
+
+KINDS = ["hermes", "llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("unknown", "plain"))]
+HERMES = pytest.mark.parametrize("kind", ["hermes"])
 
 
 class Weather(BaseModel):
@@ -56,28 +61,32 @@ def arguments_of(call: Any) -> BaseModel:
     return model.model_validate_json(call.function.arguments)
 
 
-@pytest.fixture(scope="module")
-def servers(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    from contextlib import ExitStack
+class Running(dict[str, tuple[Served, Any]]):
+    """A server of each kind of template, and its client; each starts when it is asked for."""
 
+    def __init__(self, stack: ExitStack, bundle: Path, folder: Path) -> None:
+        super().__init__()
+        self._stack, self._bundle, self._folder = stack, bundle, folder
+
+    def __missing__(self, kind: str) -> tuple[Served, Any]:
+        (self._folder / kind).mkdir()
+        bundle = with_chat_template(self._bundle, self._folder / kind, TEMPLATES[kind])
+        server = self._stack.enter_context(served(bundle, "--budget", "fixed"))
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+        self._stack.callback(client.close)
+        self[kind] = (server, client)
+        return self[kind]
+
+
+@pytest.fixture(scope="module")
+def running(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with ExitStack() as stack:
-        yield {
-            kind: stack.enter_context(
-                served(with_chat_template(tiny_bundle, tmp_path_factory.mktemp(kind), template), "--budget", "fixed")
-            )
-            for kind, template in TEMPLATES.items()
-        }
+        yield Running(stack, tiny_bundle, tmp_path_factory.mktemp("tools"))
 
 
-@pytest.fixture(scope="module")
-def clients(servers: dict[str, Served]) -> Iterator[dict[str, Any]]:
-    made = {
-        kind: openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
-        for kind, server in servers.items()
-    }
-    yield made
-    for client in made.values():
-        client.close()
+@pytest.fixture
+def client(running: Running, kind: str) -> Any:
+    return running[kind][1]
 
 
 def tools_of(kind: str) -> list[Any]:
@@ -90,11 +99,11 @@ def ask(client: Any, messages: list[dict[str, Any]] | None = None, **more: Any) 
     return client.chat.completions.create(model="tiny", messages=messages or [USER], **options)
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("speculative", [False, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}])
-def test_a_required_call_follows_a_schema(clients: dict[str, Any], kind: str, speculative: Any) -> None:
+def test_a_required_call_follows_a_schema(client: Any, kind: str, speculative: Any) -> None:
     options: dict[str, Any] = {"tools": tools_of(kind), "tool_choice": "required", "parallel_tool_calls": False}
-    answer = ask(clients[kind], extra_body={"speculative": speculative}, **options)
+    answer = ask(client, extra_body={"speculative": speculative}, **options)
     choice = answer.choices[0]
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
@@ -103,31 +112,32 @@ def test_a_required_call_follows_a_schema(clients: dict[str, Any], kind: str, sp
 
 @pytest.mark.parametrize("kind", ["hermes", "llama"])
 @pytest.mark.parametrize("speculative", [False, {"grow": "dyspec"}])
-def test_a_named_function_is_called(clients: dict[str, Any], kind: str, speculative: Any) -> None:
+def test_a_named_function_is_called(client: Any, kind: str, speculative: Any) -> None:
     for name in ("weather", "place"):
         named = {"type": "function", "function": {"name": name}}
-        answer = ask(clients[kind], tool_choice=named, n=2, extra_body={"speculative": speculative})
+        answer = ask(client, tool_choice=named, n=2, extra_body={"speculative": speculative})
         for choice in answer.choices:
             (call,) = choice.message.tool_calls
             assert (call.function.name, choice.finish_reason) == (name, "stop") and arguments_of(call)
 
 
-def test_greedy_calls_are_those_of_plain_decoding(clients: dict[str, Any]) -> None:
+@HERMES
+def test_greedy_calls_are_those_of_plain_decoding(client: Any, kind: str) -> None:
     texts = set()
     for speculative in (False, {"grow": "chain"}, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}):
-        answer = ask(clients["hermes"], tool_choice="required", temperature=0, extra_body={"speculative": speculative})
+        answer = ask(client, tool_choice="required", temperature=0, extra_body={"speculative": speculative})
         calls = answer.choices[0].message.tool_calls
         texts.add(tuple((call.function.name, call.function.arguments) for call in calls))
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama"])
-def test_a_stream_holds_the_calls_of_the_whole_answer(clients: dict[str, Any], kind: str) -> None:
+def test_a_stream_holds_the_calls_of_the_whole_answer(client: Any, kind: str) -> None:
     options: dict[str, Any] = {"tool_choice": "required", "n": 2, "max_tokens": 150, "logprobs": True}
-    whole = ask(clients[kind], **options)
+    whole = ask(client, **options)
     calls: list[dict[int, list[str]]] = [{}, {}]
     reasons, contents, pieces = ["", ""], ["", ""], 0
-    for chunk in ask(clients[kind], stream=True, **options):
+    for chunk in ask(client, stream=True, **options):
         for choice in chunk.choices:
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
             contents[choice.index] += choice.delta.content or ""
@@ -145,13 +155,14 @@ def test_a_stream_holds_the_calls_of_the_whole_answer(clients: dict[str, Any], k
     assert contents == [choice.message.content or "" for choice in whole.choices]
 
 
-def test_parse_returns_pydantic_arguments(clients: dict[str, Any]) -> None:
-    answer = clients["hermes"].chat.completions.parse(
+@HERMES
+def test_parse_returns_pydantic_arguments(client: Any, kind: str) -> None:
+    answer = client.chat.completions.parse(
         model="tiny", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=200, seed=1
     )
     calls = answer.choices[0].message.tool_calls
     assert calls and all(isinstance(call.function.parsed_arguments, (Weather, Place)) for call in calls)
-    with clients["hermes"].chat.completions.stream(
+    with client.chat.completions.stream(
         model="tiny", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=200, seed=1
     ) as stream:
         final = stream.get_final_completion()
@@ -161,16 +172,14 @@ def test_parse_returns_pydantic_arguments(clients: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama"])
-def test_the_model_chooses_between_a_call_and_a_form(
-    clients: dict[str, Any], servers: dict[str, Served], kind: str
-) -> None:
+def test_the_model_chooses_between_a_call_and_a_form(running: Running, client: Any, kind: str) -> None:
     """In "auto" with a response_format; a bias makes this model choose."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [["a"], "b"]}}}
     opening = {"hermes": "<", "llama": "{"}[kind]
-    tokens = {text: token_id(servers[kind], text) for text in (opening, "[")}
-    called = ask(clients[kind], tools=LOOSE, response_format=form, logit_bias={tokens[opening]: 100})
+    tokens = {text: token_id(running[kind][0], text) for text in (opening, "[")}
+    called = ask(client, tools=LOOSE, response_format=form, logit_bias={tokens[opening]: 100})
     assert called.choices[0].finish_reason in ("tool_calls", "length") and called.choices[0].message.tool_calls
-    answered = ask(clients[kind], tools=LOOSE, response_format=form, logit_bias={tokens["["]: 100})
+    answered = ask(client, tools=LOOSE, response_format=form, logit_bias={tokens["["]: 100})
     assert answered.choices[0].finish_reason == "stop" and json.loads(answered.choices[0].message.content) == ["a"]
     assert answered.choices[0].message.tool_calls is None
 
@@ -182,25 +191,25 @@ def token_id(server: Served, text: str) -> str:
     return str(token)
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_without_a_call_the_answer_is_text(clients: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_call_the_answer_is_text(client: Any, kind: str) -> None:
     """What these tools change is the prompt; with "none" not even that."""
-    plain = ask(clients[kind], tools=openai.NOT_GIVEN, max_tokens=20)
+    plain = ask(client, tools=openai.NOT_GIVEN, max_tokens=20)
     for tools in (LOOSE[:1], TOOLS[:1], [NOW]):
-        answer = ask(clients[kind], tools=tools, max_tokens=20)
+        answer = ask(client, tools=tools, max_tokens=20)
         assert answer.choices[0].message.tool_calls is None and answer.choices[0].message.content
         assert answer.usage.prompt_tokens > plain.usage.prompt_tokens
-        forbidden = ask(clients[kind], tools=tools, tool_choice="none", max_tokens=20)
+        forbidden = ask(client, tools=tools, tool_choice="none", max_tokens=20)
         assert forbidden.usage.prompt_tokens == plain.usage.prompt_tokens
         assert forbidden.choices[0].message.content == plain.choices[0].message.content
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_call_and_its_result_go_back_into_the_conversation(clients: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_and_its_result_go_back_into_the_conversation(client: Any, kind: str) -> None:
     options: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
-    message = ask(clients[kind], **options).choices[0].message
+    message = ask(client, **options).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
-    answer = ask(clients[kind], [USER, message.model_dump(), result], tools=[NOW], max_tokens=5)
+    answer = ask(client, [USER, message.model_dump(), result], tools=[NOW], max_tokens=5)
     assert answer.choices[0].finish_reason == "length"
 
 
@@ -227,7 +236,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@HERMES
 @pytest.mark.parametrize(("changes", "named"), REFUSED)
-def test_wrong_tools_are_refused_with_the_reason(clients: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+def test_wrong_tools_are_refused_with_the_reason(client: Any, kind: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(named)):
-        ask(clients["hermes"], max_tokens=5, **{name: value for name, value in changes.items() if name != "max_tokens"})
+        ask(client, max_tokens=5, **{name: value for name, value in changes.items() if name != "max_tokens"})
