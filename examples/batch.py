@@ -9,10 +9,11 @@ import sys
 from draftwood.runtime import LLM, SamplingParams
 
 bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
-prompts = [f"def {name}(" for name in ("read", "write", "sort", "search", "merge", "split")]
+names = ("read", "write", "sort", "search", "merge", "split")
+params = SamplingParams(max_tokens=32, temperature=0.7, seed=3, stop=("\n\n",))
 
 with LLM(bundle) as llm:
-    results = llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.7, seed=3, stop=("\n\n",)))
+    results = llm.generate([f"def {name}(" for name in names], params)
 
-for prompt, result in zip(prompts, results, strict=True):
-    print(json.dumps({"prompt": prompt, "text": result.text, "finish_reason": result.finish_reason}))
+for name, result in zip(names, results, strict=True):
+    print(json.dumps({"name": name, "text": result.text, "finish_reason": result.finish_reason}))

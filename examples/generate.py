@@ -12,9 +12,9 @@ prompt = "def quicksort(items):"
 greedy = SamplingParams(max_tokens=48, temperature=0)
 
 with LLM(bundle) as llm:
-    result = llm.generate(prompt, greedy)
+    (result,) = llm.generate([prompt], greedy)
 with LLM(bundle, speculative=None) as llm:  # the target decodes without the draft
-    plain = llm.generate(prompt, greedy)
+    (plain,) = llm.generate([prompt], greedy)
 
 print(prompt + result.text)
 print(f"\nended by: {result.finish_reason}")

@@ -24,7 +24,7 @@ params = SamplingParams(max_tokens=96, temperature=0.7, seed=1, structured=Struc
 
 always = SpeculativeConfig(budget="fixed")  # by default only where it pays, which is rarely so with a tiny target
 with LLM(bundle, always) as llm:
-    result = llm.generate("A description of quicksort as JSON: ", params)
+    (result,) = llm.generate(["A description of quicksort as JSON: "], params)
 
 content = json.loads(result.text)
 print(content["name"], content["kind"], content["lines"])

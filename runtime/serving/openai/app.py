@@ -30,7 +30,7 @@ from ..http.pages import add_pages
 from ..json_text import pieces
 from .answers import Answer, as_json
 from .chat_body import ChatBody
-from .completion_body import CompletionBody
+from .completion_body import COMPLETION_TOKENS, CompletionBody
 from .explain import ExplainApi, add_explanations
 from .formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
 from .protocol import GenerationBody, StreamOptions
@@ -39,7 +39,6 @@ from .streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connecte
 from .tokens import TokensApi
 from .tool_use import ToolUse, tool_use
 
-COMPLETION_TOKENS = 16  # the default max_tokens of OpenAI's /v1/completions
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}},
     "4XX": {"description": "refused", "content": {"application/json": {}}},
@@ -63,9 +62,7 @@ def create_app(
     whose scripts may use the server, "*" for any. with_pages: whether there are web pages, see `http.pages`, and
     explanations for them.
     """
-    app = FastAPI(
-        title="draftwood", docs_url=None, redoc_url=None
-    )  # FastAPI's pages would load scripts from other servers
+    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # its pages would load other servers' scripts
     app.router.route_class = JsonRoute
     add_errors(app)
     add_state(app, async_llm)

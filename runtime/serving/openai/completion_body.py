@@ -11,6 +11,8 @@ from ...prompt import Prompt, is_batch
 from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS
 from .protocol import MAX_CHOICES, NEUTRAL, GenerationBody, TokenIds
 
+COMPLETION_TOKENS = 16  # the default max_tokens of OpenAI's /v1/completions
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions. prompt: one or several texts or lists of token ids."""

@@ -13,13 +13,14 @@ from ...decoding.round import Round
 from ...inspection.explain import RoundRecorder
 from ...inspection.explain_html import to_html
 from ...requests.async_llm import AsyncLLM
+from ...sampling.params import SamplingParams
 from ...text.tokenizer import token_texts
 from ..http.pages import page
 from .chat_body import ChatBody
-from .completion_body import CompletionBody
+from .completion_body import COMPLETION_TOKENS, CompletionBody
 from .protocol import GenerationBody
 from .streams import CLIENT_CLOSED, ClientGone, while_connected
-from .tool_use import ToolUse, tool_use
+from .tool_use import tool_use
 
 MAX_TOKENS = 512  # of an explained text: the page shows every round
 MAX_NODES = 10_000  # a page of about 8 MB; later rounds are left out, and the page says so
@@ -51,7 +52,8 @@ class ExplainApi:
             raise RequestError("an explanation takes one prompt, not several")
         try:
             prompt = await while_connected(request, self._async_llm.encode(body.prompts[0]))
-            return await while_connected(request, self._explained(body, prompt, request.state.client))
+            params = body.sampling_params(COMPLETION_TOKENS)
+            return await while_connected(request, self._explained(body, params, prompt, request.state.client))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
 
@@ -63,21 +65,21 @@ class ExplainApi:
         try:
             writing = self._async_llm.encode_chat(body.conversation, body.settings(told=use is not None))
             prompt = await while_connected(request, writing)
-            return await while_connected(request, self._explained(body, prompt, request.state.client, use))
+            params = body.sampling_params(min(MAX_TOKENS, self._async_llm.max_tokens_behind(prompt)))
+            params = params if use is None else use.applied(params)
+            return await while_connected(request, self._explained(body, params, prompt, request.state.client))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
 
     async def _explained(
-        self, body: GenerationBody, prompt: Sequence[int], client: str, use: ToolUse | None = None
+        self, body: GenerationBody, params: SamplingParams, prompt: Sequence[int], client: str
     ) -> Response:
         body.check()
         if body.stream or body.num_choices != 1:
-            raise RequestError("an explanation is one page about one text: leave out stream and n")
+            raise RequestError("an explanation is one page about one text: leave out stream, n and best_of")
+        if not 1 <= params.max_tokens <= MAX_TOKENS:
+            raise RequestError(f"max_tokens: an explanation has at least one and at most {MAX_TOKENS} tokens")
         config = self._llm.resolved(body.speculation())
-        params = body.sampling_params(min(MAX_TOKENS, self._async_llm.max_tokens_behind(prompt)))
-        params = params if use is None else use.applied(params)
-        if params.max_tokens > MAX_TOKENS:
-            raise RequestError(f"max_tokens: an explanation has at most {MAX_TOKENS} tokens")
         grammar = await self._async_llm.compile(params.structured)
         recorder = RoundRecorder(self._text_of)
         drawn = 0

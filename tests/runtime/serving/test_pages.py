@@ -104,7 +104,9 @@ def test_an_explanation_is_of_the_text_with_this_seed(client: Any, path: str) ->
 @pytest.mark.parametrize(
     ("field", "named"),
     [
-        ({"max_tokens": 513}, "max_tokens: an explanation has at most 512 tokens"),
+        ({"max_tokens": 513}, "an explanation has at least one and at most 512 tokens"),
+        ({"max_tokens": 0, "echo": True}, "an explanation has at least one"),
+        ({"best_of": 2}, "one page about one text"),
         ({"n": 2}, "one page about one text"),
         ({"stream": True}, "one page about one text"),
         ({"prompt": ["a", "b"]}, "one prompt"),
