@@ -38,7 +38,7 @@ class BuildOptions:
     of the Hugging Face Hub instead (checkpoints/hub.py).
     draft_vocabulary: how many tokens the draft predicts, the most frequent ones; None keeps all that it has.
     draft_vocabulary_text: a text, or JSON lines, in which tokens are counted; None goes by the order of their ids.
-    cache_precision: of keys and values, one of Backend.caches; None takes the first, or fp32 beside weights in fp32.
+    cache_precision: of keys and values, one of Backend.caches; None takes the default.
     calibration: a text whose first tokens the model reads while its matrices are rounded to native int4; None rounds
     each weight by itself.
     graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
@@ -175,10 +175,9 @@ class BuildOptions:
 
     def cache_precision_of(self, role: str, precision: str) -> str:
         """How a role's engine with weights of that precision stores keys and values, see EngineSpec."""
-        choices = BACKENDS[self.backend_of(role)].caches
-        if self.cache_precision is not None or not choices:
-            return self.cache_precision or ""
-        return "fp32" if precision == "fp32" else choices[0]
+        backend = BACKENDS[self.backend_of(role)]
+        default = backend.caches[0] if backend.caches else ""
+        return self.cache_precision or backend.beside.get(precision, default)
 
     def lora_of(self, role: str) -> Path | None:
         """The adapter that is merged into a role's model."""

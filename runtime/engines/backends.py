@@ -56,7 +56,8 @@ class Backend:
     precisions: those that a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: the largest block
     of a low-bit matrix (inputs that share a scale), by precision. scale_bytes: bytes of a scale. offsets: precisions
     whose blocks have an offset, too. caches: precisions of keys and values that a build can choose, the default first;
-    none: that of activations. draft_precision: the default precision of a draft; None: that of the target.
+    none: that of activations. beside: other defaults, by the precision of weights. draft_precision: the
+    default precision of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
     gathers: whether attention reads a cache in panels of consecutive slots. pads: whether a pass also computes the rows
@@ -80,6 +81,7 @@ class Backend:
     scale_bytes: int = 4
     offsets: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
     draft_precision: str | None = None
     form: str = ADDITIVE
     grows: bool = True
@@ -174,7 +176,8 @@ NATIVE = Backend(
     blocks=dict.fromkeys(LOW_BIT, BLOCK),  # activations are rounded in blocks of the same size
     scale_bytes=2,
     offsets=native.OFFSETS,
-    caches=("fp16", "fp32", "int8"),
+    caches=("fp32", "fp16", "int8"),
+    beside=dict.fromkeys(HALF, "fp16"),  # where it changes less than anything can be seen: docs/native.md
     draft_precision="int8",
     gathers=True,
     pads=False,

@@ -138,7 +138,7 @@ def options(output: Path, **more: object) -> BuildOptions:
 
 
 def test_a_bundle_records_its_caches_and_speculates_losslessly(tmp_path: Path) -> None:
-    """fp16 by default beside weights of 16 bits and fewer; every format has its own plain text, and keeps it."""
+    """fp16 by default beside weights of 16 bits; every format has its own plain text, and keeps it."""
     prompts = ["def fibonacci(n):\n", "import os\n\n"]
     sizes, digests = {}, set()
     for cache in (None, *NATIVE.caches):
@@ -146,8 +146,8 @@ def test_a_bundle_records_its_caches_and_speculates_losslessly(tmp_path: Path) -
         manifest = build(
             options(folder, backend="native", precision="bf16", cache_precision=cache), lambda step: lambda: None
         ).manifest
-        stored = {spec.cache_precision for spec in manifest.engines.values()}
-        assert stored == {cache or "fp16"}
+        stored = {role: spec.cache_precision for role, spec in manifest.engines.items()}
+        assert stored == {"target": cache or "fp16", "draft": cache or "fp32"}, "the draft has weights in int8"
         digests.add(manifest.digest)
         plain = greedy_texts(folder, None, prompts, 60)
         assert (
@@ -156,15 +156,16 @@ def test_a_bundle_records_its_caches_and_speculates_losslessly(tmp_path: Path) -
         )
         with LLM(folder) as llm:
             sizes[cache] = llm.kv_cache_bytes
-    assert len(digests) == 3, "a cost table belongs to a format"
-    assert sizes[None] == sizes["fp16"] == sizes["fp32"] / 2 > sizes["int8"]
+    assert len(digests) == 4, "a cost table belongs to a format"
+    assert sizes["fp32"] > sizes[None] > sizes["fp16"] == sizes["fp32"] / 2 > sizes["int8"]
     written = json.loads((tmp_path / "fp16" / MANIFEST).read_text())["engines"]["target"]
     assert written["cache_precision"] == "fp16"
 
 
-def test_weights_in_fp32_have_a_cache_in_fp32(tmp_path: Path) -> None:
+def test_the_default_is_fp16_where_it_changes_next_to_nothing(tmp_path: Path) -> None:
     own = options(tmp_path, backend="native", precision="fp32")
-    assert [own.cache_precision_of("target", name) for name in ("fp32", "int8")] == ["fp32", "fp16"]
+    defaults = {name: own.cache_precision_of("target", name) for name in NATIVE.precisions}
+    assert defaults == {"fp32": "fp32", "fp16": "fp16", "bf16": "fp16", "int8": "fp32", "int4": "fp32"}
     assert options(tmp_path).cache_precision_of("target", "int8") == "", "as ONNX Runtime computes"
 
 
