@@ -98,7 +98,7 @@ class Trainer:
         for optimizer, highest in ((self._muon, MATRIX_RATE * self._rate), (self._adamw, self._rate)):
             for group in optimizer.param_groups:
                 group["lr"] = highest * rate
-            optimizer.step()
+            optimizer.step()  # type: ignore[no-untyped-call]
         return float(parts.divergence.detach())
 
     def run(
