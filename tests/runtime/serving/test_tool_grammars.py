@@ -37,11 +37,10 @@ CITY = {
 }
 FORM = StructuredOutput(json={"enum": [["a"]]})
 TEMPLATES = {"hermes": "tools in <tool_call> tags", "llama": "tools: ipython", "unknown": "tools"}
-LOOSE = {False: {}, True: {"strict": True}}
 
 
 def tools(strict: bool = False) -> list[Tool]:
-    functions = Function(name="weather", parameters=CITY, **LOOSE[strict]), Function(name="now")
+    functions = Function(name="weather", parameters=CITY, strict=strict or None), Function(name="now")
     return [Tool(type="function", function=function) for function in functions]
 
 
