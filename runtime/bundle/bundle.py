@@ -77,7 +77,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """SHA-256 of the parts of a bundle that determine the time of a pass: its files, rows and caches."""
-        content = {"files": {name: record.sha256 for name, record in self.files.items()}}
+        content: dict[str, Any] = {"files": {name: record.sha256 for name, record in self.files.items()}}
         content["widths"] = {role: spec.widths for role, spec in self.engines.items()}
         if caches := {role: spec.cache_precision for role, spec in self.engines.items() if spec.cache_precision}:
             content["caches"] = caches

@@ -17,7 +17,7 @@ from together import collect, fake_engine, run, tokens_of
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.backends import BACKENDS
+from draftwood.runtime.engines.backends import BACKENDS, slot_bytes
 from draftwood.runtime.engines.cache import StackedKVCache
 from draftwood.runtime.engines.shared import memory
 from draftwood.runtime.engines.shared.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
@@ -102,7 +102,7 @@ def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.M
     for there in (few, many):
         monkeypatch.setattr(memory, "available_bytes", lambda there=there: there)
         budgets.append(cache_budget(specs, None).slots or 0)
-        assert budgets[-1] * memory.slot_bytes(specs[0]) < CACHE_SHARE * there
+        assert budgets[-1] * slot_bytes(specs[0]) < CACHE_SHARE * there
     assert 0 < 50 * budgets[0] < budgets[1]
     monkeypatch.setattr(memory, "available_bytes", lambda: MIB)
     with pytest.raises(ConfigError, match="--kv-cache-bytes"):
