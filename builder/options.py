@@ -176,8 +176,8 @@ class BuildOptions:
     def cache_precision_of(self, role: str, precision: str) -> str:
         """How a role's engine with weights of that precision stores keys and values, see EngineSpec."""
         backend = BACKENDS[self.backend_of(role)]
-        default = backend.caches[0] if backend.caches else ""
-        return self.cache_precision or backend.beside.get(precision, default)
+        chosen = self.cache_precision or backend.beside.get(precision, "")
+        return "" if chosen in backend.caches[:1] else chosen
 
     def lora_of(self, role: str) -> Path | None:
         """The adapter that is merged into a role's model."""

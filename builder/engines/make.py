@@ -99,7 +99,7 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
         advance()
 
     write_weights(weights, spec.capacity, staging / spec.file, source.head, follow)
-    exact = replace(spec, cache_precision="fp32")  # must agree as closely as any
+    exact = replace(spec, cache_precision="")  # must agree as closely as any
     specs = [exact] if exact == spec else [exact, spec]
     engines = (BACKENDS[spec.backend].open(staging / spec.file, each, Opening()) for each in specs)
     return spec, compare(source, spec, engines, reference.scored(), begin)

@@ -55,9 +55,9 @@ class Backend:
 
     precisions: those that a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: the largest block
     of a low-bit matrix (inputs that share a scale), by precision. scale_bytes: bytes of a scale. offsets: precisions
-    whose blocks have an offset, too. caches: precisions of keys and values that a build can choose, the default first;
-    none: that of activations. beside: other defaults, by the precision of weights. draft_precision: the
-    default precision of a draft; None: that of the target.
+    whose blocks have an offset, too. caches: precisions of keys and values that a build can choose, first that in which
+    they are computed; none: they are stored as activations are. beside: defaults other than the first one, by the
+    precision of weights. draft_precision: the default precision of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
     gathers: whether attention reads a cache in panels of consecutive slots. pads: whether a pass also computes the rows
@@ -225,7 +225,9 @@ def bits_of_weight(spec: EngineSpec) -> float:
 
 def cache_precision(spec: EngineSpec) -> str:
     """What keys and values are stored in."""
-    return spec.cache_precision or activations(spec.precision, describe_backend(spec.backend).form)
+    backend = describe_backend(spec.backend)
+    computed = backend.caches[0] if backend.caches else activations(spec.precision, backend.form)
+    return spec.cache_precision or computed
 
 
 def slot_bytes(spec: EngineSpec) -> int:

@@ -37,7 +37,7 @@ class EngineSpec:
     max_batch: int = 1  # sequences in one pass over a static cache; each sequence has `capacity` slots
     prompt_widths: tuple[int, ...] = ()  # numbers of rows, above `widths`, that only prefill passes use; ascending
     kept_tokens: tuple[int, ...] = ()  # of a trimmed draft: the token of each column of its logits, ascending
-    cache_precision: str = ""  # of keys and values; "": that of activations (models/bindings.py)
+    cache_precision: str = ""  # of keys and values; "": that in which they are computed
 
     @property
     def max_width(self) -> int:

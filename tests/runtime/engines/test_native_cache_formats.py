@@ -13,16 +13,18 @@ from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
 from engine_parts import contents
 from lowbit import greedy_texts, one_by_one
 from native_parts import held, open_native, spec_of
+from numpy.typing import NDArray
 from trees import Tree
 
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.models.errors import BundleError, ConfigError
 from draftwood.runtime import LLM, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import MANIFEST, Manifest
 from draftwood.runtime.bundle.checks import check_manifest
-from draftwood.runtime.engines.backends import BACKENDS, NATIVE, slot_bytes
-from draftwood.runtime.engines.base import Pass
+from draftwood.runtime.engines.backends import BACKENDS, NATIVE, cache_precision, slot_bytes
+from draftwood.runtime.engines.base import EngineSpec, Pass
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
@@ -49,7 +51,7 @@ def test_what_is_stored_is_what_was_computed_rounded(model: str, tmp_path: Path)
     assert np.all(np.abs(codes - exact) <= 0.5001 * step) and np.any(codes != exact)
 
 
-def contents_of(folder: Path, cache: str, model: str) -> np.ndarray:
+def contents_of(folder: Path, cache: str, model: str) -> NDArray[np.float32]:
     engine = opened(folder, cache, model)
     filled = engine.new_cache()
     prefill(engine, filled, TEXT[:40])
@@ -82,7 +84,7 @@ def test_attention_in_parts_changes_no_bit(model: str, cache: str, tmp_path: Pat
         several.close()
 
 
-def passes_of(engine: NativeEngine) -> list[np.ndarray]:
+def passes_of(engine: NativeEngine) -> list[NDArray[np.float32]]:
     cache = engine.new_cache()
     prefill(engine, cache, TEXT)
     results = [contents(cache), engine.score(TREE.batch(engine.spec, LONG), cache).logits[:8].copy()]
@@ -133,6 +135,13 @@ def test_the_bytes_of_a_slot_are_those_of_the_arrays(model: str, cache: str, tmp
     assert held.capacity * slot_bytes(engine.spec) == held.keys.nbytes + held.values.nbytes + scales
 
 
+@pytest.mark.parametrize("precision", NATIVE.precisions)
+def test_an_older_bundle_has_a_cache_in_fp32_whatever_its_weights(precision: str) -> None:
+    model = Checkpoint(DEMO / "target").config
+    spec = EngineSpec("target", "native", "", model, (1,), 64, precision, ("logits",))
+    assert cache_precision(spec) == "fp32" and slot_bytes(spec) == slot_bytes(replace(spec, cache_precision="fp32"))
+
+
 def options(output: Path, **more: object) -> BuildOptions:
     return BuildOptions(DEMO / "target", DEMO / "draft", output, **more)  # type: ignore[arg-type]
 
@@ -147,7 +156,8 @@ def test_a_bundle_records_its_caches_and_speculates_losslessly(tmp_path: Path) -
             options(folder, backend="native", precision="bf16", cache_precision=cache), lambda step: lambda: None
         ).manifest
         stored = {role: spec.cache_precision for role, spec in manifest.engines.items()}
-        assert stored == {"target": cache or "fp16", "draft": cache or "fp32"}, "the draft has weights in int8"
+        written = "" if cache == "fp32" else cache  # as activations: older releases read such a bundle
+        assert stored == {"target": written if cache else "fp16", "draft": written or ""}, "the draft has int8 weights"
         digests.add(manifest.digest)
         plain = greedy_texts(folder, None, prompts, 60)
         assert (
@@ -165,7 +175,7 @@ def test_a_bundle_records_its_caches_and_speculates_losslessly(tmp_path: Path) -
 def test_the_default_is_fp16_where_it_changes_next_to_nothing(tmp_path: Path) -> None:
     own = options(tmp_path, backend="native", precision="fp32")
     defaults = {name: own.cache_precision_of("target", name) for name in NATIVE.precisions}
-    assert defaults == {"fp32": "fp32", "fp16": "fp16", "bf16": "fp16", "int8": "fp32", "int4": "fp32"}
+    assert defaults == {"fp32": "", "fp16": "fp16", "bf16": "fp16", "int8": "", "int4": ""}
     assert options(tmp_path).cache_precision_of("target", "int8") == "", "as ONNX Runtime computes"
 
 
@@ -173,7 +183,7 @@ def test_the_default_is_fp16_where_it_changes_next_to_nothing(tmp_path: Path) ->
     ("chosen", "message"),
     [
         ({"cache_precision": "fp16"}, "is for the backend native; onnxruntime stores keys and values as it computes"),
-        ({"backend": "native", "cache_precision": "int4"}, "'int4' is not available; choose one of fp16, fp32, int8"),
+        ({"backend": "native", "cache_precision": "int4"}, "'int4' is not available; choose one of fp32, fp16, int8"),
         (
             {"backend": "native", "draft_backend": "onnxruntime", "cache_precision": "fp16"},
             "is for the backend native; onnxruntime stores",

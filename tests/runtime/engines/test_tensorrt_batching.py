@@ -18,11 +18,12 @@ from draftwood.builder.engines import make as builder_engines
 from draftwood.builder.engines.plan import CompileOptions
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.cli.inspect import describe, full_cache_bytes
+from draftwood.cli.inspect import describe
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import cache_precision, slot_bytes
 from draftwood.runtime.engines.compatibility import LayerReport, TensorRTPlan
 from draftwood.runtime.engines.static import tensorrt
 from draftwood.runtime.engines.static.pool import StaticPool
@@ -172,8 +173,10 @@ def test_single_requests_hold_a_place_only_while_they_run(opened: Callable[..., 
 def test_inspect_counts_the_caches_of_all(opened: Callable[..., LLM]) -> None:
     with opened() as llm:
         engine: Any = llm.engines.target
-        assert full_cache_bytes(engine.spec) == engine.memory.kv_cache
+        spec = engine.spec
+        assert spec.max_batch * spec.capacity * slot_bytes(spec) == engine.memory.kv_cache
         slots = f"3 × {MAX_LENGTH + 4 * WIDTHS[-1]}, {engine.memory.kv_cache / 1e6:.1f} MB when full"
+        slots += f", in {cache_precision(spec)}"
         table = describe(EngineBundle.open(llm.bundle.folder))
         assert slots in list(table.columns[1].cells)
 
