@@ -17,7 +17,15 @@ copyright = f"{author}, Apache-2.0"
 release = metadata.version("draftwood")
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "models/demo/*.md", "deploy/dynamo/*.md", "examples/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "benchmarks/*.md",
+    "models/demo/*.md",
+    "deploy/dynamo/*.md",
+    "package/*.md",
+    "examples/*.md",
+]
 exclude_patterns = [".*", "build", "bundles"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]

@@ -6,7 +6,7 @@ python examples/batch.py [BUNDLE] > results.jsonl
 import json
 import sys
 
-from draftwood.runtime import LLM, SamplingParams
+from draftwood import LLM, SamplingParams
 
 bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
 names = ("read", "write", "sort", "search", "merge", "split")

@@ -7,7 +7,7 @@ python examples/conversation.py [BUNDLE]
 
 import sys
 
-from draftwood.runtime import LLM, ChatSession, SamplingParams
+from draftwood import LLM, ChatSession, SamplingParams
 
 bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/mine"
 messages = ("What is the capital of France?", "And of Italy?")

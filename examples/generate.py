@@ -5,7 +5,7 @@ python examples/generate.py [BUNDLE]
 
 import sys
 
-from draftwood.runtime import LLM, SamplingParams
+from draftwood import LLM, SamplingParams
 
 bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
 prompt = "def quicksort(items):"

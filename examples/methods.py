@@ -5,7 +5,7 @@ python examples/methods.py [BUNDLE]
 
 import sys
 
-from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
+from draftwood import LLM, SamplingParams, SpeculativeConfig
 
 METHODS = {
     "plain decoding": None,

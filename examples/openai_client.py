@@ -9,7 +9,7 @@ import sys
 from openai import OpenAI
 
 bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
-command = [sys.executable, "-m", "draftwood.cli.main", "serve", bundle, "--port", "0"]
+command = [sys.executable, "-m", "draftwood", "serve", bundle, "--port", "0"]
 
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
     try:

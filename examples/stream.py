@@ -5,7 +5,7 @@ python examples/stream.py [BUNDLE]
 
 import sys
 
-from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
+from draftwood import LLM, SamplingParams, SpeculativeConfig
 
 GREEN, NORMAL = "\x1b[32m", "\x1b[0m"
 

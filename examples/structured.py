@@ -6,7 +6,7 @@ python examples/structured.py [BUNDLE]
 import json
 import sys
 
-from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig, StructuredOutput
+from draftwood import LLM, SamplingParams, SpeculativeConfig, StructuredOutput
 
 SCHEMA = {
     "type": "object",

@@ -6,7 +6,7 @@ python examples/together.py [BUNDLE]
 import asyncio
 import sys
 
-from draftwood.runtime import AsyncLLM, SamplingParams
+from draftwood import AsyncLLM, SamplingParams
 
 bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
 params = SamplingParams(max_tokens=32, temperature=0)

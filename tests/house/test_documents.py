@@ -20,7 +20,7 @@ from draftwood.runtime import SamplingParams, SpeculativeConfig
 
 PAGES = sorted(
     page
-    for folder in ("", "docs", "benchmarks", "models/demo", "deploy/dynamo", "examples")
+    for folder in ("", "docs", "benchmarks", "models/demo", "deploy/dynamo", "examples", "package")
     for page in (ROOT / folder).glob("*.md")
 )
 GENERATED = ROOT / "docs" / "options.md"
@@ -63,7 +63,8 @@ def test_the_readme_is_short() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     index = ROOT / "docs" / "index.md"
     listed = re.findall(r"^```\{toctree\}\n(.*?)^```", index.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    names = [line for block in listed for line in block.splitlines() if line and not line.startswith(":")]
+    lines = [line for block in listed for line in block.splitlines() if line and not line.startswith(":")]
+    names = [re.sub(r".*<(.*)>", r"\1", line) for line in lines]
     paths = [(index.parent / f"{name}.md").resolve() for name in names]
     assert len(set(paths)) == len(paths) and {*paths, index, GENERATED} == {*PAGES, GENERATED}
 
