@@ -111,6 +111,8 @@ def test_an_installed_wheel_needs_nothing_of_the_repository(wheel: Path, tmp_pat
     )
     assert all(Path(file).is_relative_to(site) for file in where.split())
     assert said(str(python), "-m", "draftwood", "--version").startswith("draftwood 0.1.0")
-    assert re.search(r"auto .*\d", said(str(tmp_path / "venv" / "bin" / "draftwood"), "demo", "--output", "bundles/demo"))
+    assert re.search(
+        r"auto .*\d", said(str(tmp_path / "venv" / "bin" / "draftwood"), "demo", "--output", "bundles/demo")
+    )
     code = "from draftwood import LLM; print(LLM(model='bundles/demo').generate(['x'])[0].outputs[0].finish_reason)"
     assert said(str(python), "-c", code).strip() in ("stop", "length")
