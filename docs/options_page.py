@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from draftwood import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.cli.main import COMMANDS
-from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.serving.http.reference import kind, shown
 from draftwood.runtime.serving.openai.chat_body import ChatBody
 from draftwood.runtime.serving.openai.completion_body import CompletionBody

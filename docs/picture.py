@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from draftwood import LLM, SamplingParams
 from draftwood.cli.live import DRAFTED, OWN, PROMPT, running
-from draftwood.runtime import LLM, SamplingParams
 
 QUESTION = "Why is the sky blue?"
 COMMAND = f"draftwood generate bundles/smollm2 --chat '{QUESTION}' --temperature 0 --max-tokens 160"

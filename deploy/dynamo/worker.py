@@ -20,8 +20,8 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.run import run
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
+from draftwood import SamplingParams
 from draftwood.models.errors import ConfigError, DraftwoodError, RequestError
-from draftwood.runtime import SamplingParams
 from draftwood.runtime.decoding.loop import MAX_RUNNING
 from draftwood.runtime.requests.async_llm import MAX_WAITING, AsyncLLM, ShutdownError
 
