@@ -126,7 +126,10 @@ def test_bits_of_a_weight_are_those_of_the_file(precision: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_speculative_text_is_plain_text_and_the_bundle_says_how(precision: str, tmp_path: Path) -> None:
-    options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", "native", precision)
+    folders = (DEMO / "target", DEMO / "draft", tmp_path / "bundle")
+    options = BuildOptions(
+        *folders, "native", precision, cache_precision="fp32"
+    )  # others: test_native_cache_formats.py
     manifest = build(options, lambda step: lambda: None).manifest
     target, draft = manifest.engines["target"], manifest.engines["draft"]
     assert (target.backend, target.precision) == ("native", precision)
