@@ -16,7 +16,7 @@ setup: .venv/ready
 
 # What checks need on top: every backend and server, so that tests run against the real ones.
 .venv/dev: .venv/ready
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,completion,kernel,tensorrt-rtx,serve,structured,triton]' --group dev
+	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,completion,kernel,otel,tensorrt-rtx,serve,structured,triton]' --group dev
 	$(LINK)
 	touch $@
 

@@ -7,6 +7,8 @@ import asyncio
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
@@ -97,6 +99,12 @@ def add_parser(commands: Any) -> None:
         help="origins of web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)",
     )
     http.add_argument("--no-ui", action="store_true", help="no web pages: neither the chat page / nor /docs")
+    http.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans there, such as http://localhost:4318/v1/traces (default: as the variables "
+        "OTEL_… say, else none)",
+    )
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -156,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
         llm = LLM(args.bundle, speculative(args), *engines)
         with (
+            tracing(args.otlp_traces_endpoint, name) as trace,
             llm,
             AsyncLLM(
                 llm,
@@ -172,7 +181,8 @@ def run(args: argparse.Namespace) -> int:
                 hosts=AllowedHosts.of(args.host, args.allowed_hosts, bool(keys)),
                 trusted_proxies=tuple(args.trusted_proxies),
             )
-            app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins, not args.no_ui)
+            pages = not args.no_ui
+            app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins, pages, trace)
             if not keys and not is_loopback(args.host):
                 print(
                     f"draftwood: warning: {args.host} may be reached by others, and no --api-key is set",
@@ -193,6 +203,34 @@ def run(args: argparse.Namespace) -> int:
     if not finished:
         print("draftwood: requests were cut off when the server stopped", file=sys.stderr)
     return 0 if finished else 1
+
+
+@contextmanager
+def tracing(endpoint: str | None, model: str) -> Iterator[Callable[[Any], Any] | None]:
+    """The middleware that records spans; None if none are wanted. Raises ConfigError if its packages are missing."""
+    if not spans_wanted(endpoint, os.environ):
+        yield None
+        return
+    try:
+        from ..runtime.serving.openai.tracing import Tracing, sending
+    except ImportError as error:
+        missing = f"OpenTelemetry spans need {error.name}: pip install 'draftwood[otel]'"
+        if endpoint is not None:
+            raise ConfigError(missing) from error
+        print(f"draftwood: warning: no spans are sent. {missing}", file=sys.stderr)
+        yield None
+        return
+    with sending(endpoint) as provider:
+        yield lambda app: Tracing(app, model, provider)
+
+
+def spans_wanted(endpoint: str | None, variables: Mapping[str, str]) -> bool:
+    """Whether spans are to be sent, by --otlp-traces-endpoint or by OpenTelemetry's variables."""
+    if variables.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    exporter = variables.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+    named = any(variables.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_"))
+    return endpoint is not None or exporter == "otlp" or (named and not exporter)
 
 
 def api_keys(option: str | None, variable: str | None, file: Path | None) -> tuple[ApiKey, ...]:

@@ -55,7 +55,10 @@ class Answer:
         self.choices = [Choice(echo) for echo in echoes]
         self._best, self._shows_prompts = best, shows_prompts
         self._format, self._texts = format, texts
-        self._head = {"id": format.prefix + uuid4().hex, "created": int(time.time()), "model": model}
+        self.id = format.prefix + uuid4().hex
+        self.first_token_at: float | None = None  # by time.perf_counter
+        self.failure: str | None = None  # the type of the error that ended a stream
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._prompts = prompts
         self._proposal = proposal
 
@@ -76,6 +79,7 @@ class Answer:
         choice = self.choices[index]
         part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
         choice.num_tokens += len(chunk.token_ids)
+        self.first_token_at = self.first_token_at or time.perf_counter()
         choice.logprob += sum(item.logprob for item in chunk.logprobs)
         choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
         choice.prompt_logprobs = choice.prompt_logprobs or chunk.prompt_logprobs
@@ -95,19 +99,25 @@ class Answer:
         if not (part.text or part.logprobs or part.finish_reason):
             return None
         written = self._format.chunk(index, part)
-        return None if written is None else self._chunk([written])
+        if written is None:
+            return None
+        self.choices[index].finish_reason = written["finish_reason"]
+        return self._chunk([written])
 
     def whole(self) -> Response:
         """The finished answer."""
+        chosen = self._chosen()
         parts = [
             Part("".join(choice.texts), choice.logprobs, choice.finish_reason, prompt=self._written_prompt(choice))
-            for choice in self._chosen()
+            for choice in chosen
         ]
         choices = [self._format.whole(index, part) for index, part in enumerate(parts)]
+        for choice, written in zip(chosen, choices, strict=True):
+            choice.finish_reason = written["finish_reason"]  # a call of a tool has its own
         shown = self._shows_prompts and not self._format.has_prompts
         rest = {"prompt_logprobs": parts[0].prompt} if shown else {}
         head = {**self._head, "object": self._format.whole_object}
-        return as_json({**head, "choices": choices, **rest, **self._account()})
+        return as_json({**head, "choices": choices, **rest, **self.account()})
 
     def _chosen(self) -> list[Choice]:
         """The choices that the whole answer shows."""
@@ -123,7 +133,7 @@ class Answer:
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage and metrics."""
-        return self._chunk([]) | self._account()
+        return self._chunk([]) | self.account()
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": self._format.chunk_object, "choices": choices}
@@ -144,7 +154,8 @@ class Answer:
         predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {**used, "completion_tokens_details": predicted}
 
-    def _account(self) -> dict[str, Any]:
+    def account(self) -> dict[str, Any]:
+        """Usage and, with speculation, metrics."""
         if not self._proposal:
             return {"usage": self.usage()}
         stats = [choice.stats for choice in self.choices]

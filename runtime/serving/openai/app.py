@@ -55,12 +55,13 @@ def create_app(
     request_seconds: float | None = None,
     allowed_origins: Sequence[str] = (),
     with_pages: bool = True,
+    trace: Callable[[ASGIApp], ASGIApp] | None = None,
 ) -> ASGIApp:
     """The ASGI application.
 
     model: the model's name in requests. request_seconds: time limit of a request. allowed_origins: origins of web pages
     whose scripts may use the server, "*" for any. with_pages: whether there are web pages, see `http.pages`, and
-    explanations for them.
+    explanations for them. trace: adds a middleware that records spans, see `tracing`.
     """
     app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # its pages would load other servers' scripts
     app.router.route_class = JsonRoute
@@ -81,7 +82,7 @@ def create_app(
         add_explanations(app, ExplainApi(async_llm, api.other_model, request_seconds))
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
-    guard: ASGIApp = RequestGuard(app, limits)
+    guard: ASGIApp = RequestGuard(app if trace is None else trace(app), limits)
     if limits.trusted_proxies:  # uvicorn has its own types of the ASGI protocol
         guard = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, guard), list(limits.trusted_proxies)))
     if not allowed_origins:
@@ -213,6 +214,7 @@ class OpenAIApi:
         """Generate the choices of each prompt, and send them whole or as a stream."""
         params = body.sampling_params(default_max_tokens)
         params = params if use is None else use.applied(params)
+        request.state.params = params
         streams = await self._submit(body, request.state.client, prompts, config, params)
         proposal = 0 if config is None else config.max_tokens
         echoed = [echo for echo in echoes for _ in range(body.num_choices)]
@@ -220,6 +222,7 @@ class OpenAIApi:
         shows_prompts = body.prompt_logprobs is not None
         model = str(self._card["id"])
         answer = Answer(format, self._texts, model, prompts, echoed, proposal, best, shows_prompts)
+        request.state.answer = answer
         chunks = merged(streams)
         try:
             if not body.stream:
@@ -302,6 +305,7 @@ async def server_sent(
     except Exception as error:
         if not isinstance(error, DraftwoodError):
             log.exception("a request failed while it was answered")
+        answer.failure = type(error).__name__
         yield b"data: " + refusal_of(error).body + b"\n\n"
     yield b"data: [DONE]\n\n"
 
