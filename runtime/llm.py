@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
@@ -41,6 +41,7 @@ from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
 from .text.result import RequestOutput
 from .text.tokenizer import Tokenizer, token_sequences, token_texts
+from .text.tools import Tool
 from .text.writer import StreamChunk, TextWriter
 
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None decodes plainly, "own" is the LLM's
@@ -173,13 +174,22 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation of {"role", "content"} messages, or each conversation of a list, see `generate`.
 
+        The other arguments are those of ChatSettings. tools: the chat template tells the model of them; calls are part
+        of the text. `SamplingParams.structured` can demand calls.
         Raises RequestError without a chat template, and for an invalid conversation, see `conversation.to_template`.
         """
         given = messages if is_conversations(messages) else [cast(Conversation, messages)]
-        texts = [self.write_chat(each) for each in given]
+        continuing = (add_generation_prompt, continue_final_message)
+        settings = ChatSettings(*continuing, template_kwargs=chat_template_kwargs or {}, tools=tools or ())
+        texts = [self.write_chat(each, settings=settings) for each in given]
         encoded = [self.encode_written(text) for text in texts]
         return complete(self, texts, encoded, sampling_params, use_tqdm)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, get_args
 
 from ...models.errors import RequestError, shown
-from .tools import Tool
+from .tools import Tool, check_tools
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -41,8 +41,11 @@ class ChatSettings:
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError("continue_final_message needs add_generation_prompt to be false")
-        if taken := sorted(set(self.template_kwargs).intersection(OWN_NAMES)):
+        if not isinstance(self.template_kwargs, Mapping):
+            raise RequestError(f"chat_template_kwargs must be variables by name, not {shown(self.template_kwargs)}")
+        if taken := sorted(set(OWN_NAMES).intersection(self.template_kwargs)):
             raise RequestError(f"chat_template_kwargs may not hold {taken[0]}: a conversation's own fields set it")
+        check_tools(self.tools)
 
 
 ASKED = ChatSettings()

@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ...models.errors import RequestError, shown
+
+MAX_TOOLS = 128  # OpenAI's limit
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
 
@@ -29,6 +32,22 @@ To call a function, write a JSON object with its name and arguments between <too
 {{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>
 You may write several calls. The results come between <tool_response> and </tool_response>."""
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises RequestError if there are too many tools, or for one that is no function with a name."""
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence) or len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools must be a list of at most {MAX_TOOLS} functions, not {shown(tools)}")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f'tools[{index}] must be {{"type": "function", "function": {{"name": …}}}}, not {shown(tool)}'
+            )
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"tools must consist of what JSON can express: {error}") from error
 
 
 def knows_tools(template: str) -> bool:

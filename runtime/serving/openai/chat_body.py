@@ -9,9 +9,10 @@ from pydantic import Field
 from ....models.errors import RequestError
 from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS
 from ...text.conversation import ChatSettings, Role, text_of
+from ...text.tools import MAX_TOOLS
 from .forms import Strict
 from .protocol import NEUTRAL, GenerationBody
-from .tool_use import MAX_TOOLS, Tool, ToolChoice, Tools
+from .tool_use import Tool, ToolChoice, Tools
 
 
 class TextPart(Strict):

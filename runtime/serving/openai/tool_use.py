@@ -15,10 +15,9 @@ from ...sampling.structured import StructuredOutput
 from ...structured.grammar_worker import WHITESPACE
 from ...text.tokenizer import Tokenizer
 from ...text.tool_calls import ToolCallReader
-from ...text.tools import HERMES, ToolFormat, tool_format
+from ...text.tools import HERMES, MAX_TOOLS, ToolFormat, tool_format
 from .forms import Strict
 
-MAX_TOOLS = 128  # OpenAI's limit
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = r"/(.|\n)*/"
 NO_CALL = r"/(\s*[^{\s](.|\n)*)?/"  # text that does not begin with a JSON object

@@ -185,7 +185,7 @@ def test_a_collector_gets_the_spans_before_the_server_ends(monkeypatch: pytest.M
             with tracing(f"http://127.0.0.1:{server.server_port}/v1/traces", "m") as trace:
                 assert trace is not None
                 for path in ("/v1/completions", "/health"):
-                    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+                    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": []}
                     asyncio.run(trace(answering)(scope, quiet, quiet))
         finally:
             server.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from serving import with_chat_template
 
 from draftwood.runtime import LLM, RequestError, SamplingParams
+from draftwood.runtime.text.conversation import ChatSettings
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 MESSAGES: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello", "name": "me"}]
@@ -18,7 +20,11 @@ PARTS: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    template = "{% for m in messages %}<{{ m.role }}|{{ m.name }}>{{ m.content }}\n{% endfor %}<assistant>"
+    template = (
+        "{{ tools | tojson if tools else '' }}{{ mood }}"
+        "{% for m in messages %}<{{ m.role }}|{{ m.name }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("chat"), template)
     with LLM(bundle) as llm:
         yield llm
@@ -43,6 +49,41 @@ def test_what_reaches_the_template(llm: LLM) -> None:
     parts = [{"role": "user", "content": PARTS}]
     assert llm.encode_chat(parts) == llm.encode_chat([{"role": "user", "content": "one\ntwo"}])
     assert "|>\n" in llm.tokenizer.decode(llm.encode_chat([{"role": "assistant", "content": ""}]))
+
+
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "a day's", "strict": True}}
+
+
+def test_chat_takes_what_vllms_takes(llm: LLM) -> None:
+    result = llm.chat(MESSAGES, GREEDY, tools=[TOOL], chat_template_kwargs={"mood": "calm"})[0]
+    settings = ChatSettings(template_kwargs={"mood": "calm"}, tools=[TOOL])
+    assert result.prompt_token_ids == llm.encode_chat(MESSAGES, settings)
+    told = json.dumps([TOOL])
+    assert result.prompt == f"{told}calm<system|>be kind\n<user|me>hello\n<assistant>"
+    last = [*MESSAGES, {"role": "assistant", "content": "I am"}]
+    continued = llm.chat([last], GREEDY, add_generation_prompt=False, continue_final_message=True)[0]
+    assert str(continued.prompt).endswith("<assistant|>I am")
+    assert llm.chat(MESSAGES, GREEDY, tools=[])[0].prompt == llm.chat(MESSAGES, GREEDY)[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tools": TOOL}, "tools must be a list of at most 128 functions"),
+        ({"tools": "weather"}, "tools must be a list"),
+        ({"tools": [TOOL] * 129}, "at most 128"),
+        ({"tools": [TOOL, len]}, r"tools\[1\] must be"),
+        ({"tools": [TOOL["function"]]}, r"tools\[0\] must be"),
+        ({"tools": [{"type": "function", "function": {"name": 3}}]}, r"tools\[0\] must be"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {1, 2}}}]}, "what JSON can express"),
+        ({"chat_template_kwargs": "mood"}, "chat_template_kwargs must be variables by name"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs may not hold tools"),
+        ({"continue_final_message": True}, "needs add_generation_prompt to be false"),
+    ],
+)
+def test_what_is_no_setting_of_a_chat_is_refused(llm: LLM, options: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        llm.chat(MESSAGES, GREEDY, **options)
 
 
 @pytest.mark.parametrize(
