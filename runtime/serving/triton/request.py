@@ -26,19 +26,14 @@ from .contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
 ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
 # Unsupported settings of other servers: name -> neutral values, with which the setting is accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (None,),
-    "bad_words": ([],),
     "beam_width": (1,),
     "best_of": (1, None),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": (None, {}),
     "logprobs": (None,),  # no output for alternatives; return_log_probs reports those of the tokens
     "n": (1,),
     "num_return_sequences": (1,),
     "prompt_logprobs": (None,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
-    "skip_special_tokens": (True,),
     "use_beam_search": (False,),
 }
 # Settings of padding, of beam search, and of the choice between two exact verification methods.
@@ -250,6 +245,21 @@ def texts(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(text(item) for item in value)
 
 
+def allowed(value: Any) -> tuple[int, ...] | None:
+    """null or a list of integers"""
+    return None if value is None else integers(value)
+
+
+def biases(value: Any) -> dict[int, float] | None:
+    """null or an object of numbers by token id"""
+    if value is None:
+        return None
+    content = json_object(value) if isinstance(value, str) else value
+    if not isinstance(content, Mapping):
+        raise ValueError(value)
+    return {integer(token): number(bias) for token, bias in content.items()}
+
+
 CONVERTER_OF: dict[type, Callable[[Any], Any]] = {
     bool: boolean,
     int: integer,
@@ -260,7 +270,12 @@ CONVERTER_OF: dict[type, Callable[[Any], Any]] = {
 }
 LISTS = {spec.name for spec in OPTIONAL_INPUTS if spec.dims == VARIABLE}
 FLAGS = {spec.name for spec in OPTIONAL_INPUTS if spec.data_type == "TYPE_BOOL"} - {*NEUTRAL, *WITHOUT_EFFECT}
-SAMPLING = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SamplingParams)} | {"stop": texts}
+SAMPLING = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SamplingParams)} | {
+    "allowed_token_ids": allowed,
+    "bad_words": texts,
+    "logit_bias": biases,
+    "stop": texts,
+}
 SPECULATION = {field.name: CONVERTER_OF[type(field.default)] for field in fields(SpeculativeConfig)}
 UNSERVED = {"logits_processors", "structured", *NEUTRAL}
 # Every setting of a request -> the function that converts its value.

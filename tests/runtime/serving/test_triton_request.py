@@ -93,6 +93,21 @@ def test_who_asks_for_sampling_gets_it(settings: dict[str, Any], temperature: fl
     assert params.top_k >= 0 and params.top_p > 0
 
 
+def test_limits_of_tokens_and_of_texts_come_in_every_way() -> None:
+    expected = SamplingParams(
+        temperature=0, bad_words=("x", "y z"), allowed_token_ids=(3, 4), logit_bias={3: -1.5, 7: 2.0},
+        skip_special_tokens=False, include_stop_str_in_output=True,
+    )  # fmt: skip
+    words, flags = ["x", "y z"], {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    content = {**flags, "bad_words": words, "allowed_token_ids": [3, "4"], "logit_bias": {"3": -1.5, "7": "2"}}
+    assert parsed(sampling_parameters=json.dumps({**content, "temperature": 0})).params == expected
+    assert parsed(parameters=content).params == expected
+    texts = {"allowed_token_ids": "3,4", "logit_bias": '{"3": -1.5, "7": 2}', "skip_special_tokens": "false"}
+    more = {"include_stop_str_in_output": "True"}
+    assert parsed(bad_words=["x", "", "y z"], parameters=texts | more).params == expected
+    assert parsed(parameters={"allowed_token_ids": None, "logit_bias": None}, bad_words=[""]) == parsed()
+
+
 def test_vllms_json_may_hold_numbers_as_text() -> None:
     content = {
         "max_tokens": "16",
@@ -162,7 +177,7 @@ def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> No
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_p": -0.5}, "top_p"),
-        ({"bad_words": ["x"]}, "bad_words"),
+        ({"bad_words": ["x" * 1001]}, "bad_words"),
         ({"sampling_parameters": "[]"}, "JSON object"),
         ({"sampling_parameters": "{"}, "not JSON"),
         ({"sampling_parameters": '{"temperature": NaN}'}, "'temperature' holds nan"),
@@ -206,6 +221,15 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"ignore_eos": "maybe"}, "true or false"),
         ({"temperature": None}, "a number"),
         ({"grow": 3}, "text"),
+        ({"bad_words": [1]}, "bad_words must be text or a list of texts"),
+        ({"allowed_token_ids": "2,x"}, "allowed_token_ids must be null or a list of integers"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"logit_bias": [3]}, "logit_bias must be null or an object"),
+        ({"logit_bias": "{"}, "logit_bias must be null or an object"),
+        ({"logit_bias": {"x": 1}}, "logit_bias must be null or an object"),
+        ({"logit_bias": {"3": True}}, "logit_bias must be null or an object"),
+        ({"logit_bias": {"3": 101}}, "logit_bias of token 3"),
+        ({"skip_special_tokens": "maybe"}, "true or false"),
         ({"client": ""}, "text that is not empty"),
         ({"user": ["a"]}, "client must be text"),
         ({"stop": [1]}, "a list of texts"),
