@@ -40,7 +40,7 @@ ODD = {
     "options of everything": (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
     "a long address": (get("/" + "a" * 15_000), 404),
     "endless address": (b"GET /" + b"a" * 100_000, 400),
-    "a long method": (b"A" * 15_000 + b" / HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+    "a long method": (b"A" * 15_000 + b" / HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
     "many headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 3_000 + b"\r\n", 200),
     "endless headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 20_000, 400),
     "no letters in an address": (get("/%00%ff%0a"), 404),
