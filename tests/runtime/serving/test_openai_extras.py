@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -217,3 +219,18 @@ def test_no_web_page_may_use_it_by_default(tiny_bundle: Path) -> None:
         # A page may post without asking, but not as JSON.
         asked = {"origin": PAGE, "content-type": "text/plain"}
         assert httpx.post(f"{running.url}/completions", content=json.dumps(ASKED), headers=asked).status_code == 400
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_gets_the_text_whole_and_as_events(server: Served, client: Any) -> None:
+    call = ["curl", "-sS", "-N", "--max-time", "60", f"{server.url}/completions"]
+    call += ["-H", "Content-Type: application/json", "-H", "Authorization: Bearer secret", "-d"]
+
+    def output(**more: Any) -> str:
+        return subprocess.run([*call, json.dumps(ASKED | more)], capture_output=True, text=True, check=True).stdout
+
+    text = json.loads(output())["choices"][0]["text"]
+    *events, done = [line.removeprefix("data: ") for line in output(stream=True).splitlines() if line]
+    assert done == "[DONE]" and len(events) > 1
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == text
+    assert text == complete(client)["choices"][0]["text"]
