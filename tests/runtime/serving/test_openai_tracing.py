@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import served
 
 from draftwood.cli.serve import spans_wanted, tracing
 from draftwood.models.errors import ConfigError
@@ -155,7 +156,7 @@ def test_spans_are_sent_where_they_are_asked_for(option: str | None, variables: 
     assert spans_wanted(option, variables) is wanted
 
 
-def test_a_collector_gets_the_spans_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_gets_the_spans_before_the_server_ends(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     received: list[bytes] = []
@@ -169,12 +170,6 @@ def test_a_collector_gets_the_spans_before_the_server_ends(monkeypatch: pytest.M
         def log_message(self, *_: object) -> None:
             pass
 
-    async def answering(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def quiet(*_: object) -> None:
-        pass
-
     for name in ("OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
@@ -182,11 +177,12 @@ def test_a_collector_gets_the_spans_before_the_server_ends(monkeypatch: pytest.M
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            with tracing(f"http://127.0.0.1:{server.server_port}/v1/traces", "m") as trace:
-                assert trace is not None
-                for path in ("/v1/completions", "/health"):
-                    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": []}
-                    asyncio.run(trace(answering)(scope, quiet, quiet))
+            collector = f"http://127.0.0.1:{server.server_port}/v1/traces"
+            with served(tiny_bundle, "--otlp-traces-endpoint", collector, "--served-model-name", "m") as running:
+                httpx.post(f"{running.url}/completions", json=BODY, timeout=30).raise_for_status()
+                assert httpx.get(f"{running.root}/health", timeout=30).status_code == 200
+                running.process.terminate()
+                assert running.process.wait(60) == 0
         finally:
             server.shutdown()
             thread.join()
