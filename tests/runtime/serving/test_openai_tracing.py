@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import served
+from serving import served, with_chat_template
 
 from draftwood.cli.serve import spans_wanted, tracing
 from draftwood.models.errors import ConfigError
@@ -114,6 +114,17 @@ def test_a_refused_request_is_no_error_of_the_server(llm: LLM) -> None:
     _, [span] = traced(llm, {"messages": []}, "/v1/chat/completions")
     assert span.name == "chat m"
     assert traced(llm, {"prompt": "hello"}, "/tokenize")[1] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_tool_has_the_reason_of_the_answer(tiny_bundle: Path, tmp_path: Path, stream: bool) -> None:
+    tool = {"type": "function", "function": {"name": "go"}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "tool_choice": "required"}
+    more = {"parallel_tool_calls": False, "max_tokens": 200, "temperature": 0, "stream": stream}
+    with LLM(with_chat_template(tiny_bundle, tmp_path), threads=1) as llm:
+        answer, [span] = traced(llm, body | more, "/v1/chat/completions")
+    assert answer.status_code == 200 and '"finish_reason":"tool_calls"' in answer.text.replace(" ", "")
+    assert dict(span.attributes or {})["gen_ai.response.finish_reasons"] == ("tool_calls",)
 
 
 @pytest.mark.parametrize("passes, stream, status", [(0, False, 500), (6, True, 200)])
