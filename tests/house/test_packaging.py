@@ -55,9 +55,13 @@ def test_the_wheel_holds_every_source_file(names: set[str]) -> None:
 
 def test_the_wheel_holds_what_a_demo_a_server_and_the_kernels_need(names: set[str]) -> None:
     pair = {file.relative_to(ROOT).as_posix() for file in (ROOT / "models" / "demo").glob("*/*.safetensors")}
-    pair |= {f"models/demo/{role}/{name}" for role in ("target", "draft") for name in ("config.json", "tokenizer.json")}
+    pair |= {
+        f"models/demo/{role}/{name}"
+        for role in ("target", "draft", "smollm2")
+        for name in ("config.json", "tokenizer.json")
+    }
     kernels = {file.relative_to(ROOT).as_posix() for file in (ROOT / "plugins" / "native" / "kernels").glob("*.[ch]")}
-    assert len(pair) == 7 and kernels
+    assert len(pair) == 10 and kernels
     assert {
         f"draftwood/{name}" for name in (*pair, *kernels, "models/demo/prompts.jsonl", "runtime/serving/http/chat.html")
     } <= names
