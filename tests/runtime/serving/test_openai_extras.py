@@ -190,7 +190,7 @@ def test_a_request_has_a_name(client: Any) -> None:
     assert (wrong.status_code, wrong.headers["x-request-id"]) == (401, "mine")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/chat/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v2", "/v1", "/chat/completions", "/v1/embeddings"])
 def test_a_wrong_address_says_what_there_is(client: Any, path: str) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 404
