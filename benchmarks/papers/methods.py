@@ -192,6 +192,7 @@ def main() -> None:
     head = "acceptance" in bundle.manifest.engines[DRAFT].outputs
     console = Console()
     results: dict[str, Any] = {}
+    figures = {"prompts": args.prompts.name, "number_of_prompts": len(prompts), "max_tokens": args.max_tokens}
     for temperature in TEMPERATURES:
         acceptance = bench.acceptance_by_rank(temperature)
         for budget in args.budgets:
@@ -202,8 +203,7 @@ def main() -> None:
                 rows[name] = summarise(bench.run(config, temperature))
             results[label] = rows
             console.print(make_table(label, rows))
-    figures = {"prompts": args.prompts.name, "number_of_prompts": len(prompts), "max_tokens": args.max_tokens}
-    file = write_results(args.output, args.name, figures | {"results": results})
+            file = write_results(args.output, args.name, figures | {"results": results})  # the next table takes minutes
     draw(results, file.with_suffix(".svg"))
 
 

@@ -98,7 +98,7 @@ def main() -> None:
     peers = {name: peer for peer in found for name in peer.formats}
     settings = Settings(args.checkpoint, args.work, texts, args.threads, peers)
     names = [name for name in (*OURS, *peers) if not args.only or name in args.only.split(",")]
-    file = args.work / "figures.json"
+    file = figures_of(settings)
     figures: Figures = defaultdict(dict, json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})
     parts: dict[str, Callable[[], object]] = {
         "divergence": partial(add_divergences, settings, names, figures),
@@ -107,10 +107,18 @@ def main() -> None:
     }
     for part in args.parts.split(","):
         parts[part]()
-        file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        save(settings, figures)
     show(figures)
     written = write_results(args.output, args.name, {"threads": args.threads, "formats": figures})
     draw(figures, found, written.with_suffix(".svg"))
+
+
+def figures_of(settings: Settings) -> Path:
+    return settings.work / "figures.json"
+
+
+def save(settings: Settings, figures: Figures) -> None:
+    figures_of(settings).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def spec_of(settings: Settings, name: str) -> EngineSpec:
@@ -245,6 +253,7 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
             "whole_texts": sum(same == len(text) for same, text in zip(lengths, texts, strict=True)),
             "texts": len(texts),
         }
+        save(settings, figures)  # the texts of one format take minutes
 
 
 def until(ends: Sequence[int], text: list[int]) -> list[int]:
