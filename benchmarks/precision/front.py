@@ -10,7 +10,8 @@ divergence: KL(fp32 || format) in nats per token, how often both have the same b
 engines, with the rounding of activations that each of them does. The second half of every window of 1,024 tokens
 counts, as llama-perplexity has it; llama.cpp is compared with its own F32, everything else with ours.
 speed: plain greedy tokens per second behind 64 tokens of prompt, all engines in turn, medians.
-texts: how many tokens of greedy text pass before it leaves fp32's, over many prompts: quartiles.
+texts: how many tokens of greedy text pass before it leaves fp32's, over many prompts: quartiles, and how many texts are
+the same to their end.
 
 Without --llama-cpp or --openvino (made by the scripts in benchmarks/peers/setup) their formats are left out.
 """
@@ -228,7 +229,8 @@ def add_speeds(settings: Settings, names: Sequence[str], figures: Figures, repea
 
 def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, tokens: int) -> None:
     """fp32's texts are written once. An engine of ours reads them: the first token that it would not have written is
-    where its own text leaves, for a row has the same bits in a pass of any width. A peer writes its own texts."""
+    where its own text leaves, for a row has the same bits in a pass of any width. A peer writes its own texts. A text
+    that is the same to its end counts as `tokens`, and texts that fp32 ends at once count nothing."""
     prompts = settings.texts.prompts
     exact_file = settings.work / f"greedy-{tokens}-{LONGEST_PROMPT}.json"
     if not exact_file.is_file():
@@ -238,8 +240,9 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
         exact_file.write_text(json.dumps(written), encoding="utf-8")
     ends = Checkpoint(settings.checkpoint).eos_token_ids()
     texts = [until(ends, text) for text in json.loads(exact_file.read_text(encoding="utf-8"))[: len(prompts)]]
+    pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if text]
     for name in names:
-        both = track(list(zip(prompts, texts, strict=True)), f"Comparing the texts of {name}")
+        both = track(pairs, f"Comparing the texts of {name}")
         if name in OURS:
             engine = engine_of(settings, name)
             lengths = [agreement(engine, prompt, text) for prompt, text in both]
@@ -247,11 +250,12 @@ def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, toke
         else:
             with settings.peers[name].decoder(name) as complete:
                 lengths = [written_alike(complete, prompt, text) for prompt, text in both]
-        quartiles = np.percentile(lengths, (25, 50, 75)).round(1).tolist()
+        is_whole = [same == len(text) for same, (_, text) in zip(lengths, pairs, strict=True)]
+        until_left = [tokens if whole else same for same, whole in zip(lengths, is_whole, strict=True)]
         figures[name]["same_tokens"] = {
-            "quartiles": quartiles,
-            "whole_texts": sum(same == len(text) for same, text in zip(lengths, texts, strict=True)),
-            "texts": len(texts),
+            "quartiles": np.percentile(until_left, (25, 50, 75)).round(1).tolist(),
+            "whole_texts": sum(is_whole),
+            "texts": len(pairs),
         }
         save(settings, figures)  # the texts of one format take minutes
 
