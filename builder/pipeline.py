@@ -101,6 +101,11 @@ def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Chec
             f"{options.target} is a draft with a trimmed vocabulary, which cannot be a target: its text would lack all "
             "other tokens"
         )
+    if checkpoints[TARGET].config.draft_context is not None:
+        raise CheckpointError(
+            f"{options.target} is a draft that reads the last {checkpoints[TARGET].config.draft_context} tokens alone, "
+            "which a target does not: remove draft_context from its config.json to make it one"
+        )
     return checkpoints
 
 

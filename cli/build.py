@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-precision",
         default=hidden,
         metavar="NAME",
-        help="native: of keys and values (default: fp16 beside weights in bf16 or fp16, else fp32); int8 has a "
-        "scale for each head and token",
+        help="native: of keys and values (default: fp16, but fp32 beside weights in fp32); int8 has a scale for each "
+        "head and token",
     )
     parser.add_argument(
         "--calibration",

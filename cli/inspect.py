@@ -158,6 +158,9 @@ def describe(bundle: EngineBundle, requests: int = MAX_RUNNING) -> Table:
         "rows per pass": [",".join(map(str, spec.widths)) for spec in engines],
         "largest error": [f"{manifest.parity[role]:.0e} of the largest logit" for role in manifest.engines],
     }
+    if any(spec.model.draft_context for spec in engines):
+        contexts = (spec.model.draft_context for spec in engines)
+        rows["reads"] = ["the whole text" if most is None else f"the last {most} tokens" for most in contexts]
     if any(spec.kept_tokens for spec in engines):
         rows["predicted tokens"] = [f"{spec.model.num_logits} of {spec.model.vocab_size}" for spec in engines]
     if manifest.adapters:

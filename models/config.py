@@ -10,7 +10,8 @@ from .families import Variant, family_of
 from .fields import MOST, Settings, optional_int, positive_int, positive_number, switch, token_ids
 from .rope_scaling import LONGROPE, RopeScaling, read_rope_scaling, read_theta, scaled_context
 
-NEWER = ("variant", "draft_vocab_size")  # fields that older releases do not know
+NEWER = ("variant", "draft_vocab_size", "draft_context")  # fields that older releases do not know
+LEAST_DRAFT_CONTEXT = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,8 @@ class LlamaConfig:
     """Shape and constants of one LLaMA. All sizes are counts, `norm_eps` and `rope_theta` are plain numbers.
 
     draft_vocab_size: of a draft with a trimmed output vocabulary, the number of tokens that it predicts; it reads all
-    `vocab_size`. None: it predicts all of them."""
+    `vocab_size`. None: it predicts all of them. draft_context: of a draft that learned from short texts, the number of
+    last tokens of a text that it reads at most. None: all of them."""
 
     vocab_size: int
     hidden_size: int
@@ -38,6 +40,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
     variant: Variant = field(default_factory=Variant)
     draft_vocab_size: int | None = None
+    draft_context: int | None = None
 
     @property
     def num_logits(self) -> int:
@@ -110,6 +113,11 @@ class LlamaConfig:
             raise CheckpointError(
                 f"config.json: draft_vocab_size ({draft_vocab_size}) is more than vocab_size ({vocab_size})"
             )
+        draft_context = optional_int(config, "draft_context")
+        if draft_context is not None and draft_context < LEAST_DRAFT_CONTEXT:
+            raise CheckpointError(
+                f"config.json: draft_context must be at least {LEAST_DRAFT_CONTEXT}, found {draft_context}"
+            )
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -129,6 +137,7 @@ class LlamaConfig:
             eos_token_ids=token_ids(config, "eos_token_id"),
             variant=variant,
             draft_vocab_size=draft_vocab_size,
+            draft_context=draft_context,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Settings = Mapping[str, Any]
 MOST = {
     "vocab_size": 1 << 22,
     "draft_vocab_size": 1 << 16,  # of a trimmed draft: what a manifest lists
+    "draft_context": 1 << 27,
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 20,
     "num_hidden_layers": 1024,

@@ -36,7 +36,7 @@ from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.backends import bits_of_weight
+from draftwood.runtime.engines.backends import bits_of_weight, slot_bytes
 from draftwood.runtime.engines.base import Engine, EngineSpec
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
@@ -107,8 +107,7 @@ def compute_floor(spec: EngineSpec, rows: int, context: int, speeds: Speeds, sco
     model = spec.model
     head = model.vocab_size * model.hidden_size
     layers = num_parameters(model) - head * (1 if model.tie_embeddings else 2)  # a pass looks embeddings up
-    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (context + rows)
-    moved = bits_of_weight(spec) / 8 * (layers + head) + 4 * cache
+    moved = bits_of_weight(spec) / 8 * (layers + head) + slot_bytes(spec) * (context + rows)
     seen = context + (rows + 1) / 2  # by a row of a chain
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * seen
     # An instruction multiplies four times as many small integers as floats.
@@ -165,14 +164,13 @@ def measure(folder: Path, meter: SpeedMeter) -> dict[str, Any]:
         }
     after = measure_memory()
     held = sum(bundle.manifest.engine_bytes(role) for role in engines) / 1e6
-    caches = sum(8 * m.num_layers * m.num_kv_heads * m.head_dim for m in (each.spec.model for each in both))
     figures = {
         "target": f"{spec.backend} {spec.precision}, {num_parameters(spec.model) / 1e6:.0f}M",
         "widths": list(spec.widths),
         "passes": passes,
         "milliseconds_to_first_token": first,
         "engine_megabytes": round(held, 1),
-        "cache_bytes_per_token": caches,
+        "cache_bytes_per_token": sum(slot_bytes(each.spec) for each in both),
         "resident_megabytes_added": round(after - before, 1),
     }
     for engine in both:

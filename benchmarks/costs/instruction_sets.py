@@ -1,20 +1,29 @@
-"""Time of a pass by instruction set, precision and rows, the native kernels beside ONNX Runtime under the same
-restriction. Every engine has one thread, and its processor time is what counts: others may use the machine meanwhile.
+"""Time of a pass by instruction set, precision and rows, the native kernels beside ONNX Runtime and llama.cpp under the
+same restriction. Every engine has one thread, and its processor time is what counts: others may use the machine
+meanwhile. Of llama.cpp the clock of llama-bench counts, the least of its runs: leave the machine alone for these rows.
 
 ONNX Runtime chooses its kernels by CPUID; tools/without_avx512.c hides what AVX2 does not have (Linux, and a processor
-with cpuid_fault).
+with cpuid_fault). llama.cpp's kernels are one library, libggml-cpu.so: the one for AVX2 is built from the same source
+in a folder of its own, and its `bin` takes precedence when llama-bench starts.
 
-python -m benchmarks.costs.instruction_sets --checkpoint DIR --output benchmarks/results
+    cmake -S build/peers/llama.cpp/source -B AVX2 -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF \\
+        -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON \\
+        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
+    cmake --build AVX2 --target ggml-cpu          # under a minute
+    python -m benchmarks.costs.instruction_sets --checkpoint DIR --output benchmarks/results \\
+        --llama-cpp build/peers/llama.cpp --llama-cpp-avx2 AVX2
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import multiprocessing
+import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -26,6 +35,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.peers.programs.llama_cpp import TYPES
+from benchmarks.precision.front_llama_cpp import LlamaCpp
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.bindings import TARGET, output_names
@@ -38,6 +49,7 @@ from draftwood.runtime.engines.passes import prefill
 
 ROWS = (1, 2, 4, 8)
 CAPACITY = 256
+TURNS = 3  # of llama.cpp's builds
 HIDING = Path(__file__).parents[1] / "tools" / "without_avx512.c"
 SETS = {  # of the native kernels
     "AVX-512 VNNI": ("-march=x86-64-v4", "-mavx512vnni"),
@@ -61,8 +73,11 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "int8", "int4"], metavar="NAME")
     parser.add_argument("--context", type=int, default=64, metavar="SLOTS", help="in the cache (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="of each pass (default %(default)s)")
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="build/peers/llama.cpp, with llama-bench")
+    parser.add_argument("--llama-cpp-avx2", type=Path, metavar="DIR", help="its build for AVX2")
     add_output(parser, "costs_instruction_sets")
     args = parser.parse_args()
+    builds = {f"llama.cpp{name}": folder for name, folder in ((", AVX2", args.llama_cpp_avx2), ("", args.llama_cpp))}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         contestants = list(contestants_here(folder))
@@ -71,6 +86,11 @@ def main() -> None:
             able = [each for each in contestants if precision in BACKENDS[each.backend].precisions]
             specs = {each.backend: make_file(args.checkpoint, each.backend, precision, folder) for each in able}
             milliseconds[precision] = measure(able, specs, folder, args.context, args.repeats)
+            if args.llama_cpp is not None:
+                model = LlamaCpp(args.llama_cpp, args.checkpoint, folder, 1).file(TYPES[precision])
+                program = args.llama_cpp / "build" / "bin" / "llama-bench"
+                folders = {name: build for name, build in builds.items() if build is not None}
+                milliseconds[precision] |= bench(program, folders, model, args.context, args.repeats)
     table = Table("precision", "engine", *(f"{rows} rows" for rows in ROWS), title="processor ms of a pass")
     for precision, engines in milliseconds.items():
         for engine, passes in engines.items():
@@ -136,6 +156,23 @@ def measure(
         name: {str(rows): round(1e3 * median(seconds), 3) for rows, seconds in passes.items()}
         for name, passes in times.items()
     }
+
+
+def bench(
+    program: Path, builds: Mapping[str, Path], model: Path, context: int, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Least milliseconds by build and rows; the builds run in turn. Only the last row goes through the vocabulary."""
+    asked = ["-m", str(model), "-p", ",".join(map(str, ROWS)), "-n", "0", "-d", str(context), "-t", "1"]
+    best = {name: dict.fromkeys(map(str, ROWS), float("inf")) for name in builds}
+    for _ in range(TURNS):
+        for name, build in builds.items():
+            libraries = {"LD_LIBRARY_PATH": str((build / "bin").resolve())} if (build / "bin").is_dir() else {}
+            command = [str(program), *asked, "-r", str(-(-repeats // TURNS)), "-o", "json"]
+            shown = subprocess.run(command, env=os.environ | libraries, capture_output=True, text=True, check=True)
+            for test in json.loads(shown.stdout):
+                rows = str(test["n_prompt"])
+                best[name][rows] = round(min(best[name][rows], *(ns / 1e6 for ns in test["samples_ns"])), 3)
+    return best
 
 
 def serve(contestant: Contestant, spec: EngineSpec, folder: Path, context: int, end: Connection) -> None:

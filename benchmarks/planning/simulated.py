@@ -138,7 +138,7 @@ def simulate_controller(
     happens after the first round."""
     controller = Controller(costs, SHAPES, greedy, experience)
     position, seconds = 0, 0.0
-    read = controller.worth_reading(PROMPT, len(ranks) - 1, sharing)
+    read = controller.worth_reading(PROMPT, len(ranks) - 1, sharing, PROMPT)
     unread = 1 if read else PROMPT
     while position < len(ranks):
         context = PROMPT + position

@@ -3,42 +3,59 @@
     python -m benchmarks.precision.cache_formats --checkpoint DIR --prompts ../shared/data/prompts --work WORK \\
         --output benchmarks/results
 
-divergence: KL(cache in fp32 || format) in nats per token of the running engine with the same weights, on the texts of
-`front`. time: passes behind random keys and values, all formats in turn; the minimum counts, since others may use the
-machine. Two threads spin while they wait for each other, so the wall time is taken, not the processor's.
+divergence: KL in nats per token on the texts of `front`, of each pair of weights and cache: from the model in fp32, and
+from the same weights with a cache in fp32. What a format adds is the difference of the former to that of a cache in
+fp32, with its standard error over the scored tokens. A control shows what rounding alone does: the cache in fp32, and
+every entry of the embedding multiplied by 1 + or - NUDGE. It is another rounding of the same model, no worse one.
+
+time: passes behind random keys and values, all formats in turn; the minimum counts, since others may use the machine.
+Two threads spin while they wait for each other, so the wall time is taken, not the processor's. --repeats 0 leaves it
+out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.precision.front import logprobs
-from benchmarks.precision.front_peer import Divergence, score
 from benchmarks.precision.texts import read_texts
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.make import Source
 from draftwood.builder.engines.native import write_weights
 from draftwood.models.bindings import TARGET, output_names
+from draftwood.models.layers import EMBEDDING
 from draftwood.runtime.engines.backends import NATIVE, Opening, slot_bytes
 from draftwood.runtime.engines.base import EngineSpec, TokenBatch
 from draftwood.runtime.engines.native.engine import NativeEngine, NativeKVCache
 
-EXACT = "fp32"
+EXACT, NUDGED = "fp32", "fp32, nudged"  # caches
 WEIGHTS = ("fp32", "bf16", "int8", "int4")
 CONTEXTS, ROWS = (512, 2048, 8192), (1, 8)
 WIDTHS, CAPACITY = (1, 8, 64), CONTEXTS[-1] + 256
+NUDGE = 2.0**-20  # eight units in the last place of fp32; fp16 rounds by up to 2^-11
+LogProbs = NDArray[np.float32]  # [scored, V]
+
+
+class Reading(NamedTuple):
+    """What an engine says of texts, by scored token: KL from the model in fp32, KL from the same weights with a cache
+    in fp32, and whether the latter has the same best token."""
+
+    model: NDArray[np.float64]
+    exact: NDArray[np.float64]
+    same: NDArray[np.bool_]
 
 
 def main() -> None:
@@ -53,55 +70,88 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     texts = read_texts(args.prompts, args.checkpoint, 1).windows
+    windows = [window for each in texts.values() for window in each[: args.windows]]
+    with ExitStack() as stack:
+        exact = opened(args.checkpoint, EXACT, args.work, args.threads, stack)[EXACT]
+        model = [logprobs(exact, window) for window in track(windows, "Reading with the model in fp32")]
     figures: dict[str, Any] = {}
-    table = Table("weights", "cache", "bytes of a token", *(f"KL {name}" for name in texts), "best token")
-    passes = Table("weights", "rows", "context", *NATIVE.caches, title="ms of a pass")
     for precision in WEIGHTS:
         with ExitStack() as stack:
-            engines = opened(args.checkpoint, precision, args.work, args.threads)
-            for engine in engines.values():
-                stack.callback(engine.close)
-            found = {name: divergences(engines, windows[: args.windows]) for name, windows in texts.items()}
-            times = timed(engines, args.repeats)
-        size = {form: slot_bytes(engine.spec) for form, engine in engines.items()}
-        figures[precision] = {"slot_bytes": size, "divergence": found, "ms": times}
-        for form in NATIVE.caches:
-            kl = (f"{text[form]['kl']:.1e}" for text in found.values())
-            best = min(text[form]["top"] for text in found.values())
-            table.add_row(precision, form, str(size[form]), *kl, f"{best:.4f}")
-        for name, each in times.items():
-            passes.add_row(precision, *name.split(), *(f"{each[form]:.2f}" for form in NATIVE.caches))
-    Console().print(table, passes)
-    write_results(args.output, args.name, {"threads": args.threads, "weights": figures})
+            engines = opened(args.checkpoint, precision, args.work, args.threads, stack)
+            found = divergences(engines, windows, model)
+            formats = {form: engine for form, engine in engines.items() if form in NATIVE.caches}
+            figures[precision] = {
+                "slot_bytes": {form: slot_bytes(engine.spec) for form, engine in formats.items()},
+                "divergence": {form: described(reading, found[EXACT]) for form, reading in found.items()},
+                "ms": timed(formats, args.repeats) if args.repeats else {},
+            }
+    show(figures)
+    write_results(args.output, args.name, {"threads": args.threads, "windows": len(windows), "weights": figures})
 
 
-def opened(folder: Path, precision: str, work: Path, threads: int) -> dict[str, NativeEngine]:
-    """An engine of each format, over one file of weights."""
+def show(figures: dict[str, Any]) -> None:
+    table = Table("weights", "cache", "bytes of a token", "KL from fp32", "added", "KL from its fp32", "best token")
+    passes = Table("weights", "rows", "context", *NATIVE.caches, title="ms of a pass")
+    for precision, each in figures.items():
+        for form, found in each["divergence"].items():
+            kls = (f"{found['model']:.6f}", f"{found['added']:+.1e} ± {found['error']:.1e}", f"{found['exact']:.1e}")
+            table.add_row(precision, form, str(each["slot_bytes"].get(form, "")), *kls, f"{found['same']:.4f}")
+        for name, times in each["ms"].items():
+            passes.add_row(precision, *name.split(), *(f"{times[form]:.2f}" for form in NATIVE.caches))
+    Console(width=120).print(table, passes)
+
+
+def opened(folder: Path, precision: str, work: Path, threads: int, stack: ExitStack) -> dict[str, NativeEngine]:
+    """An engine of each format over one file of weights, and the control, until `stack` is closed."""
     weights, file = (
         Source(Checkpoint(folder), TARGET, None, NATIVE.name, precision).weights,
         work / f"{precision}.cache",
     )
-    spec = EngineSpec(TARGET, NATIVE.name, "", weights.config, WIDTHS, CAPACITY, precision, output_names(TARGET))
     if not file.is_file():
         write_weights(weights, CAPACITY, file)
+    spec = EngineSpec(TARGET, NATIVE.name, "", weights.config, WIDTHS, CAPACITY, precision, output_names(TARGET))
     engines = {}
-    for form in NATIVE.caches:
-        engine = NATIVE.open(file, replace(spec, cache_precision=form), Opening(threads))
+    for name in (*NATIVE.caches, NUDGED):
+        stored = EXACT if name == NUDGED else name
+        engine = NATIVE.open(file, replace(spec, cache_precision=stored), Opening(threads, private=name == NUDGED))
         assert isinstance(engine, NativeEngine)
-        engines[form] = engine
+        stack.callback(engine.close)
+        engines[name] = engine
+    embedding = engines[NUDGED]._weights[EMBEDDING]
+    signs = np.random.default_rng(0).integers(0, 2, embedding.shape, np.int8)
+    embedding *= np.float32(1) + NUDGE * (2 * signs - 1).astype(np.float32)
     return engines
 
 
-def divergences(engines: dict[str, NativeEngine], windows: Sequence[list[int]]) -> dict[str, Any]:
-    """By format, from the same engine with an exact cache."""
-    scores: dict[str, list[Divergence]] = defaultdict(list)
-    for window in windows:
-        reference = logprobs(engines[EXACT], window)
+def divergences(
+    engines: dict[str, NativeEngine], windows: Sequence[list[int]], model: Sequence[LogProbs]
+) -> dict[str, Reading]:
+    """By format. model: of the model in fp32, for each window."""
+    parts: dict[str, list[Reading]] = {form: [] for form in engines}
+    for window, best in track(list(zip(windows, model, strict=True)), f"Reading with {engines[EXACT].spec.precision}"):
+        exact = logprobs(engines[EXACT], window)
         for form, engine in engines.items():
-            scores[form].append(score(reference, logprobs(engine, window), window))
+            own = exact if form == EXACT else logprobs(engine, window)
+            parts[form].append(Reading(kl(best, own), kl(exact, own), exact.argmax(-1) == own.argmax(-1)))
+    return {form: Reading(*map(np.concatenate, zip(*each, strict=True))) for form, each in parts.items()}
+
+
+def kl(first: LogProbs, second: LogProbs) -> NDArray[np.float64]:
+    """KL(first || second) of each token."""
+    divergence: NDArray[np.float64] = (np.exp(first) * (first - second)).sum(-1, dtype=np.float64)
+    return divergence
+
+
+def described(reading: Reading, exact: Reading) -> dict[str, float]:
+    """Means over the tokens. added: the divergence from the model beyond that of a cache in fp32; error: the standard
+    error of this mean."""
+    added = reading.model - exact.model
     return {
-        form: {key: float(np.mean([window[key] for window in each])) for key in each[0]}
-        for form, each in scores.items()
+        "model": float(reading.model.mean()),
+        "added": float(added.mean()),
+        "error": float(added.std() / np.sqrt(len(added))),
+        "exact": float(reading.exact.mean()),
+        "same": float(reading.same.mean()),
     }
 
 

@@ -6,27 +6,22 @@ import http.client
 import json
 import math
 import re
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Any
 
 from gguf import GGUFReader
 
-from benchmarks.peers.programs.llama_cpp import is_healthy
+from benchmarks.peers.programs.llama_cpp import post, start_server
 from benchmarks.precision.front_peer import Complete, Decoded, Divergence, LogProbs
 from benchmarks.precision.texts import WINDOW
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 FORMATS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_NL", "Q4_0")
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_TO_LOAD = 120
 # Of llama-perplexity: divergence, best tokens in per cent, perplexity.
 SHOWN = (r"Mean\s+KLD:\s+(\S+)", r"Same top p:\s+(\S+)", r"Mean PPL\(Q\)\s+:\s+(\S+)")
 ATTEMPTS = 5  # its last lines are lost where it ends before its log was written, which happens on a busy machine
@@ -86,20 +81,10 @@ class LlamaCpp:
     @contextmanager
     def decoder(self, form: str) -> Iterator[Complete]:
         """A llama-server for one sequence."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        threads = str(self._threads)
-        arguments = ["-m", self.file(form), "-c", 1024, "-np", 1, "-t", threads, "-tb", threads]
-        arguments += ["--host", "127.0.0.1", "--port", port, "--log-disable"]
-        process = subprocess.Popen([self._program("llama-server"), *map(str, arguments)], stdout=sys.stderr)
+        threads = self._threads
+        arguments = ["-m", self.file(form), "-c", 1024, "-np", 1, "-t", threads, "-tb", threads, "--log-disable"]
+        connection, process = start_server([self._program("llama-server"), *arguments])
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", port)
-            deadline = monotonic() + SECONDS_TO_LOAD
-            while not is_healthy(connection):
-                if process.poll() is not None or monotonic() > deadline:
-                    raise RuntimeError(f"llama-server for {form} did not start; its last lines are on stderr")
-                sleep(0.1)
             yield partial(complete, connection)
         finally:
             process.terminate()
@@ -121,9 +106,5 @@ def complete(connection: http.client.HTTPConnection, prompt: list[int], tokens: 
     body = json.dumps(request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False})
     connection.close()  # the server closes idle connections
     connection.connect()
-    connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    reply: dict[str, Any] = json.loads(answer.read())
-    if answer.status != 200:
-        raise RuntimeError(f"llama-server answered {reply}")
+    reply = post(connection, "/completion", body)
     return Decoded(list(reply["tokens"]), float(reply["timings"]["predicted_per_second"]))

@@ -17,20 +17,19 @@ import argparse
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.peers.programs.llama_cpp import is_healthy
+from benchmarks.peers.programs.llama_cpp import start_server
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.gguf.header import read_header
@@ -160,18 +159,10 @@ def last_logits(model: Llama, tokens: list[int]) -> NDArray[Any]:
 @contextmanager
 def llama_server(folder: Path, model: Path) -> Iterator[http.client.HTTPConnection]:
     """llama-server on one model, with keys and values in fp32."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     arguments = ["-m", model, "-c", POSITIONS, "-np", 1, "-t", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
-    arguments += ["--host", "127.0.0.1", "--port", port, "--no-warmup", "--log-disable"]
-    process = subprocess.Popen([str(folder / "build" / "bin" / "llama-server"), *map(str, arguments)])
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+    program = folder / "build" / "bin" / "llama-server"
+    connection, process = start_server([program, *arguments, "--no-warmup", "--log-disable"])
     try:
-        while not is_healthy(connection):
-            if process.poll() is not None:
-                raise SystemExit("llama-server did not start")
-            sleep(0.1)
         yield connection
     finally:
         process.terminate()

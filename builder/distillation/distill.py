@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -119,7 +120,8 @@ def train(options: DistillOptions, target: Checkpoint, shape: DraftShape, begin:
     kept = kept_tokens(counts, options.vocabulary, special_tokens(options, target, begin))
     held_out = held_out_batches(store, options.context)
     advance()
-    network = DraftNetwork(shape.config(target.config), options.context, kept)
+    config = replace(shape.config(target.config), draft_context=options.context)
+    network = DraftNetwork(config, options.context, kept)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(network, options.learning_rate, device, is_half_fast(device))
     file = options.folder / "training" / CHECKPOINT

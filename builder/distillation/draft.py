@@ -64,6 +64,8 @@ def write_draft(
     kept = network.kept.cpu()
     fields = config_fields(config)
     figures = dict(report.figures)
+    if config.draft_context is not None:
+        fields["draft_context"] = config.draft_context
     if states is None:
         tensors["d2t"] = torch.from_numpy(offsets(kept.numpy()))
         fields["draft_vocab_size"] = len(kept)

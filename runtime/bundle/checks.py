@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ...models.bindings import DTYPES, LOW_BIT, ROLES, TARGET, output_names
-from ...models.config import LlamaConfig
+from ...models.config import LEAST_DRAFT_CONTEXT, LlamaConfig
 from ...models.errors import BundleError
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
 from ..engines.backends import BACKENDS, COMPILED, REMOVED
@@ -135,6 +135,8 @@ def check_model(role: str, model: LlamaConfig) -> None:
     multipliers = (variant.embedding_multiplier, scale, variant.residual_multiplier, variant.logits_multiplier)
     require(min(multipliers) > 0, f"the {role}'s multipliers are none")
     require(variant.window is None or variant.window >= 1, f"the {role}'s window is {variant.window}")
+    sound = model.draft_context is None or (role != TARGET and model.draft_context >= LEAST_DRAFT_CONTEXT)
+    require(sound, f"the {role}'s draft_context is {model.draft_context}")
     require(scales_positions(model), f"the {role}'s rope_scaling is none")
 
 

@@ -170,7 +170,8 @@ class SpeculativeDecoder:
         if self._config is not None and self._costs is not None:
             experience = None if sampler.params.is_seeded else self._experience
             widths = self._target.spec.widths
-            controller = self._config.controller(self._costs, widths, sampler.params.greedy, experience)
+            draft_context = None if self._proposer is None else self._proposer.context
+            controller = self._config.controller(self._costs, widths, sampler.params.greedy, experience, draft_context)
         sharing = count_one if sampler.params.is_seeded else self._sharing
         request = RequestState(
             prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed
@@ -178,8 +179,9 @@ class SpeculativeDecoder:
         request.prompt_logprobs = prompt_logprobs
         if self._proposer is not None and request.tokens_left:
             # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
+            unread = self._proposer.readable(len(prompt))
             read = controller is None or controller.worth_reading(
-                len(prompt), request.tokens_left - 1, request.sharing()
+                len(prompt), request.tokens_left - 1, request.sharing(), unread
             )
             yield from self._proposer.start(prompt, read)
         return request

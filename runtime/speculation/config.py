@@ -219,12 +219,18 @@ class SpeculativeConfig:
         return self._kind.deepest(self._limits(), greedy)
 
     def controller(
-        self, costs: CostModel, widths: Sequence[int], greedy: bool, experience: Experience | None = None
+        self,
+        costs: CostModel,
+        widths: Sequence[int],
+        greedy: bool,
+        experience: Experience | None = None,
+        draft_context: int | None = None,
     ) -> Controller | None:
-        """The controller that plans one request's rounds, for a target with these widths; None for a fixed budget."""
+        """The controller that plans one request's rounds, for a target with these widths; None for a fixed budget.
+        draft_context: see LlamaConfig."""
         if self.budget == "fixed" or not (self._kind.layered or greedy):
             return None
-        return Controller(costs, self._shapes(widths), greedy, experience)
+        return Controller(costs, self._shapes(widths), greedy, experience, draft_context)
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The shapes of proposals from which a controller may choose."""

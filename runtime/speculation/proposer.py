@@ -29,6 +29,7 @@ class DraftProposer:
         self._engine = engine
         self._vocabulary = DraftVocabulary(engine.spec)
         self._cache = engine.new_cache()
+        self._text: list[int] = []  # all committed tokens
         self._pending: list[int] = []
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
         self._visible: list[bytes] = []  # slot -> mask of the earlier slots on its path, the slot itself included
@@ -39,17 +40,37 @@ class DraftProposer:
     @property
     def unread(self) -> int:
         """The number of committed tokens that the first pass of the next round must read, the root included."""
-        return len(self._pending)
+        return self.readable(self._held) if self._outgrown else len(self._pending)
+
+    @property
+    def context(self) -> int | None:
+        """See LlamaConfig.draft_context."""
+        return self._engine.spec.model.draft_context
+
+    @property
+    def _held(self) -> int:
+        """The number of committed tokens that the draft has read or is to read."""
+        return self._cache.length + len(self._pending)
+
+    @property
+    def _outgrown(self) -> bool:
+        return self.readable(self._held) < self._held
+
+    def readable(self, length: int) -> int:
+        """Of `length` committed tokens, how many the draft has in its cache or reads: all. If they are more than its
+        context, the last ones alone, which fill a half of it, so that it does not begin anew soon."""
+        return length if self.context is None or length <= self.context else self.context // 2
 
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first
         root; else the prompt stays pending."""
         self.passes, self.rows, self.scoring = 0, 0, Stopwatch()
         self._cache.truncate(0)
-        self._pending = list(prompt)
+        self._text = list(prompt)
+        self._pending = self._text[-self.readable(len(prompt)) :]
         if read:
-            yield from prefill_passes(self._engine, self._cache, prompt[:-1], output_read=False)
-            self._pending = list(prompt[-1:])
+            yield from prefill_passes(self._engine, self._cache, self._pending[:-1], output_read=False)
+            self._pending = self._pending[-1:]
 
     def propose(
         self,
@@ -62,6 +83,9 @@ class DraftProposer:
     ) -> Passes[bool]:
         """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth, because
         it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads logits."""
+        if self._outgrown:
+            self._pending = self._text[-self.unread :]
+            self._cache.truncate(0)
         self.passes += 1
         self.rows += len(self._pending)
         with self.scoring:
@@ -93,7 +117,9 @@ class DraftProposer:
         while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
             scored += 1
         self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
-        self._pending = [tree.token_ids[row] for row in rows[scored:]] + [next_token]
+        committed = [*(tree.token_ids[row] for row in rows), next_token]
+        self._text += committed
+        self._pending = committed[scored:]
 
     def close(self) -> None:
         """Close the draft's cache."""
@@ -101,6 +127,7 @@ class DraftProposer:
 
     def skip(self, token: int) -> None:
         """Add a token that was decoded without a proposal to the pending tokens."""
+        self._text.append(token)
         self._pending.append(token)
 
     def _score(self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool) -> Passes[ForwardOutput]:

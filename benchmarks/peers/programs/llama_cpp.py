@@ -90,22 +90,10 @@ class LlamaCpp:
         return self._servers[method][0]
 
     def _start(self, method: str) -> tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         command = [self._program("llama-server"), "-m", self._models / "target.gguf", *self._arguments(method)]
         command += ["-np", self._slots.number, "-c", self._slots.number * self._slots.tokens]
-        command += ["-t", self._options.threads, "-tb", self._options.threads]
-        command += ["--host", "127.0.0.1", "--port", port, "--no-warmup", "--log-disable"]
-        process = subprocess.Popen([*map(str, command)], stdout=sys.stderr)
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        deadline = monotonic() + SECONDS_TO_LOAD
-        while not is_healthy(connection):
-            if process.poll() is not None or monotonic() > deadline:
-                process.kill()
-                raise RuntimeError(f"llama-server for {method} did not start; its last lines are on stderr")
-            sleep(0.1)
-        return connection, process
+        command += ["-t", self._options.threads, "-tb", self._options.threads, "--no-warmup", "--log-disable"]
+        return start_server(command)
 
     def _arguments(self, method: str) -> list[object]:
         """Arguments of the server for a method."""
@@ -143,6 +131,25 @@ class LlamaCpp:
 def make_converter(python: Path, home: Path) -> list[str]:
     """home: llama.cpp's folder, with its source."""
     return [str(python), "-m", "benchmarks.peers.programs.convert_gguf", str(home / "source")]
+
+
+def start_server(command: Sequence[object]) -> tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]:
+    """Start a llama-server on a free port of this machine, and wait until it has loaded. Raises RuntimeError when it
+    does not."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([*map(str, command), "--host", "127.0.0.1", "--port", str(port)], stdout=sys.stderr)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    deadline = monotonic() + SECONDS_TO_LOAD
+    while not is_healthy(connection):
+        if process.poll() is not None or monotonic() > deadline:
+            process.kill()
+            process.wait()
+            shown = " ".join(map(str, command))
+            raise RuntimeError(f"this server did not start; its last lines are on stderr: {shown}")
+        sleep(0.1)
+    return connection, process
 
 
 def post(connection: http.client.HTTPConnection, path: str, body: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ if [ ! -d "$home/source" ]; then
     mv "$home/llama_cpp_python-0.3.36/vendor/llama.cpp" "$home/source"
     rm -r "$home/llama_cpp_python-0.3.36"
 fi
+# Without this line gcc 12 leaves the rows and columns of AMX tiles unset, and the program ends with an illegal instruction.
+sed -i 's/^    _tile_loadconfig(&tc);/    asm volatile("" : : "r"(\&tc) : "memory"); _tile_loadconfig(\&tc);/' \
+    "$home/source/ggml/src/ggml-cpu/amx/mmq.cpp"
 cmake -S "$home/source" -B "$home/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
     -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
-cmake --build "$home/build" --target llama-server llama-quantize llama-perplexity
+cmake --build "$home/build" --target llama-server llama-quantize llama-perplexity llama-bench

@@ -72,8 +72,17 @@ class Experience:
 class Controller:
     """Plans the rounds of one request."""
 
-    def __init__(self, costs: CostModel, shapes: Shapes, greedy: bool, experience: Experience | None = None) -> None:
-        """experience: of earlier requests; None for a request that must not depend on them."""
+    def __init__(
+        self,
+        costs: CostModel,
+        shapes: Shapes,
+        greedy: bool,
+        experience: Experience | None = None,
+        draft_context: int | None = None,
+    ) -> None:
+        """experience: of earlier requests; None for a request that must not depend on them. draft_context: the most
+        tokens that the draft attends to; None: all."""
+        self._draft_context = draft_context
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
         self._host = costs.greedy if greedy else costs.sampled
         self._experience = Experience() if experience is None else experience
@@ -105,10 +114,10 @@ class Controller:
             return best._replace(probe=True)
         return plain._replace(speed_up=best.speed_up, reason=self._reason_for_plain(best, remaining, unread, sharing))
 
-    def worth_reading(self, context: int, remaining: int, sharing: int) -> bool:
-        """Whether the draft shall read the prompt of `context` tokens, if `remaining` tokens may follow."""
+    def worth_reading(self, context: int, remaining: int, sharing: int, unread: int) -> bool:
+        """Whether the draft shall read `unread` tokens of the prompt of `context` tokens, if `remaining` may follow."""
         self._price(context, sharing)
-        return remaining > 0 and self._pays(self._best(remaining), remaining, self._reading_time(context), sharing)
+        return remaining > 0 and self._pays(self._best(remaining), remaining, self._reading_time(unread), sharing)
 
     def observe(self, plan: RoundPlan, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
         """Learn from a verified round the acceptance of its proposal and of every smaller one. accepted: accepted rows
@@ -176,12 +185,14 @@ class Controller:
         spanned = context * sharing  # attention reads the rows of all requests
         self._found.clear()
 
+        read = min(context, self._draft_context or context) * sharing
+
         def part(passes: PassCosts, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            return passes.of(rows * sharing, spanned) / sharing
+            return passes.of(rows * sharing, read if passes is self._costs.draft else spanned) / sharing
 
         self._plain_seconds = float(part(self._costs.target, np.array(1))) + self._host.plain
         draft = self._costs.draft if shapes.frontier else None  # a prompt lookup has no draft passes
-        self._draft_alone = [0.0] if draft is None else draft.of(np.arange(1, draft.widths[-1] + 1), spanned).tolist()
+        self._draft_alone = [0.0] if draft is None else draft.of(np.arange(1, draft.widths[-1] + 1), read).tolist()
         depths = np.arange(1, shapes.depth + 1)
         sizes = np.array([1] * shapes.chain + list(shapes.sizes))
         tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()

@@ -133,7 +133,7 @@ def test_the_time_to_read_a_prompt_is_that_of_its_passes() -> None:
 
 def test_a_prompt_is_read_if_there_is_room_for_a_proposal() -> None:
     controller = Controller(table(), CHAIN, greedy=True)
-    assert [controller.worth_reading(1, room, 1) for room in (-1, 0, 1)] == [False, False, True]
+    assert [controller.worth_reading(1, room, 1, 1) for room in (-1, 0, 1)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("chain", "row", "size"), [(False, 4.0, 1), (True, 4.0, 1), (False, 0.0, 15), (True, 0.0, 15)])
