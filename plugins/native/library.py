@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 5  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 6  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -106,7 +106,7 @@ class Pass(Structure):
         *((name, c_int32) for name in ("rows", "outputs", "length", "start", "columns", "top")),
         *((name, c_void_p) for name in ("tokens", "positions", "output_rows", "mask")),
         ("cache", Cache),
-        *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids")),
+        *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots")),
     ]
 
 

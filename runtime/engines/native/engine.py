@@ -57,6 +57,8 @@ class NativeKVCache(GrowingKVCache):
     scales, float32 [2, layers, H_kv, C], of keys and of values where they are codes: see kernels/cache.h.
     structure: the C structure that points to them."""
 
+    places = True
+
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
         super().__init__(engine.spec)
@@ -173,6 +175,8 @@ class NativeEngine(SoloEngine):
         wanted.length, wanted.start, wanted.columns = cache.length, start, mask.shape[1]
         wanted.tokens, wanted.positions = address(tokens), address(positions)
         wanted.output_rows, wanted.mask = address(output_rows), address(mask)
+        slots = None if batch.slots is None else np.ascontiguousarray(batch.slots)
+        wanted.slots = address(slots)
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
@@ -180,7 +184,7 @@ class NativeEngine(SoloEngine):
                 self._library.forward(self._handle, wanted)
             except KernelError as error:
                 raise EngineError(str(error)) from error
-        cache.speculative += rows
+        cache.speculative = cache.speculative + rows if slots is None else mask.shape[1]
         return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, results.acceptance)
 
     def close(self) -> None:
