@@ -60,8 +60,8 @@ class Backend:
     precision of weights. draft_precision: the default precision of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
-    panels: whether keys and values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows
-    of padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
+    panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
+    padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
     on the same threads. most_threads: threads of one engine. providers: whether it can compute on other devices than
     the CPU.
 

@@ -183,8 +183,8 @@ def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> N
 
 
 def check_slots(batch: TokenBatch, committed: int, speculative: int) -> None:
-    """Raises EngineError when two rows of a batch have the same slot, when a slot is none of the mask's columns, or when
-    the mask leaves out speculative slots."""
+    """Raises EngineError when two rows of a batch have the same slot, when a slot is none of the mask's columns, or
+    when the mask leaves out speculative slots."""
     columns = batch.mask.shape[1]
     slots = [] if batch.slots is None else batch.slots.tolist()
     if len(set(slots)) != batch.num_tokens or len(slots) != batch.num_tokens or columns < speculative:

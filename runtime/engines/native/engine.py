@@ -21,6 +21,7 @@ from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import (
     FORMATS,
+    RUN,
     Cache,
     KernelError,
     Layer,
@@ -116,7 +117,7 @@ class NativeSoftmax(NumpySoftmax):
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
         try:
-            return Weights(values, self._library.softmax(logits, temperature, values))
+            return Weights(values, *self._library.softmax(logits, temperature, values), RUN)
         except KernelError as error:
             raise EngineError(NO_NUMBERS) from error
 

@@ -17,7 +17,7 @@ PANEL = 16  # slots that are read together: LANES of plugins/native/kernels
 
 
 class Run(NamedTuple):
-    """The free slots of a sequence: from `next` to `end`. kept: the lowest of them if no speculative row is accepted."""
+    """The free slots of a sequence: from `next` to `end`. kept: the first of them if no speculative row is accepted."""
 
     kept: int = 0
     next: int = 0

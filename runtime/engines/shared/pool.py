@@ -6,8 +6,8 @@ pass appends the rows of all its requests, and only their sum is padded to a com
 copies nothing. Rows to which no sequence refers are garbage. When garbage fills the cache, the live rows are compacted.
 
 On a CPU a pass of eight rows costs about 1.5 times a pass of one row, so requests that share passes share most of their
-cost. The attention of each row spans the slots of all requests, unless the engine's cache places rows: then it reads the
-row's own sequence only (`placement.py`).
+cost. The attention of each row spans the slots of all requests, unless the engine's cache places rows: then it reads
+the row's own sequence only (`placement.py`).
 
 Sequences may also share slots. After `share_prefixes` a sequence takes over the rows that another sequence computed of
 the same text (`recall`), also of an ended sequence whose rows are not yet overwritten.
