@@ -327,4 +327,5 @@ class LLM:
             self._costs,
             engines.sharing,
             experience=self._experience,
+            budget=engines.budget,
         )

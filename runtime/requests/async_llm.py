@@ -20,6 +20,7 @@ from ..prompt import PromptType, plain_prompt
 from ..request_engines import PREFIX_CACHE_SLOTS
 from ..sampling.params import SamplingParams
 from ..sampling.structured import StructuredOutput
+from ..speculation.planning.budget import DraftBudget
 from ..structured.grammars import Grammar
 from ..text.conversation import ASKED, ChatSettings
 from ..text.writer import StreamChunk
@@ -72,7 +73,7 @@ class AsyncLLM(EngineThread):
         self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
         loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, self._shared.budget)
         super().__init__(llm, loop)
-        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing)
+        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing, budget=DraftBudget())
         watch = BundleWatch(llm.bundle)
         self.watchers.append(lambda: watch.trouble)
         self._texts = TextThreads()
