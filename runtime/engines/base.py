@@ -198,8 +198,8 @@ class Engine(ABC):
         """How many of these passes, from the first on, `forward` computes in one pass of the engine: at least 1."""
         return 1
 
-    def chunk_size(self, left: int) -> int:
-        """How many of the `left` unread tokens of a prompt the next prefill pass should read."""
+    def chunk_size(self, left: int, read: int = 0) -> int:
+        """How many of the `left` unread tokens of a prompt the next prefill pass should read, behind `read` tokens."""
         return self.spec.chunk_size(left)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:

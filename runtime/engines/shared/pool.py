@@ -15,7 +15,7 @@ the same text (`recall`), also of an ended sequence whose rows are not yet overw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -102,6 +102,7 @@ class PooledEngine(Engine):
         storage.limit(self._slots)
         self.caches: dict[PooledKVCache, None] = {}  # open caches, in the order in which they were opened
         self.prefixes: PrefixTree | None = None
+        self.most_rows: Callable[[int], int] = lambda read: self.spec.max_width  # of a chunk behind `read` tokens
         self._retained = 0
         self._recalled = False  # whether two texts ever had a common prefix of COMMON_TOKENS
         self._spare_passes = 0  # consecutive passes with too many slots
@@ -111,10 +112,10 @@ class PooledEngine(Engine):
         """The number of allocated slots."""
         return self._storage.capacity
 
-    def chunk_size(self, left: int) -> int:
-        """See Engine.chunk_size. With several sequences a chunk is at most `max_width` tokens, because every sequence
+    def chunk_size(self, left: int, read: int = 0) -> int:
+        """See Engine.chunk_size. With several sequences a chunk has at most `most_rows` tokens, because every sequence
         waits for each pass."""
-        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.spec.max_width)
+        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.most_rows(read))
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """See Engine.num_joint."""
