@@ -56,7 +56,7 @@ class PassCosts:
         seconds: NDArray[np.float64] = np.interp(rows, widths, self._behind(context)) * np.maximum(1, rows / widths[-1])
         return seconds
 
-    def shared(self, context: int, sharing: float) -> Callable[[NDArray[np.floating[Any]]], NDArray[np.float64]]:
+    def shared(self, context: int, sharing: float) -> Callable[[NDArray[Any]], NDArray[np.float64]]:
         """The seconds, by rows, of passes that so many requests share; `context` tokens precede each on average."""
         read = int(context * sharing) if self.spans else context
         return lambda rows: self.of(np.ceil(rows).astype(np.int64), read)
