@@ -96,10 +96,10 @@ def measure(
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
     seeds = HOST_SEEDS if math.isinf(seconds) else 1
     greedy, sampled = (host(pair, temperature, seeds, advance) for temperature in (0.0, 1.0))
-    costs = {
-        role: PassCosts(engine.spec.widths, fitting, tuple(medians[role]), describe_backend(engine.spec.backend).pads)
-        for role, engine in pair.engines.items()
-    }
+    costs = {}
+    for role, engine in pair.engines.items():
+        backend = describe_backend(engine.spec.backend)
+        costs[role] = PassCosts(engine.spec.widths, fitting, tuple(medians[role]), backend.pads, not backend.panels)
     return CostModel(costs[TARGET], costs.get(DRAFT), greedy, sampled, pair.machine, median(spreads))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..models.errors import ConfigError
 from ..runtime.decoding.loop import MAX_RUNNING
+from ..runtime.decoding.pace import MAX_PAUSE_MS
 from ..runtime.engines.shared.memory import CACHE_SHARE, limit_arenas
 from ..runtime.llm import LLM
 from ..runtime.request_engines import PREFIX_CACHE_SLOTS
@@ -123,6 +124,14 @@ def add_parser(commands: Any) -> None:
         f"into {CACHE_SHARE:.0%} of the available memory)".replace("%", "%%"),
     )
     load.add_argument(
+        "--max-pause-ms",
+        type=float,
+        default=MAX_PAUSE_MS,
+        metavar="MS",
+        help="the most time that a running text waits for the prompts of others between two of its chunks, by the "
+        f"measured costs of the bundle (default {MAX_PAUSE_MS:g})",
+    )
+    load.add_argument(
         "--prefix-cache-slots",
         type=int,
         default=PREFIX_CACHE_SLOTS,
@@ -172,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
                 max_waiting=args.max_waiting,
                 kv_cache_bytes=args.kv_cache_bytes,
                 prefix_cache_slots=args.prefix_cache_slots,
+                max_pause_ms=args.max_pause_ms,
             ) as async_llm,
         ):
             limits = Limits(

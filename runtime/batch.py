@@ -12,6 +12,7 @@ from .decoding.round import Observer
 from .decoding.scheduler import Scheduler
 from .request_engines import PREFIX_CACHE_SLOTS
 from .sampling.params import SamplingParams
+from .speculation.planning.budget import DraftBudget
 from .text.result import RequestOutput, output_of
 from .text.writer import StreamChunk
 
@@ -64,7 +65,7 @@ def write_together(
     with closing(shared):
         loop: Loop[Job[StreamChunk], StreamChunk]
         loop = Loop(Scheduler(at_most, len(wanted)), shared.pools, shared.budget)
-        engines = shared.engines._replace(sharing=lambda: loop.num_sharing)
+        engines = shared.engines._replace(sharing=lambda: loop.num_sharing, budget=DraftBudget())
         texts: dict[Job[StreamChunk], list[StreamChunk]] = {}
         for prompt, params in wanted:
             job = llm.job(prompt, params, engines=engines)

@@ -15,7 +15,7 @@ from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
 from .batch import complete
 from .bundle.bundle import EngineBundle
-from .bundle.costs import stored_costs
+from .bundle.costs import read_costs, stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
 from .decoding.decoder import SpeculativeDecoder
@@ -215,6 +215,11 @@ class LLM:
         """Whether the engines' caches grow, so that several requests can share one cache."""
         return describe_backend(self._target.spec.backend).grows
 
+    @property
+    def costs(self) -> CostModel:
+        """The measured costs of the engines, or assumed ones."""
+        return self._costs or read_costs(self.bundle.folder) or assumed(self._target.spec.model, None)
+
     def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> SharedEngines:
         """Engines for up to `requests` requests at a time, which share passes where the backend allows it.
 
@@ -327,4 +332,5 @@ class LLM:
             self._costs,
             engines.sharing,
             experience=self._experience,
+            budget=engines.budget,
         )

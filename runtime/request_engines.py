@@ -9,16 +9,19 @@ from .decoding.decoder import count_one
 from .engines.base import Engine
 from .engines.shared.memory import CacheBudget
 from .engines.shared.pool import PooledEngine
+from .speculation.planning.budget import DraftBudget
 
 PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
 
 
 class Engines(NamedTuple):
-    """The engines of a request; draft None decodes plainly. sharing: returns how many requests share passes."""
+    """The engines of a request; draft None decodes plainly. sharing: returns how many requests share passes. budget: of
+    their draft tokens."""
 
     target: Engine
     draft: Engine | None
     sharing: Callable[[], int] = count_one
+    budget: DraftBudget | None = None
 
 
 class SharedEngines(NamedTuple):

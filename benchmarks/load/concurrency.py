@@ -25,7 +25,7 @@ from benchmarks.tools.record import add_output, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams
 
-CONCURRENCY = (1, 2, 4, 8, 16)
+CONCURRENCY = (1, 4, 16, 32, 64)
 REQUESTS = 3  # of each client
 MODES = ("plain", "speculative")
 
@@ -38,10 +38,9 @@ class RequestTimes(NamedTuple):
     tokens: int
 
 
-async def ask(served: AsyncLLM, prompt: list[int], mode: str, tokens: int) -> RequestTimes:
+async def ask(served: AsyncLLM, prompt: list[int], mode: str, params: SamplingParams) -> RequestTimes:
     start = perf_counter()
     first, count = 0.0, 0
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     async for chunk in served.generate(prompt, params, speculative=None if mode == "plain" else "own"):
         first = first or perf_counter() - start
         count += len(chunk.token_ids)
@@ -49,13 +48,13 @@ async def ask(served: AsyncLLM, prompt: list[int], mode: str, tokens: int) -> Re
 
 
 async def run_clients(
-    served: AsyncLLM, prompts: Sequence[list[int]], mode: str, clients: int, tokens: int
+    served: AsyncLLM, prompts: Sequence[list[int]], mode: str, clients: int, params: SamplingParams
 ) -> dict[str, float]:
     """Figures of one run, in seconds and tokens per second."""
 
     async def client(number: int) -> list[RequestTimes]:
         turns = range(number, number + REQUESTS)
-        return [await ask(served, prompts[turn % len(prompts)], mode, tokens) for turn in turns]
+        return [await ask(served, prompts[turn % len(prompts)], mode, params) for turn in turns]
 
     start = perf_counter()
     answers = [answer for each in await asyncio.gather(*map(client, range(clients))) for answer in each]
@@ -72,14 +71,16 @@ async def run_clients(
     }
 
 
-async def measure(llm: LLM, prompts: Sequence[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
+async def measure(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, repeats: int, counts: Sequence[int]
+) -> dict[str, Any]:
     """Medians over the runs, by number of clients and mode."""
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
-    with AsyncLLM(llm, max_running=max(CONCURRENCY), prefix_cache_slots=0) as served:
+    with AsyncLLM(llm, max_running=max(counts), prefix_cache_slots=0) as served:
         for repeat in range(repeats + 1):
-            for clients in CONCURRENCY:
+            for clients in counts:
                 for mode in MODES:
-                    figures = await run_clients(served, prompts, mode, clients, tokens)
+                    figures = await run_clients(served, prompts, mode, clients, params)
                     if repeat:  # the first one binds buffers
                         runs.setdefault((clients, mode), []).append(figures)
     return {
@@ -87,7 +88,7 @@ async def measure(llm: LLM, prompts: Sequence[list[int]], tokens: int, repeats: 
             mode: {name: round(median(run[name] for run in runs[clients, mode]), 4) for name in runs[clients, mode][0]}
             for mode in MODES
         }
-        for clients in CONCURRENCY
+        for clients in counts
     }
 
 
@@ -113,13 +114,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0 without a seed")
+    parser.add_argument("--at-a-time", type=int, nargs="+", default=CONCURRENCY, help="numbers of clients")
     add_output(parser, "load_concurrency")
     args = parser.parse_args()
     with LLM(args.bundle) as llm:
         prompts = [llm.encode(text) for text in read_prompts(args.prompts)]
-        figures = asyncio.run(measure(llm, prompts, args.max_tokens, args.repeats))
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=True)
+        figures = asyncio.run(measure(llm, prompts, params, args.repeats, args.at_a_time))
     Console().print(make_table(figures))
-    settings = {"bundle": args.bundle.name, "max_tokens": args.max_tokens}
+    settings = {"bundle": args.bundle.name, "max_tokens": args.max_tokens, "temperature": args.temperature}
     write_results(args.output, args.name, settings | {"requests": figures})
 
 

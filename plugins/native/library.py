@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 5  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 6  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -23,6 +23,7 @@ REFUSALS = {  # of draftwood_forward
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 512  # likely tokens
+RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("x86_64", "AMD64")  # names of the machine
 FUSED = frozenset(("avx2", "fma", "f16c"))  # what the kernels need of x86; every 64-bit ARM has its like
@@ -106,7 +107,7 @@ class Pass(Structure):
         *((name, c_int32) for name in ("rows", "outputs", "length", "start", "columns", "top")),
         *((name, c_void_p) for name in ("tokens", "positions", "output_rows", "mask")),
         ("cache", Cache),
-        *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids")),
+        *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots")),
     ]
 
 
@@ -157,7 +158,7 @@ class NativeLibrary:
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
         self._brief = ctypes.PyDLL(str(path.resolve()))
         self._brief.draftwood_softmax.restype = c_double
-        self._brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p]
+        self._brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, c_void_p]
         self._brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
 
     def open(self, model: Model, rows: int, threads: int) -> int:
@@ -231,13 +232,17 @@ class NativeLibrary:
         given = (address(matrix), *matrix.shape, address(SHARES), len(SHARES), address(feedback))
         self._library.draftwood_round(*given, *(address(array) for array in result), address(left))
 
-    def softmax(self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]) -> float:
-        """weights [V] = exp((logits - max) / temperature); returns their sum. Raises KernelError when a logit is NaN or
-        +inf, or all are -inf."""
-        total = float(self._brief.draftwood_softmax(address(logits), len(logits), temperature, address(weights)))
-        if math.isnan(total):
+    def softmax(
+        self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]
+    ) -> tuple[float, NDArray[np.float64]]:
+        """weights [V] = exp((logits - max) / temperature); returns their sum, and those of every RUN of them. Raises
+        KernelError when a logit is NaN or +inf, or all are -inf."""
+        size = len(logits)
+        sums = np.empty(-(-size // RUN))
+        found = self._brief.draftwood_softmax(address(logits), size, temperature, address(weights), address(sums))
+        if math.isnan(found):
             raise KernelError("a logit is NaN or infinite")
-        return total
+        return float(found), sums
 
     def likely(
         self, logits: NDArray[np.float32], temperature: float, share: float, room: int = FEW

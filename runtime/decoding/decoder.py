@@ -15,8 +15,9 @@ from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
+from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.calibration import uncorrected
-from ..speculation.planning.controller import Experience, RoundPlan
+from ..speculation.planning.controller import Controller, Experience, RoundPlan
 from ..speculation.planning.cost import CostModel
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
@@ -61,13 +62,17 @@ class SpeculativeDecoder:
         costs: CostModel | None = None,
         sharing: Callable[[], int] = count_one,
         experience: Experience | None = None,
+        budget: DraftBudget | None = None,
     ) -> None:
         """Open a cache of each engine. costs: the cost model of both engines; rounds are planned by it where `config`
         has the budget "cost". sharing: returns how many requests share passes at present. experience: measurements of
-        earlier requests; by default this decoder collects its own. Raises EngineError when an engine has no cache
+        earlier requests; by default this decoder collects its own. budget: of the draft tokens of all requests that
+        share passes. Raises EngineError when an engine has no cache
         left."""
         self._sharing = sharing
         self._experience = Experience() if experience is None else experience
+        self._budget = budget
+        self._controller: Controller | None = None  # of the present request
         self._target = target
         self._costs = costs
         self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # by a plan's depth, size and chain
@@ -85,7 +90,9 @@ class SpeculativeDecoder:
             raise
 
     def close(self) -> None:
-        """Close the caches. A second call does nothing."""
+        """Close the caches, and leave the budget. A second call does nothing."""
+        if self._controller is not None:
+            self._controller.leave()
         self._cache.close()
         if self._proposer is not None:
             self._proposer.close()
@@ -168,10 +175,11 @@ class SpeculativeDecoder:
             prompt_logprobs = yield from read_prompt(self._target, self._cache, prompt, count)
         controller = None
         if self._config is not None and self._costs is not None:
-            experience = None if sampler.params.is_seeded else self._experience
+            shared = (None, None) if sampler.params.is_seeded else (self._experience, self._budget)
             widths = self._target.spec.widths
             draft_context = None if self._proposer is None else self._proposer.context
-            controller = self._config.controller(self._costs, widths, sampler.params.greedy, experience, draft_context)
+            controller = self._config.controller(self._costs, widths, sampler.params.greedy, *shared, draft_context)
+        self._controller = controller
         sharing = count_one if sampler.params.is_seeded else self._sharing
         request = RequestState(
             prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed

@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, current_thread, main_thread
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...models.bindings import DRAFT
-from ..engines.base import ForwardOutput, Pass
+from ..engines.base import EngineSpec, ForwardOutput, Pass
 from ..engines.passes import Steps
 from ..engines.shared.memory import CacheBudget, OutOfMemoryError
 from ..engines.shared.pool import PooledEngine, PooledKVCache
 from .chunk import TokenChunk
+from .pace import Pace
 from .scheduler import Scheduler
 from .stats import SpecDecodeStats
 
@@ -48,6 +50,8 @@ class Job(Generic[C]):
     cache_salt: str | None = None
     next_pass: Pass | None = None  # the next pass of the text; None before the text has started
     started: bool = False
+    running: bool = False  # whether it has returned a chunk of its text
+    waited: float = 0.0  # seconds of passes over prompts since its last chunk, by the cost model
     ended: bool = False
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)  # updated by `steps`
     number: int = 0  # counts the jobs of a loop in the order in which they were added
@@ -71,9 +75,17 @@ class Loop(Generic[J, C]):
     """
 
     def __init__(
-        self, scheduler: Scheduler[J], pools: Sequence[PooledEngine] = (), budget: CacheBudget = UNBOUNDED
+        self,
+        scheduler: Scheduler[J],
+        pools: Sequence[PooledEngine] = (),
+        budget: CacheBudget = UNBOUNDED,
+        pace: Pace | None = None,
     ) -> None:
-        """pools: the engines whose caches the jobs share. budget: the slots of these caches that the jobs may use."""
+        """pools: the engines whose caches the jobs share. budget: the slots of these caches that the jobs may use.
+        pace: how long running texts wait for prompts; None: as long as it takes."""
+        self._pace = pace
+        for pool in pools:
+            pool.most_rows = partial(self._most_rows, pool.spec)
         self.scheduler = scheduler
         self.changed = Condition()
         self._pools = pools
@@ -130,7 +142,7 @@ class Loop(Generic[J, C]):
                 yield JobEvent(job)
                 yield from self._advance(job, None)
             yield from self._recall(job)
-        served = select_joint([job for job in running if job.next_pass is not None])
+        served = select_joint([job for job in running if job.next_pass is not None], self._pace)
         passes = [job.next_pass for job in served if job.next_pass is not None]
         if not passes:
             return
@@ -146,9 +158,26 @@ class Loop(Generic[J, C]):
                     yield from self._run_alone(job, wanted)
             return
         self._freed = False
+        self._count_pause(served, running)
         for job, output in zip(served, outputs, strict=True):
             self._rotate(job)
             yield from self._advance(job, output)
+
+    def _most_rows(self, spec: EngineSpec, read: int) -> int:
+        """Rows of a chunk of a prompt behind `read` tokens: as many as there are where no text waits for it."""
+        if self._pace is None or not any(job.running for job in self.scheduler.running):
+            return spec.max_width
+        return self._pace.most_rows(spec.role, spec.widths, read)
+
+    def _count_pause(self, served: Sequence[J], running: Sequence[J]) -> None:
+        """Note how long the running texts have waited for the prompts of a pass."""
+        if self._pace is None:
+            return
+        texts, prompts = ([job.next_pass for job in served if job.next_pass and job.running == kind] for kind in (1, 0))
+        added = self._pace.added(texts, prompts)
+        for job in running:
+            if job.running:
+                job.waited += added
 
     def _select_started(self, running: Sequence[J]) -> list[J]:
         """The started jobs, followed by the waiting jobs for which there are free slots, in the order of admission."""
@@ -181,6 +210,7 @@ class Loop(Generic[J, C]):
                 job.next_pass = step
                 return
             answer = None
+            job.running, job.waited = True, 0.0
             if chunk is not None and chunk.finish_reason is not None:
                 self.remove(job)
             yield JobEvent(job, chunk)
@@ -254,12 +284,17 @@ class Loop(Generic[J, C]):
             pool.set_limit(None if slots is None else slots + self._budget.padding)
 
 
-def select_joint(waiting: Sequence[J]) -> list[J]:
+def select_joint(waiting: Sequence[J], pace: Pace | None = None) -> list[J]:
     """The jobs of the next pass: those at the front of `waiting` that request the same engine, as many as the engine
-    joins into one pass. The draft engine has priority over the target, so drafting jobs reach the target together."""
+    joins into one pass. The draft engine has priority over the target, so drafting jobs reach the target together.
+    pace: lets prompts wait for running texts."""
     passes = [(job, job.next_pass) for job in waiting if job.next_pass is not None]
     if len(passes) < 2:
         return [job for job, _ in passes]
+    if pace is not None and any(job.running for job, _ in passes):
+        waited = max(job.waited for job, _ in passes if job.running)
+        admitted = set(pace.admit([(job, wanted, job.running) for job, wanted in passes], waited))
+        passes = [(job, wanted) for job, wanted in passes if job in admitted]
     engine = next((wanted.engine for _, wanted in passes if wanted.engine.spec.role == DRAFT), passes[0][1].engine)
     mine = [(job, wanted) for job, wanted in passes if wanted.engine is engine]
     return [job for job, _ in mine[: engine.num_joint([wanted for _, wanted in mine])]]

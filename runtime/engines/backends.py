@@ -60,8 +60,8 @@ class Backend:
     precision of weights. draft_precision: the default precision of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
-    gathers: whether attention reads a cache in panels of consecutive slots. pads: whether a pass also computes the rows
-    of padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
+    panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
+    padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
     on the same threads. most_threads: threads of one engine. providers: whether it can compute on other devices than
     the CPU.
 
@@ -85,7 +85,7 @@ class Backend:
     draft_precision: str | None = None
     form: str = ADDITIVE
     grows: bool = True
-    gathers: bool = False
+    panels: bool = False
     pads: bool = True
     prompt_widths: tuple[int, ...] = ()
     shares_threads: bool = False
@@ -179,7 +179,7 @@ NATIVE = Backend(
     caches=("fp32", "fp16", "int8"),
     beside=dict.fromkeys((*HALF, *LOW_BIT), "fp16"),  # where it adds nothing that can be measured: docs/native.md
     draft_precision="int8",
-    gathers=True,
+    panels=True,
     pads=False,
     shares_threads=True,
 )
@@ -234,7 +234,7 @@ def slot_bytes(spec: EngineSpec) -> int:
     """Bytes of a token's keys and values in a cache: of every layer and kv head, and with the scales of codes."""
     backend, model, precision = describe_backend(spec.backend), spec.model, cache_precision(spec)
     key = value = model.head_dim * ITEM_BYTES[precision]
-    if backend.gathers:
+    if backend.panels:
         value = whole_panels(model.head_dim) * ITEM_BYTES[precision]
     scales = 2 * SLOT_SCALE_BYTES if precision in LOW_BIT else 0
     return model.num_layers * model.num_kv_heads * (key + value + scales)

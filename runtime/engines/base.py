@@ -72,7 +72,9 @@ class TokenBatch:
     S = speculative rows already in the cache + W. Every row attends to all committed slots. output_rows: int64 [R],
     the rows whose logits are computed: one row, all W rows, or a part of the rows of several requests. ranking_only:
     the caller reads `top_ids` and `top_logprobs`, not the logits; the logits of an engine that has these outputs are
-    then undefined. cache_only: the caller reads no output.
+    then undefined. cache_only: the caller reads no output. slots: int64 [num_tokens], the cache slots into which a
+    cache that `places` rows writes them; S is then the number of slots up to the last one in use. None: the
+    rows follow the others.
     """
 
     token_ids: NDArray[np.int64]
@@ -82,6 +84,7 @@ class TokenBatch:
     num_tokens: int
     ranking_only: bool = False
     cache_only: bool = False
+    slots: NDArray[np.int64] | None = None
 
     @classmethod
     def pad(
@@ -195,8 +198,8 @@ class Engine(ABC):
         """How many of these passes, from the first on, `forward` computes in one pass of the engine: at least 1."""
         return 1
 
-    def chunk_size(self, left: int) -> int:
-        """How many of the `left` unread tokens of a prompt the next prefill pass should read."""
+    def chunk_size(self, left: int, read: int = 0) -> int:
+        """How many of the `left` unread tokens of a prompt the next prefill pass should read, behind `read` tokens."""
         return self.spec.chunk_size(left)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:

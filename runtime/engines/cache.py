@@ -18,7 +18,10 @@ FIRST_CAPACITY = 256  # initial slots of a growing cache, which doubles its capa
 @runtime_checkable
 class Storage(KVCache, Protocol):
     """A cache whose slots several sequences can share (see `shared/pool.py`). It counts all of its rows as
-    speculative."""
+    speculative. places: whether the rows of a pass may go to other slots than the next ones, and attention reads only
+    panels with slots that a row attends to."""
+
+    places: bool
 
     @property
     def capacity(self) -> int:
@@ -37,6 +40,8 @@ class Storage(KVCache, Protocol):
 class GrowingKVCache(ABC):
     """A KVCache with contiguous rows, whose slots are allocated as they are needed. A subclass implements allocation,
     copying and release of the memory."""
+
+    places = False  # see Storage
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -91,11 +96,16 @@ class GrowingKVCache(ABC):
         """Allocate slots for a batch behind all computed rows; returns the slot of the batch's first row.
 
         The capacity doubles when it is too small, so growth costs O(1) per row. Raises EngineError when the engine has
-        no pass of this width, or when the limit of slots is too small.
+        no pass of this width, when the limit of slots is too small, and for slots of a batch that cannot be its own.
         """
         if self._closed:
             raise EngineError("this cache was closed: open another one for the next text")
-        check_mask(self._spec, batch.mask, self.speculative)
+        if batch.slots is None:
+            check_mask(self._spec, batch.mask, self.speculative)
+        elif not self.places:
+            raise EngineError("rows of this engine follow each other: leave the slots of the batch out")
+        else:
+            check_slots(batch, self.length, self.speculative)
         columns = batch.mask.shape[1]
         slots = self.length + columns
         if slots > self._limit:
@@ -170,3 +180,14 @@ def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> N
             f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
             f"with one column for each and for the {speculative} speculative rows before them"
         )
+
+
+def check_slots(batch: TokenBatch, committed: int, speculative: int) -> None:
+    """Raises EngineError when two rows of a batch have the same slot, when a slot is none of the mask's columns, or
+    when the mask leaves out speculative slots."""
+    columns = batch.mask.shape[1]
+    slots = [] if batch.slots is None else batch.slots.tolist()
+    if len(set(slots)) != batch.num_tokens or len(slots) != batch.num_tokens or columns < speculative:
+        raise EngineError(f"{len(slots)} slots and {columns} columns of a mask fit no pass of {batch.num_tokens} rows")
+    if slots and not committed <= min(slots) <= max(slots) < committed + columns:
+        raise EngineError(f"slots of rows must be from {committed} to {committed + columns - 1}, not {slots}")

@@ -35,7 +35,7 @@ def prefill_passes(
     row; None for empty text. The output may also be None when `output_read` is False."""
     output, end = None, 0
     while end < len(token_ids):
-        chunk = token_ids[end : end + engine.chunk_size(len(token_ids) - end)]
+        chunk = token_ids[end : end + engine.chunk_size(len(token_ids) - end, cache.length)]
         end += len(chunk)
         batch = causal_batch(engine.spec, chunk, cache.length, ranking_only)
         output = yield Pass(engine, batch, cache, output_read and end == len(token_ids))

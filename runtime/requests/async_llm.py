@@ -13,6 +13,7 @@ from uuid import uuid4
 from ...models.errors import ConfigError, RequestError
 from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING, Loop
+from ..decoding.pace import MAX_PAUSE_MS, Pace
 from ..decoding.round import Observer
 from ..decoding.scheduler import QueueFullError, Scheduler
 from ..llm import LLM, Speculation
@@ -20,6 +21,7 @@ from ..prompt import PromptType, plain_prompt
 from ..request_engines import PREFIX_CACHE_SLOTS
 from ..sampling.params import SamplingParams
 from ..sampling.structured import StructuredOutput
+from ..speculation.planning.budget import DraftBudget
 from ..structured.grammars import Grammar
 from ..text.conversation import ASKED, ChatSettings
 from ..text.writer import StreamChunk
@@ -52,6 +54,7 @@ class AsyncLLM(EngineThread):
         max_waiting: int = MAX_WAITING,
         kv_cache_bytes: int | None = None,
         prefix_cache_slots: int = PREFIX_CACHE_SLOTS,
+        max_pause_ms: float = MAX_PAUSE_MS,
     ) -> None:
         """The caller closes the LLM.
 
@@ -60,8 +63,9 @@ class AsyncLLM(EngineThread):
         None takes a share of the memory that is available now (see `memory.CACHE_SHARE`); requests whose caches do not
         fit then wait. prefix_cache_slots: the slots to which each shared cache may grow in order to keep the rows of
         ended requests for later prompts with the same prefix. Running requests replace these rows when they need the
-        slots. Attention spans all slots, so more slots cost time. 0: requests share no rows. Raises ConfigError when
-        the memory suffices for no request.
+        slots. Attention may span all slots (on ONNX Runtime), so more slots cost time. 0: requests share no rows.
+        max_pause_ms: the most milliseconds that a running text waits for the prompts of others between two of its
+        chunks, by the costs of the bundle, see Pace. Raises ConfigError when the memory suffices for no request.
         """
         if prefix_cache_slots < 0:
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
@@ -69,10 +73,11 @@ class AsyncLLM(EngineThread):
             max_running = min(max_running, count_affordable(llm, kv_cache_bytes))
         max_running = min(max_running, llm.max_batch or max_running)
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
+        pace = Pace(llm.costs, max_pause_ms)
         self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
-        loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, self._shared.budget)
+        loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, self._shared.budget, pace)
         super().__init__(llm, loop)
-        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing)
+        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing, budget=DraftBudget())
         watch = BundleWatch(llm.bundle)
         self.watchers.append(lambda: watch.trouble)
         self._texts = TextThreads()

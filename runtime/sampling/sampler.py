@@ -95,13 +95,11 @@ class Sampler:
         if self._truncates:
             ids, probs = self._truncate(self._scores(logits, path), path)
             return int(ids[stream.categorical(probs)])
-        weights, total = self.weights(logits, path)
-        weights /= total
-        return stream.categorical(weights)
+        return self.weights(logits, path).draw(stream)
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Probabilities [V] float64 of the token after `path`; one-hot when greedy."""
-        weights, total = self.weights(logits, path)
+        weights, total = self.weights(logits, path)[:2]
         return np.asarray(weights, np.float64) / total
 
     def weights(self, logits: NDArray[np.float32], path: Sequence[int]) -> Weights:
@@ -164,7 +162,7 @@ class Sampler:
             ids = np.sort(largest(scores, params.top_k))
             peak = scores[best(scores)]
             return self._cut(ids, np.exp((scores[ids].astype(np.float64) - peak) / params.temperature))
-        every, total = self._softmax.weights(scores, params.temperature, self._buffer(path))
+        every, total = self._softmax.weights(scores, params.temperature, self._buffer(path))[:2]
         ids, weights = self._softmax.likely(scores, params.temperature, NEGLIGIBLE)
         if weights.sum() < params.top_p * total:
             ids, weights = np.arange(len(every)), np.asarray(every, np.float64)

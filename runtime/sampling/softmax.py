@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import EngineError
+from .random import RandomStream
 
 NO_NUMBERS = (
     "the model computed a logit that is NaN or infinite: its weights are damaged, or too large for their type; build "
@@ -21,10 +22,25 @@ NO_NUMBERS = (
 
 
 class Weights(NamedTuple):
-    """Probabilities [V] up to a factor, and their sum."""
+    """Probabilities [V] up to a factor, and their sum. runs: the sums of runs of `length` tokens, the last of which may
+    be shorter, where they are known."""
 
     values: NDArray[np.floating[Any]]
     total: float
+    runs: NDArray[np.float64] | None = None
+    length: int = 0
+
+    def draw(self, stream: RandomStream) -> int:
+        """Draw a token; the values are then overwritten. First its run, if sums are known: nothing else needs another
+        look at the whole vocabulary."""
+        values = self.values
+        if self.runs is None or len(self.runs) < 2:
+            values /= self.total
+            return stream.categorical(values)
+        run = stream.categorical(self.runs / self.total)
+        first = run * self.length
+        chosen = values[first : first + self.length].astype(np.float64)
+        return first + stream.categorical(chosen / chosen.sum())
 
 
 class Softmax(Protocol):

@@ -13,6 +13,7 @@ from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, LOOKUP, GrowerKind, Growth
 from .growers.lookup import PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
+from .planning.budget import DraftBudget
 from .planning.calibration import Calibration, Estimate, uncorrected
 from .planning.controller import Controller, Experience, RoundPlan
 from .planning.cost import CostModel
@@ -224,13 +225,14 @@ class SpeculativeConfig:
         widths: Sequence[int],
         greedy: bool,
         experience: Experience | None = None,
+        budget: DraftBudget | None = None,
         draft_context: int | None = None,
     ) -> Controller | None:
         """The controller that plans one request's rounds, for a target with these widths; None for a fixed budget.
         draft_context: see LlamaConfig."""
         if self.budget == "fixed" or not (self._kind.layered or greedy):
             return None
-        return Controller(costs, self._shapes(widths), greedy, experience, draft_context)
+        return Controller(costs, self._shapes(widths), greedy, experience, budget, draft_context)
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The shapes of proposals from which a controller may choose."""

@@ -164,7 +164,7 @@ class Residual:
 
     def __init__(self, weights: Weights, ids: NDArray[np.int64]) -> None:
         """weights: p up to a factor; the array is overwritten. ids [K]: all tokens that may be offered."""
-        others, total = weights
+        others, total = weights.values, weights.total
         offered = others[ids].astype(np.float64)
         others[ids] = 0.0
         weight = float(offered.sum())

@@ -18,13 +18,15 @@ from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, KVCache, S
 
 Predict = Callable[[tuple[int, ...]], NDArray[np.float64]]  # context -> probabilities [V]
 POOLED = replace(UNLISTED, name="fake", grows=True)  # for the table of backends: requests share one cache
+EMPTY_SLOT = (-1, -1, np.zeros(0, np.bool_))
 Accept = Callable[[tuple[int, ...]], float]  # context, its last token included -> probability that it is accepted
 
 
 class FakeCache:
-    """(token, position) per slot; the speculative ones with the slots they see."""
+    """(token, position) per slot; the speculative ones with the slots they see. places: see Storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: bool = False) -> None:
+        self.places = places
         self.committed: list[int] = []
         self.rows: list[tuple[int, int, NDArray[np.bool_]]] = []
 
@@ -73,8 +75,10 @@ class FakeEngine(SoloEngine):
         max_width: int = 64,
         accept: Accept | None = None,
         kept_tokens: tuple[int, ...] = (),
+        places: bool = False,
     ) -> None:
-        """kept_tokens: those whose columns a draft computes; empty: all."""
+        """kept_tokens: those whose columns a draft computes; empty: all. places: see Storage."""
+        self.places = places
         model = LlamaConfig(
             vocab_size, 2, 2, 1, 1, 1, 2, 4096, 1e-5, 10000.0, draft_vocab_size=len(kept_tokens) or None
         )
@@ -87,20 +91,23 @@ class FakeEngine(SoloEngine):
         self.passes = 0
 
     def new_cache(self) -> FakeCache:
-        return FakeCache()
+        return FakeCache(self.places)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         cache = check_cache(cache, FakeCache)
         self.passes += 1
         start = cache.speculative
-        for row in range(batch.num_tokens):
-            seen = batch.mask[row, : start + batch.num_tokens]
-            cache.rows.append((int(batch.token_ids[row]), int(batch.position_ids[row]), seen))
+        slots = start + np.arange(batch.num_tokens) if batch.slots is None else batch.slots
+        columns = start + batch.num_tokens if batch.slots is None else batch.mask.shape[1]
+        cache.rows += [EMPTY_SLOT] * (columns - start)
+        for row, slot in enumerate(slots.tolist()):
+            seen = batch.mask[row, : len(cache.rows)]
+            cache.rows[slot] = int(batch.token_ids[row]), int(batch.position_ids[row]), seen
         logits = np.full((len(batch.output_rows), self.spec.model.num_logits), -1.0)
         acceptance = np.zeros(len(batch.output_rows))
         for index, row in enumerate(batch.output_rows.tolist()):
             if row < batch.num_tokens:
-                context = self._context(cache, start + row)
+                context = self._context(cache, int(slots[row]))
                 with np.errstate(divide="ignore"):
                     logits[index] = np.log(self.predict(context)[list(self.spec.kept_tokens) or slice(None)])
                 acceptance[index] = self.accept(context) if self.accept else 0.0

@@ -35,7 +35,8 @@ static float *logits_of(int size, enum kind kind) {
 static void check_sampling(int size, enum kind kind, double temperature) {
     const int numbers_only = kind != WITH_NAN && kind != WITH_INFINITY && kind != NOTHING;
     float *logits = logits_of(size, kind), *weights = malloc(size * sizeof(float));
-    const double total = draftwood_softmax(logits, size, temperature, weights);
+    double *sums = malloc((size + RUN - 1) / RUN * sizeof *sums);
+    const double total = draftwood_softmax(logits, size, temperature, weights, sums);
     check(numbers_only ? total >= 0.999 && total <= size * 1.001 : isnan(total), "softmax", size);
     for (int room = 0; room <= size; room += room < 2 ? 1 : size) {
         int64_t *ids = malloc(room * sizeof *ids);
@@ -48,7 +49,7 @@ static void check_sampling(int size, enum kind kind, double temperature) {
         }
         free(ids), free(chances);
     }
-    free(logits), free(weights);
+    free(sums), free(logits), free(weights);
 }
 
 /* Codes, scales and offsets of numbers from -size to size; of a matrix of one block with feedback, too. */

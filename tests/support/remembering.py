@@ -14,8 +14,8 @@ class RememberingCache(FakeCache):
 
     capacity = 64
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, places: bool = False) -> None:
+        super().__init__(places)
         self.texts: list[tuple[int, ...]] = []
 
     def compact(self, slots: NDArray[np.int64]) -> None:
@@ -30,7 +30,7 @@ class RememberingEngine(FakeEngine):
     scored = 0
 
     def new_cache(self) -> RememberingCache:
-        return RememberingCache()
+        return RememberingCache(self.places)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         assert isinstance(cache, RememberingCache)
@@ -41,9 +41,11 @@ class RememberingEngine(FakeEngine):
             cache.capacity = min(2 * cache.capacity, cache.most)
         output = super().score(batch, cache)
         self.scored += batch.num_tokens
-        for slot in range(start, start + batch.num_tokens):
+        cache.texts += [()] * (cache.speculative - start)
+        slots = range(start, start + batch.num_tokens) if batch.slots is None else batch.slots.tolist()
+        for slot in slots:
             text = self._context(cache, slot)
-            cache.texts.append(text)
+            cache.texts[slot] = text
             for seen in np.flatnonzero(cache.rows[slot][2]).tolist():
                 assert cache.texts[seen] == text[: len(cache.texts[seen])], "a row sees another text's row"
         return output

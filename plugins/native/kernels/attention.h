@@ -15,47 +15,72 @@
 /* Room for a row of scores: an odd number of lines, so that rows do not meet in a few sets of the first cache. */
 INLINE size_t odd_lines(int capacity) { return (size_t)(capacity / LANES | 1) * LANES; }
 
+/* Panels of a cache, from `first` to `end`. */
+struct run {
+    int first, end;
+};
+
 /* What every row of a pass sees, by panels of 16 slots. */
 struct panel_mask {
     uint16_t *bits; /* [rows][panels]: bit i of a panel is its slot i */
-    int panels;
+    struct run *runs; /* [rows + 1][room]: the panels of each row, ascending; the last row is room to work in */
+    int *counts, panels, rows, room; /* counts: [rows], of runs */
 };
 
 /* length: committed slots, seen by all. mask: bytes [rows][columns], of the slots behind them. */
 static void pack_mask(const struct panel_mask *packed, int row, const uint8_t *mask, int length, int columns) {
     uint16_t *bits = packed->bits + (size_t)row * packed->panels;
-    memset(bits, 0, packed->panels * sizeof *bits);
-    memset(bits, 0xff, length / LANES * sizeof *bits);
-    if (length % LANES) bits[length / LANES] = (uint16_t)((1 << length % LANES) - 1);
+    struct run *runs = packed->runs + (size_t)row * packed->room;
+    const int whole = length / LANES;
+    int count = whole > 0;
     mask += (size_t)row * columns;
-    for (int column = 0; column < columns; column++) {
-        int slot = length + column;
-        bits[slot / LANES] |= (uint16_t)((mask[column] != 0) << slot % LANES);
+    runs[0] = (struct run){0, whole};
+    memset(bits, 0xff, whole * sizeof *bits);
+    memset(bits + whole, 0, (packed->panels - whole) * sizeof *bits);
+    for (int panel = whole; panel < packed->panels; panel++) {
+        const int from = panel * LANES - length;
+        uint64_t any[2] = {1, 1};
+        if (from >= 0 && from + LANES <= columns) memcpy(any, mask + from, sizeof any);
+        if (!(any[0] | any[1])) continue; /* nearly all, where many texts share the cache */
+        for (int lane = 0, column = from; lane < LANES && column < columns; lane++, column++)
+            bits[panel] |= (uint16_t)((column < 0 || mask[column]) << lane);
+        if (!bits[panel]) continue;
+        if (count && runs[count - 1].end == panel) runs[count - 1].end++;
+        else runs[count++] = (struct run){panel, panel + 1};
     }
+    packed->counts[row] = count;
 }
 
 /* Whether two rows see much the same panels. Rows of different requests do not: together each would pay for both. */
 static int similar_masks(const struct panel_mask *mask, int row, int other) {
-    const uint16_t *one = mask->bits + (size_t)row * mask->panels, *two = mask->bits + (size_t)other * mask->panels;
-    int both = 0, either = 0;
-    for (int panel = 0; panel < mask->panels; panel++) {
-        both += one[panel] && two[panel];
-        either += one[panel] || two[panel];
+    const struct run *one = mask->runs + (size_t)row * mask->room, *two = mask->runs + (size_t)other * mask->room;
+    const struct run *last = one + mask->counts[row], *end = two + mask->counts[other];
+    int both = 0, single = 0;
+    for (const struct run *run = one; run < last; run++) single += run->end - run->first;
+    for (const struct run *run = two; run < end; run++) single += run->end - run->first;
+    while (one < last && two < end) {
+        const int first = one->first > two->first ? one->first : two->first;
+        const int least = one->end < two->end ? one->end : two->end;
+        if (first < least) both += least - first;
+        if (one->end == least) one++;
+        else two++;
     }
-    return 2 * (either - both) <= both + 4;
+    return 2 * (single - 2 * both) <= both + 4;
 }
 
-/* The next run of panels from `panel` to `last` that any of the rows sees; returns its end, or 0 when there is none. */
-static int next_run(const struct panel_mask *mask, const int *rows, int count, int *panel, int last) {
-    int end = 0;
-    for (int at = *panel; at < last; at++) {
-        uint16_t any = 0;
-        for (int r = 0; r < count && !any; r++) any = mask->bits[(size_t)rows[r] * mask->panels + at];
-        if (any && !end) *panel = at;
-        if (any) end = at + 1;
-        if (!any && end) break;
+/* Add the panels of row `other` to those of `row`. */
+static void join_runs(const struct panel_mask *mask, int row, int other) {
+    struct run *joined = mask->runs + (size_t)mask->rows * mask->room, *own = mask->runs + (size_t)row * mask->room;
+    const struct run *one = own, *two = mask->runs + (size_t)other * mask->room;
+    const struct run *last = one + mask->counts[row], *end = two + mask->counts[other];
+    int count = 0;
+    while (one < last || two < end) {
+        const struct run next = two == end || (one < last && one->first <= two->first) ? *one++ : *two++;
+        if (!count || joined[count - 1].end < next.first) joined[count++] = next;
+        else if (joined[count - 1].end < next.end) joined[count - 1].end = next.end;
     }
-    return end;
+    memcpy(own, joined, count * sizeof *own);
+    mask->counts[row] = count;
 }
 
 /* sums[r][p] += rows[r][from..from + inputs) * panels[p], in tiles; `next`: what comes after these panels. */
@@ -77,11 +102,12 @@ static void products(int count, int panels, const float *const *rows, int from, 
 }
 
 /* Up to MOST_QUERIES queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose mask each
- * has. scores: room to work in, a row of `stride` for each query. */
+ * has. runs: the panels that any of them sees. scores: room to work in, a row of `stride` for each query. */
 struct unit {
     const struct panel_mask *mask;
     struct cache head;
-    int head_dim, count, rows[MOST_QUERIES];
+    const struct run *runs;
+    int num_runs, head_dim, count, rows[MOST_QUERIES];
     const float *queries[MOST_QUERIES];
     float *outputs[MOST_QUERIES], *scores;
     size_t stride;
@@ -92,8 +118,9 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
     const size_t key_panel = (size_t)unit->head_dim * LANES, bytes = number_bytes(unit->head.format);
     f32 most[MOST_QUERIES], sums[MOST_QUERIES][VECTORS];
     for (int r = 0; r < unit->count; r++) most[r] = splat(LEAST / 2);
-    for (int last; (last = next_run(unit->mask, unit->rows, unit->count, &first, end)); first = last)
-        for (int panel = first, step; panel < last; panel += step) {
+    for (const struct run *run = unit->runs; run < unit->runs + unit->num_runs; run++) {
+        const int last = run->end < end ? run->end : end;
+        for (int panel = run->first > first ? run->first : first, step; panel < last; panel += step) {
             const char *from = (const char *)unit->head.keys + panel * key_panel * bytes;
             const float *scales = unit->head.key_scales ? unit->head.key_scales + panel * LANES : NULL;
             step = last - panel < MOST_PANELS ? 1 : MOST_PANELS;
@@ -109,6 +136,7 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
                     store(unit->scores + r * unit->stride + panel * LANES + v * WIDTH, value);
                 }
         }
+    }
     for (int r = 0; r < unit->count; r++) peaks[r] = largest(most[r]);
 }
 
@@ -144,10 +172,10 @@ static void mix(const struct unit *unit, int first, int end, const float *peaks)
     int held = 0;
     for (int pair = 0; pair < pairs; pair++) memset(sums[pair], 0, unit->count * sizeof *sums[pair]);
     for (int r = 0; r < unit->count; r++) weights[r] = block[r];
-    for (int from = 0, last; (last = next_run(unit->mask, unit->rows, unit->count, &from, unit->mask->panels)); from = last)
-        for (int slot = from * LANES, size; slot < last * LANES; slot += size) {
+    for (const struct run *run = unit->runs; run < unit->runs + unit->num_runs; run++)
+        for (int slot = run->first * LANES, size; slot < run->end * LANES; slot += size) {
             const float *scales = unit->head.value_scales ? unit->head.value_scales + slot : NULL;
-            size = last * LANES - slot < BLOCK ? last * LANES - slot : BLOCK;
+            size = run->end * LANES - slot < BLOCK ? run->end * LANES - slot : BLOCK;
             if ((held += size) > MOST_HELD) gather(unit->count, parts, totals), held = size;
             for (int r = 0; r < unit->count; r++)
                 weigh(unit->scores + r * unit->stride + slot, size, splat(peaks[r]), scales, block[r], &parts[r]);

@@ -3,7 +3,7 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 5 /* of these structures; see library.py */
+#define INTERFACE 6 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 11 /* at most */
 #define PHASES_BESIDE 6 /* and one for each block of the head of SpecDec++ */
@@ -27,7 +27,8 @@ struct model {
     struct matrix head;
 };
 
-/* cache: of all layers. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. */
+/* cache: of all layers. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. slots: where the rows of
+ * the pass go; null: from `start` on. */
 struct pass {
     int32_t rows, outputs, length, start, columns, top;
     const int64_t *tokens, *positions, *output_rows;
@@ -35,6 +36,7 @@ struct pass {
     struct cache cache;
     float *logits, *acceptance, *logprobs;
     int64_t *ids;
+    const int64_t *slots;
 };
 
 struct engine {
@@ -80,10 +82,15 @@ static void free_rows(struct rows *rows) {
 /* Room for masks and scores over a cache of `capacity` slots. */
 static int make_room(struct engine *engine, int capacity) {
     if (capacity <= engine->capacity) return 1;
-    release(engine->mask.bits), release(engine->scores);
-    engine->mask.bits = allocate((size_t)engine->most_rows * capacity / LANES * sizeof(uint16_t));
+    struct panel_mask *mask = &engine->mask;
+    release(mask->bits), release(mask->runs), release(mask->counts), release(engine->scores);
+    mask->rows = engine->most_rows;
+    mask->room = capacity / LANES / 2 + 1; /* runs do not touch */
+    mask->bits = allocate((size_t)mask->rows * capacity / LANES * sizeof(uint16_t));
+    mask->runs = allocate_untouched((size_t)(mask->rows + 1) * mask->room * sizeof(struct run));
+    mask->counts = allocate(mask->rows * sizeof(int));
     const size_t rows = (size_t)engine->team->threads * engine->most_queries;
     engine->scores = allocate_untouched(rows * odd_lines(capacity) * sizeof(float));
-    engine->capacity = engine->mask.bits && engine->scores ? capacity : 0;
+    engine->capacity = mask->bits && mask->runs && mask->counts && engine->scores ? capacity : 0;
     return engine->capacity;
 }

@@ -4,6 +4,7 @@
 #include "instructions.h"
 #include "rounding.h"
 #include "sampling.h"
+#include "units.h"
 
 struct job {
     struct engine *engine;
@@ -118,77 +119,7 @@ static void remember(const struct model *model, const struct layer *layer, const
         }
         if (layer->key_norm) normalize_head(key, layer->key_norm, dim, model->epsilon);
         rotate(key, cosine, sine, pairs, dim, 1.0f);
-        put(&own, dim, pass->start + row, key, value);
-    }
-}
-
-/* Cut the queries of a pass, `group` for each row, into units of rows that see the same. Where threads would be left
- * without a unit, or wait for the last one, units have parts. */
-static void cut(struct engine *engine, int rows) {
-    const struct model *model = &engine->model;
-    const int group = model->heads / model->kv_heads, threads = engine->team->threads;
-    const int most = queries_at_once(model, rows, threads), panels = engine->mask.panels;
-    int count = most, first = 0;
-    engine->num_units = 0;
-    for (int query = 0; query < rows * group; query++, count++) {
-        const int row = query / group;
-        if (count < most && (query % group || similar_masks(&engine->mask, first, row))) continue;
-        engine->units[engine->num_units++] = query;
-        count = 0, first = row;
-    }
-    engine->units[engine->num_units] = rows * group;
-    const int units = model->kv_heads * engine->num_units, wanted = (threads * PARTS_OF_SCORES + units - 1) / units;
-    const int few = threads > 1 && units < threads * SHARES && rows * model->heads <= threads * engine->most_queries;
-    engine->parts = !few || panels < 2 * LEAST_PART ? 1 : wanted < panels / LEAST_PART ? wanted : panels / LEAST_PART;
-}
-
-/* A unit of a layer's attention. scores: room of this thread; where there are parts, every unit has its own. */
-static struct unit unit_of(const struct engine *engine, const struct pass *pass, int layer, int index, float *scores) {
-    const struct model *model = &engine->model;
-    const int dim = model->head_dim, group = model->heads / model->kv_heads;
-    const int head = index % model->kv_heads, *first = engine->units + index / model->kv_heads;
-    struct unit unit = {&engine->mask, head_of(&pass->cache, dim, (size_t)layer * model->kv_heads + head), dim};
-    unit.count = first[1] - first[0];
-    unit.stride = odd_lines(engine->capacity);
-    unit.scores = engine->parts == 1 ? scores : engine->scores + (head * pass->rows * group + *first) * unit.stride;
-    for (int r = 0; r < unit.count; r++) {
-        const int row = (*first + r) / group, at = (head * group + (*first + r) % group) * dim;
-        unit.rows[r] = row;
-        unit.queries[r] = engine->merged.values + (size_t)row * engine->merged.stride + at;
-        unit.outputs[r] = engine->attended.values + (size_t)row * engine->attended.stride + at;
-    }
-    return unit;
-}
-
-/* Attention of a layer: a thread takes a unit at a time. Where these are too few, it takes the scores of a part of the
- * cache, and afterwards some numbers of the outputs. Each score and each output is the same sum either way. */
-static void attention(struct cursor *cursor, struct engine *engine, const struct pass *pass, int layer, float *scores) {
-    const int units = engine->model.kv_heads * engine->num_units, parts = engine->parts, panels = engine->mask.panels;
-    if (parts == 1) {
-        for (int index; (index = claim(cursor, units)) >= 0;) {
-            const struct unit unit = unit_of(engine, pass, layer, index, scores);
-            attend(&unit);
-        }
-        return;
-    }
-    for (int taken; (taken = claim(cursor, units * parts)) >= 0;) {
-        const struct unit unit = unit_of(engine, pass, layer, taken / parts, scores);
-        const int part = taken % parts;
-        score(&unit, panels * part / parts, panels * (part + 1) / parts, engine->peaks + taken * engine->most_queries);
-    }
-    const int values = panels_of(engine->model.head_dim), pairs = (values + MOST_PANELS - 1) / MOST_PANELS;
-    const int step = units * pairs < engine->team->threads ? 1 : MOST_PANELS, mixes = (values + step - 1) / step;
-    for (int taken; (taken = claim(cursor, units * mixes)) >= 0;) {
-        const struct unit unit = unit_of(engine, pass, layer, taken / mixes, scores);
-        const int first = taken % mixes * step;
-        float peaks[MOST_QUERIES];
-        for (int r = 0; r < unit.count; r++) {
-            const float *of = engine->peaks + taken / mixes * parts * engine->most_queries + r;
-            peaks[r] = *of;
-            for (int part = 1; part < parts; part++)
-                if (of[part * engine->most_queries] > peaks[r]) peaks[r] = of[part * engine->most_queries];
-        }
-        mix(&unit, first, first + step < values ? first + step : values, peaks);
+        put(&own, dim, pass->slots ? (int)pass->slots[row] : pass->start + row, key, value);
     }
 }
 
@@ -272,7 +203,8 @@ void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
-    release(engine->mask.bits), release(engine->units), release(engine->scores), release(engine->peaks), release(engine);
+    release(engine->mask.bits), release(engine->mask.runs), release(engine->mask.counts), release(engine->units);
+    release(engine->scores), release(engine->peaks), release(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than

@@ -3,12 +3,13 @@
 #include <math.h>
 #include "ranking.h"
 
-/* weights [size] = e^((logits - their largest) / temperature); returns their sum. NaN when a logit is NaN or plus
+/* weights [size] = e^((logits - their largest) / temperature); sums [size / RUN, rounded up]: of every RUN of them;
+ * returns the sum of all. NaN when a logit is NaN or plus
  * infinity, or all are minus infinity: then the weights mean nothing.
  *
  * Differences are halved: that of two finite numbers may overflow. A temperature below 1.5e-38 or above 1e38, whose
  * reciprocal fp32 does not hold, is taken for that. */
-double draftwood_softmax(const float *logits, int size, double temperature, float *weights) {
+double draftwood_softmax(const float *logits, int size, double temperature, float *weights, double *sums) {
     const float peak = highest(logits, size), factor = (float)fmax(fmin(2 * LOG2_E / temperature, 2e38), FLT_MIN);
     f32 numbers = {0};
     double total = 0;
@@ -23,7 +24,9 @@ double draftwood_softmax(const float *logits, int size, double temperature, floa
             store_some(weights + from, weight, size - from);
             sum[part] += weight;
         }
-        for (int lane = 0; lane < LANES; lane++) total += lane_of(sum, lane);
+        double of_run = 0;
+        for (int lane = 0; lane < LANES; lane++) of_run += lane_of(sum, lane);
+        total += sums[first / RUN] = of_run;
     }
     for (int lane = 0; lane < WIDTH; lane++)
         if (isnan(numbers[lane])) return NAN;

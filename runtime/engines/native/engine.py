@@ -21,6 +21,7 @@ from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import (
     FORMATS,
+    RUN,
     Cache,
     KernelError,
     Layer,
@@ -56,6 +57,8 @@ class NativeKVCache(GrowingKVCache):
     """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16], as `cache_precision` stores numbers;
     scales, float32 [2, layers, H_kv, C], of keys and of values where they are codes: see kernels/cache.h.
     structure: the C structure that points to them."""
+
+    places = True
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
@@ -114,7 +117,7 @@ class NativeSoftmax(NumpySoftmax):
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
         try:
-            return Weights(values, self._library.softmax(logits, temperature, values))
+            return Weights(values, *self._library.softmax(logits, temperature, values), RUN)
         except KernelError as error:
             raise EngineError(NO_NUMBERS) from error
 
@@ -173,6 +176,8 @@ class NativeEngine(SoloEngine):
         wanted.length, wanted.start, wanted.columns = cache.length, start, mask.shape[1]
         wanted.tokens, wanted.positions = address(tokens), address(positions)
         wanted.output_rows, wanted.mask = address(output_rows), address(mask)
+        slots = None if batch.slots is None else np.ascontiguousarray(batch.slots)
+        wanted.slots = address(slots)
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
@@ -180,7 +185,7 @@ class NativeEngine(SoloEngine):
                 self._library.forward(self._handle, wanted)
             except KernelError as error:
                 raise EngineError(str(error)) from error
-        cache.speculative += rows
+        cache.speculative = cache.speculative + rows if slots is None else mask.shape[1]
         return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, results.acceptance)
 
     def close(self) -> None:

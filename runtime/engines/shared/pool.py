@@ -6,7 +6,8 @@ pass appends the rows of all its requests, and only their sum is padded to a com
 copies nothing. Rows to which no sequence refers are garbage. When garbage fills the cache, the live rows are compacted.
 
 On a CPU a pass of eight rows costs about 1.5 times a pass of one row, so requests that share passes share most of their
-cost. On the other hand, the attention of each row spans the slots of all requests.
+cost. The attention of each row spans the slots of all requests, unless the engine's cache places rows: then it reads
+the row's own sequence only (`placement.py`).
 
 Sequences may also share slots. After `share_prefixes` a sequence takes over the rows that another sequence computed of
 the same text (`recall`), also of an ended sequence whose rows are not yet overwritten.
@@ -14,7 +15,7 @@ the same text (`recall`), also of an ended sequence whose rows are not yet overw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,16 +23,15 @@ from numpy.typing import NDArray
 
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, softmax_of
-from ..backends import describe_backend
 from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
+from .placement import PANEL, Placement, Run, place
 from .prefix import EMPTY_TEXT, PrefixTree
 
 LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this share of its used slots is live
 SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
 SPARE_PASSES = 64  # number of passes before a cache shrinks, because growing again would copy all of it
 COMMON_TOKENS = 24  # a common prefix of this length is more than a chat template alone causes
-SCATTERED_ROWS = 256  # new rows that are not gathered yet, because gathering them would cost more than it saves
 NO_SLOTS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -40,6 +40,7 @@ class PooledKVCache:
 
     def __init__(self, pool: PooledEngine) -> None:
         self.slots, self.speculative_slots = NO_SLOTS, NO_SLOTS
+        self.run = Run()  # where the next rows go, if the storage places rows
         self.salt: str | None = None  # only sequences of the same salt share rows; set before the first pass
         self._pool = pool
 
@@ -61,10 +62,18 @@ class PooledKVCache:
         else:
             self.slots = prefixes.commit(self.slots, accepted, prefixes.empty_text(self.salt))
         self.speculative_slots = NO_SLOTS
+        self.run = self.run.commit(int(accepted[-1]) if len(accepted) else -1)
 
     def truncate(self, length: int) -> None:
         """See KVCache.truncate."""
         self.slots, self.speculative_slots = self.slots[:length], NO_SLOTS
+        self.run = self.run.commit(-1)
+
+    @property
+    def last(self) -> int:
+        """The last slot that the sequence refers to; -1 for an empty one."""
+        path = self.speculative_slots if self.speculative else self.slots
+        return int(path[-1]) if len(path) else -1
 
     def close(self) -> None:
         """See KVCache.close. The rows become garbage."""
@@ -93,20 +102,20 @@ class PooledEngine(Engine):
         storage.limit(self._slots)
         self.caches: dict[PooledKVCache, None] = {}  # open caches, in the order in which they were opened
         self.prefixes: PrefixTree | None = None
+        self.most_rows: Callable[[int], int] = lambda read: self.spec.max_width  # of a chunk behind `read` tokens
         self._retained = 0
         self._recalled = False  # whether two texts ever had a common prefix of COMMON_TOKENS
         self._spare_passes = 0  # consecutive passes with too many slots
-        self._gathered = 0  # number of first slots in which the rows of each sequence are contiguous
 
     @property
     def allocated(self) -> int:
         """The number of allocated slots."""
         return self._storage.capacity
 
-    def chunk_size(self, left: int) -> int:
-        """See Engine.chunk_size. With several sequences a chunk is at most `max_width` tokens, because every sequence
+    def chunk_size(self, left: int, read: int = 0) -> int:
+        """See Engine.chunk_size. With several sequences a chunk has at most `most_rows` tokens, because every sequence
         waits for each pass."""
-        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.spec.max_width)
+        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.most_rows(read))
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """See Engine.num_joint."""
@@ -143,8 +152,7 @@ class PooledEngine(Engine):
         unread = batch.num_tokens - wanted.output_read if len(batch.output_rows) == 1 else 0
         if self.prefixes is None or not unread:
             return wanted
-        path = cache.speculative_slots if cache.speculative else cache.slots
-        before = int(path[-1]) if len(path) else self.prefixes.empty_text(cache.salt)
+        before = cache.last if cache.last >= 0 else self.prefixes.empty_text(cache.salt)
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
         if not known:
             return wanted
@@ -172,41 +180,52 @@ class PooledEngine(Engine):
         counts = [each.batch.num_tokens for each in passes]
         rows = sum(counts)
         width = self.spec.width_for(rows)
-        self._make_room(width)
-        used = self._storage.speculative
-        mask = np.zeros((width, used + width), np.bool_)
+        self._make_room(width, len(caches))
+        # The slots are found before the pass, so that a failed allocation changes neither cache nor sequences.
+        placed = self._place(caches, counts, width)
+        mask = np.zeros((width, placed.top), np.bool_)
         token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
         first = 0
         wanted: list[int] = []  # rows whose output is read
         parts: list[slice] = []  # the part of `wanted` of each pass
-        for (_, batch, _, output_read), cache, count in zip(passes, caches, counts, strict=True):
-            new = used + np.arange(first, first + count)
+        new_slots = []
+        for (_, batch, _, output_read), cache, slots in zip(passes, caches, placed.slots, strict=True):
+            count = len(slots)
             own = mask[first : first + count]
             own[:, cache.slots] = True
-            own[:, np.concatenate((cache.speculative_slots, new))] = batch.mask[:count, : cache.speculative + count]
+            new_slots.append(np.concatenate((cache.speculative_slots, slots)))
+            own[:, new_slots[-1]] = batch.mask[:count, : cache.speculative + count]
             token_ids[first : first + count] = batch.token_ids[:count]
             position_ids[first : first + count] = batch.position_ids[:count]
             begin = first + count - 1 if len(batch.output_rows) == 1 else first
             first += count
             parts.append(slice(len(wanted), len(wanted) + (first - begin if output_read else 0)))
             wanted += range(begin, first) if output_read else ()
-        # The new slots are computed before the pass, so that a failed allocation changes neither cache nor sequences.
-        ends = used + np.cumsum(counts)
-        new_slots = [
-            np.concatenate((cache.speculative_slots, np.arange(end - count, end)))
-            for cache, count, end in zip(caches, counts, ends.tolist(), strict=True)
-        ]
         output_rows = (
             passes[0].batch.output_rows if len(passes) == 1 else self._pad_output_rows(wanted or [rows - 1], width)
         )
+        every = np.concatenate(placed.slots)
         together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
+        if self._storage.places:
+            together = replace(together, slots=every)
         output = self._engine.score(together, self._storage)
         if self.prefixes is not None:
-            self.prefixes.record(used, token_ids[:rows], position_ids[:rows])
+            self.prefixes.record(every, token_ids[:rows], position_ids[:rows])
         outputs = [output] if len(passes) == 1 else [slice_output(output, rows) for rows in parts]
-        for cache, slots in zip(caches, new_slots, strict=True):
-            cache.speculative_slots = slots
+        for cache, slots, run in zip(caches, new_slots, placed.runs, strict=True):
+            cache.speculative_slots, cache.run = slots, run
         return outputs
+
+    def _place(self, caches: Sequence[PooledKVCache], counts: Sequence[int], width: int) -> Placement:
+        """The slots of a pass: behind all others, padding included, or in runs of each sequence's own."""
+        used = self._storage.speculative
+        if not self._storage.places:
+            ends = np.cumsum(counts).tolist()
+            slots = [used + np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+            return Placement([cache.run for cache in caches], slots, used + width)
+        sequences = [(cache.run, cache.last, count) for cache, count in zip(caches, counts, strict=True)]
+        placed = place(sequences, used, PANEL)
+        return placed if placed.top <= self._limit else place(sequences, used, panel=1)
 
     def _pad_output_rows(self, wanted: list[int], width: int) -> NDArray[np.int64]:
         """The output rows of a pass: the `wanted` rows, and copies of the last one up to a compiled width. Engines keep
@@ -219,30 +238,27 @@ class PooledEngine(Engine):
         self._storage.close()
         self.caches.clear()
 
-    def _make_room(self, width: int) -> None:
-        """Make sure that a pass of `width` rows fits. A full cache grows; it is compacted instead where most rows are
-        garbage or the limit is reached. A cache with many spare slots shrinks after SPARE_PASSES passes. Where the
-        backend reads neighbouring slots together, the rows of each sequence are gathered from time to time."""
+    def _make_room(self, width: int, sequences: int) -> None:
+        """Make sure that a pass of `width` rows of so many sequences fits. A full cache grows; it is compacted instead
+        where most rows are garbage or the limit is reached. A cache with many spare slots shrinks after SPARE_PASSES
+        passes."""
         used, capacity, limit = self._storage.speculative, self._storage.capacity, self._limit
-        needed = width + sum(each.length + each.speculative for each in self.caches)
+        panel = PANEL if self._storage.places else 1  # each sequence may leave the rest of one unused
+        needed = width + sum(each.length + each.speculative + panel - 1 for each in self.caches)
         self._spare_passes += 1
         if capacity <= max(SPARE_FACTOR * max(needed, FIRST_CAPACITY), self._retained):
             self._spare_passes = 0
         spare = self._spare_passes > SPARE_PASSES
-        full = used + width > capacity
-        if not full and not spare and not self._is_scattered(used, needed):
+        new = width + (panel - 1) * sequences  # at most
+        if used + new <= capacity and not spare:
             return
         live = self._find_live()
         rows = int(live.sum())
-        if not full and not spare:  # the rows of ended sequences may stay
-            self._keep_recent(live, used - rows)
-            self._compact(live)
-            return
         if spare:
             capacity = max(2 * needed, self._retained)
-        mostly_garbage = rows <= LIVE_SHARE * used and not (self._recalled and used + width <= self._retained)
-        if spare or used + width > limit or mostly_garbage:
-            room = int(min(LIVE_SHARE * capacity, limit - width)) - rows
+        mostly_garbage = rows <= LIVE_SHARE * used and not (self._recalled and used + new <= self._retained)
+        if spare or used + new > limit or mostly_garbage:
+            room = int(min(LIVE_SHARE * capacity, limit - new)) - rows
             # Before the first common prefix, keep only as many ended rows as its detection needs.
             self._keep_recent(live, min(room, self._retained if self._recalled else 2 * COMMON_TOKENS))
             self._compact(live)
@@ -253,12 +269,6 @@ class PooledEngine(Engine):
                 f"the {rows} rows of all requests leave no room for {width} more in {limit} cache slots: "
                 "run fewer requests at a time, or allow more memory"
             )
-
-    def _is_scattered(self, used: int, needed: int) -> bool:
-        """Whether enough rows were added since the last gathering that another one pays. New rows of different
-        sequences alternate, and the kernel reads a panel of neighbouring slots even if a row needs only one of them."""
-        gathers = describe_backend(self._engine.spec.backend).gathers and len(self.caches) > 1
-        return gathers and used - self._gathered > max(SCATTERED_ROWS, needed // 2)
 
     def _keep_recent(self, live: NDArray[np.bool_], count: int) -> None:
         """Mark at most `count` rows of ended sequences as live."""
@@ -292,9 +302,8 @@ class PooledEngine(Engine):
         prefixes = None if self.prefixes is None else self.prefixes.renumber(kept, moved)
         self._storage.compact(kept)
         for cache, slots, speculative in places:
-            cache.slots, cache.speculative_slots = slots, speculative
+            cache.slots, cache.speculative_slots, cache.run = slots, speculative, Run()
         self.prefixes = prefixes
-        self._gathered = len(kept)
 
     def _order_slots(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:
         """The live slots, ordered by sequence. Shared slots come with the first sequence that refers to them, and slots

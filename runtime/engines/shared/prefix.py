@@ -42,10 +42,9 @@ class PrefixTree:
             self._empty_texts[salt] = self._last_empty_text
         return self._empty_texts[salt]
 
-    def record(self, first: int, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
-        """Store the tokens and positions of newly computed rows, from slot `first` on."""
-        rows = slice(first, first + len(token_ids))
-        self._tokens[rows], self._positions[rows], self._used[rows] = token_ids, position_ids, 0
+    def record(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
+        """Store the tokens and positions of newly computed rows in `slots`."""
+        self._tokens[slots], self._positions[slots], self._used[slots] = token_ids, position_ids, 0
 
     def find(self, before: int, token_ids: Sequence[int]) -> list[int]:
         """The slots of the longest prefix of these tokens that is in the tree after the text of slot `before`."""

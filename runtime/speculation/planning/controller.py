@@ -13,14 +13,15 @@ the table does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import CostModel, PassCosts
+from .budget import DraftBudget, Offer
+from .cost import CostModel
 from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
@@ -28,6 +29,7 @@ REMEMBERED = 64  # number of latest estimates that are kept: clients choose the 
 SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
 CONTEXT_STEP = 64  # tokens of context after which costs are looked up again
 PLAIN_DEPTH = 0
+HELD = 7  # further rounds for which plain decoding stays planned when requests share passes
 
 
 class RoundPlan(NamedTuple):
@@ -78,11 +80,18 @@ class Controller:
         shapes: Shapes,
         greedy: bool,
         experience: Experience | None = None,
+        budget: DraftBudget | None = None,
         draft_context: int | None = None,
     ) -> None:
-        """experience: of earlier requests; None for a request that must not depend on them. draft_context: the most
-        tokens that the draft attends to; None: all."""
+        """experience: of earlier requests; budget: of those that share passes with it. None for a request that must not
+        depend on them. draft_context: the most tokens that the draft attends to; None: all."""
         self._draft_context = draft_context
+        self._budget = DraftBudget() if budget is None else budget
+        self._remaining = self._offered = shapes.depth  # tokens of the text; greatest depth that was offered
+        self._unread_seconds = 0.0
+        self._held, self._held_for = 0, (0, 0)  # rounds for which the last plan stays, and what it was made for
+        self._patience = 0.0  # plain rounds before a probe
+        self._plan = RoundPlan(PLAIN_DEPTH, 0, 1.0, 0.0, 1.0, probe=False)
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
         self._host = costs.greedy if greedy else costs.sampled
         self._experience = Experience() if experience is None else experience
@@ -97,22 +106,72 @@ class Controller:
         """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
+        held_for = sharing, min(remaining, self._shapes.depth)
+        if self._held and self._held_for == held_for and self._experience.plain_rounds + 1 <= self._patience:
+            self._held -= 1
+            self._experience.plain_rounds += 1
+            return self._plan
+        self._plan = self._new_plan(context, remaining, sharing, unread)
+        # Where many share passes, a new plan for each would take longer than their plain rounds should.
+        self._held = HELD if sharing > 1 and not self._plan.depth else 0
+        self._held_for = held_for
+        return self._plan
+
+    def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
         self._price(context, sharing)
         plain = RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
         if remaining < 1:
             return plain
         best = self._best(remaining)
         reading_time = self._reading_time(unread)
-        if self._pays(best, remaining, reading_time, sharing):
-            return best
+        planned = best if sharing == 1 else self._joint(context, remaining, sharing, reading_time)
+        if planned.depth and self._pays(planned, remaining, reading_time, sharing):
+            return planned
         self._experience.plain_rounds += 1
         # When one request probes, the others do not draft, so it shares its draft passes with none.
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
-        allowed = self._experience.plain_rounds * PROBE_LOSS * self._plain_seconds
-        if allowed > loss and allowed > loss + self._delay(best, context, sharing):
+        loss += self._delay(best, context, sharing)
+        self._patience = loss / (PROBE_LOSS * self._plain_seconds)
+        if self._experience.plain_rounds > self._patience:
             self._experience.plain_rounds = 0
             return best._replace(probe=True)
         return plain._replace(speed_up=best.speed_up, reason=self._reason_for_plain(best, remaining, unread, sharing))
+
+    def offer(self) -> Offer:
+        """See Member.offer. Where the draft has much to read first, each proposal pays its part of that time."""
+        shapes, most = self._shapes, min(self._remaining, self._shapes.depth)
+        self._offered = most
+        expected = 1 + self._estimate.expected_accepted()[:, :most]
+        depths = np.broadcast_to(np.arange(1, most + 1), expected.shape)
+        sizes = np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
+        tokens = np.broadcast_to(sizes, expected.shape).copy()
+        tokens[: int(shapes.chain)] = depths[0]
+        tokens += shapes.given
+        host = self._host.round + self._host.token * tokens + self._unread_seconds * expected / max(1, self._remaining)
+        drafts = depths if shapes.frontier else np.zeros_like(depths)
+        frontier = np.broadcast_to(np.minimum(sizes, max(1, shapes.frontier)), expected.shape)
+        return Offer(
+            np.concatenate(([1.0], expected.ravel())),
+            np.concatenate(([1], tokens.ravel() + 1)),
+            np.concatenate(([0], drafts.ravel())),
+            np.concatenate(([1], frontier.ravel())),
+            np.concatenate(([self._host.plain], host.ravel())),
+        )
+
+    def leave(self) -> None:
+        """End the request's part in plans for all requests."""
+        self._budget.leave(self)
+
+    def _joint(self, context: int, remaining: int, sharing: int, reading_time: float) -> RoundPlan:
+        """The request's part of a plan for all requests that share passes; depth 0 where others gain more from rows."""
+        self._remaining, self._unread_seconds = remaining, reading_time
+        index, speed_up = self._budget.choose(self, context, sharing, self._costs)
+        if not index:
+            return RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, speed_up, probe=False)
+        row, column = divmod(index - 1, self._offered)
+        column = min(column, remaining - 1)  # there may be less room than when the choice was made
+        expected = float(1 + self._estimate.expected_accepted()[row, column])
+        return self._described(row, column, expected, expected * self._plain_seconds / speed_up, speed_up)
 
     def worth_reading(self, context: int, remaining: int, sharing: int, unread: int) -> bool:
         """Whether the draft shall read `unread` tokens of the prompt of `context` tokens, if `remaining` may follow."""
@@ -150,8 +209,8 @@ class Controller:
     def _delay(self, plan: RoundPlan, context: int, sharing: int) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
         tokens = plan.size + self._shapes.given
-        passes, host = self._costs.target, self._host
-        longer = passes.at(sharing + tokens, context * sharing) - passes.at(sharing, context * sharing)
+        passes, host = self._costs.target.shared(context, sharing), self._host
+        longer = float(np.diff(passes(np.array([sharing, sharing + tokens])))[0])
         longer += host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 
@@ -168,12 +227,15 @@ class Controller:
         if most not in self._found:
             expected, every = 1 + self._estimate.expected_accepted()[:, :most], self._seconds[:, :most]
             row, column = divmod(int((expected / every).argmax()), most)
-            depth, tokens, seconds = column + 1, float(expected[row, column]), float(every[row, column])
-            chain = self._shapes.chain and row == 0
-            size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
-            speed_up = tokens * self._plain_seconds / seconds
-            self._found[most] = RoundPlan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
+            tokens, seconds = float(expected[row, column]), float(every[row, column])
+            self._found[most] = self._described(row, column, tokens, seconds, tokens * self._plain_seconds / seconds)
         return self._found[most]
+
+    def _described(self, row: int, column: int, tokens: float, seconds: float, speed_up: float) -> RoundPlan:
+        """The plan of a kind and size (`row`) and depth."""
+        depth, chain = column + 1, self._shapes.chain and row == 0
+        size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
+        return RoundPlan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
 
     def _price(self, context: int, sharing: int) -> None:
         """Compute the seconds [kinds and sizes, depths] of every plan, and of a plain token, after `context` committed
@@ -182,23 +244,26 @@ class Controller:
         if priced == self._priced:
             return
         self._priced, shapes = priced, self._shapes
-        spanned = context * sharing  # attention reads the rows of all requests
         self._found.clear()
 
-        read = min(context, self._draft_context or context) * sharing
+        target, draft, widest = self._costs.target.shared(context, sharing), None, 0
+        if self._costs.draft is not None and shapes.frontier:  # a prompt lookup has no draft passes
+            read = min(context, self._draft_context or context)
+            draft, widest = self._costs.draft.shared(read, sharing), self._costs.draft.widths[-1]
 
-        def part(passes: PassCosts, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            return passes.of(rows * sharing, read if passes is self._costs.draft else spanned) / sharing
+        def part(
+            together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]
+        ) -> NDArray[np.float64]:
+            return together(rows * sharing) / sharing
 
-        self._plain_seconds = float(part(self._costs.target, np.array(1))) + self._host.plain
-        draft = self._costs.draft if shapes.frontier else None  # a prompt lookup has no draft passes
-        self._draft_alone = [0.0] if draft is None else draft.of(np.arange(1, draft.widths[-1] + 1), read).tolist()
+        self._plain_seconds = float(part(target, np.array(1))) + self._host.plain
+        self._draft_alone = [0.0] if draft is None else draft(np.arange(1, widest + 1)).tolist()
         depths = np.arange(1, shapes.depth + 1)
         sizes = np.array([1] * shapes.chain + list(shapes.sizes))
         tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
         tokens[: int(shapes.chain)] = depths
         tokens += shapes.given
-        verify = part(self._costs.target, tokens + 1) + self._host.round + self._host.token * tokens
+        verify = part(target, tokens + 1) + self._host.round + self._host.token * tokens
         self._seconds = verify
         if draft is not None:
             first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token

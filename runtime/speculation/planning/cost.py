@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,13 @@ ASSUMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 class PassCosts:
     """Seconds of one engine's passes. seconds[i][j]: of a pass of `widths[j]` rows after `contexts[i]` committed rows;
     both tuples ascend. padded: whether the engine pads other numbers of rows to the next larger width, so that they
-    cost as much."""
+    cost as much. spans: whether a row of a shared pass also reads the rows of the other requests."""
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     padded: bool = True
+    spans: bool = True
 
     def __post_init__(self) -> None:
         if any(list(axis) != sorted(set(axis)) or not axis for axis in (self.widths, self.contexts)):
@@ -53,6 +55,11 @@ class PassCosts:
             rows = np.where(rows < widths[-1], widths[np.searchsorted(widths, np.minimum(rows, widths[-1]))], rows)
         seconds: NDArray[np.float64] = np.interp(rows, widths, self._behind(context)) * np.maximum(1, rows / widths[-1])
         return seconds
+
+    def shared(self, context: int, sharing: float) -> Callable[[NDArray[Any]], NDArray[np.float64]]:
+        """The seconds, by rows, of passes that so many requests share; `context` tokens precede each on average."""
+        read = int(context * sharing) if self.spans else context
+        return lambda rows: self.of(np.ceil(rows).astype(np.int64), read)
 
     def _behind(self, context: int) -> NDArray[np.float64]:
         """Seconds of every width. Beyond the last context they grow as between the last two contexts, because

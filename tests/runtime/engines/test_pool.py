@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
 from draftwood.runtime.engines.shared.memory import CacheBudget, OutOfMemoryError
+from draftwood.runtime.engines.shared.placement import PANEL
 from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
@@ -128,13 +128,17 @@ request = st.tuples(
 
 
 @settings(max_examples=25)
-@given(st.lists(request, min_size=1, max_size=6))
+@given(st.lists(request, min_size=1, max_size=6), st.booleans())
 def test_every_request_gets_the_text_it_gets_alone(
     requests: list[tuple[list[int], SpeculativeConfig | None, SamplingParams]],
+    places: bool,
 ) -> None:
     """Sampled with a seed, too: nothing of one request's draws depends on another's."""
     alone = [decode(fake_engines(), [one])[0] for one in requests]
-    pools = [PooledEngine(engine, 4096) for engine in fake_engines()]
+    engines = fake_engines()
+    for engine in engines:
+        engine.places = places
+    pools = [PooledEngine(engine, 4096) for engine in engines]
     assert decode(pools, requests) == alone
 
 
@@ -290,26 +294,20 @@ def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
     np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)
 
 
-def test_rows_of_a_sequence_are_gathered_where_panels_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwood.runtime.engines.shared.pool.SCATTERED_ROWS", 20)
+def test_rows_of_a_sequence_lie_in_panels_of_its_own() -> None:
+    """Also when proposals are rejected, whose slots are used again, and when others come and go."""
     model = random_model(0, 8)
-    engine = FakeEngine(model, 8)
-    engine.spec = replace(engine.spec, backend="native")
-    pool = PooledEngine(engine, engine.spec.capacity)
-    caches = [pool.new_cache() for _ in range(3)]
+    pool = PooledEngine(FakeEngine(model, 8, places=True), 4096)
+    caches = [pool.new_cache() for _ in range(5)]
     texts: list[list[int]] = [[] for _ in caches]
-    longest = 0
     for step in range(60):
-        for number, text in enumerate(texts):
-            text.append((step * (number + 1)) % 8)
-        passes = [
-            Pass(pool, causal_batch(pool.spec, text[-1:], step), cache)
-            for text, cache in zip(texts, caches, strict=True)
-        ]
-        outputs = pool.forward(passes)
-        for text, output, cache in zip(texts, outputs, caches, strict=True):
-            np.testing.assert_allclose(output.logits[0], np.log(model(tuple(text))))
+        chains = [[(step * number + row) % 8 for row in range(1 + (step + number) % 3)] for number in range(5)]
+        batches = [causal_batch(pool.spec, chain, cache.length) for chain, cache in zip(chains, caches, strict=True)]
+        outputs = pool.forward([Pass(pool, batch, cache) for batch, cache in zip(batches, caches, strict=True)])
+        for text, chain, output, cache in zip(texts, chains, outputs, caches, strict=True):
+            np.testing.assert_allclose(output.logits[0], np.log(model((*text, *chain))))
             cache.commit([0])
-        together = [int((np.diff(cache.slots) == 1).sum()) for cache in caches]
-        longest = max(longest, min(together, default=0))
-    assert longest > 20, "without gathering no two rows of a sequence lie together"
+            text.append(chain[0])
+    panels = [set((cache.slots // PANEL).tolist()) for cache in caches]
+    assert sum(map(len, panels)) == len(set().union(*panels))
+    assert max(map(len, panels)) <= 60 // PANEL + 2

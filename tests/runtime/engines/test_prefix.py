@@ -21,7 +21,6 @@ from remembering import RememberingCache, RememberingEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
 from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch
 from draftwood.runtime.engines.passes import causal_batch, prefill_passes
 from draftwood.runtime.engines.shared.pool import PooledEngine, PooledKVCache
@@ -30,8 +29,10 @@ VOCAB = 5
 SLOTS = 400
 
 
-def shared_pool(retained: int, slots: int = SLOTS, max_width: int = 16) -> tuple[PooledEngine, RememberingEngine]:
-    engine = RememberingEngine(random_model(0, VOCAB), VOCAB, max_width=max_width)
+def shared_pool(
+    retained: int, slots: int = SLOTS, max_width: int = 16, places: bool = False
+) -> tuple[PooledEngine, RememberingEngine]:
+    engine = RememberingEngine(random_model(0, VOCAB), VOCAB, max_width=max_width, places=places)
     engine.spec = replace(engine.spec, capacity=slots)
     pool = PooledEngine(engine, slots)
     pool.share_prefixes(retained)
@@ -78,11 +79,11 @@ events = st.tuples(st.sampled_from(["begin", "begin", "read", "draft", "truncate
 
 
 @settings(max_examples=60)
-@given(st.lists(events, min_size=5, max_size=60), st.sampled_from([0, 20, 120, SLOTS]))
+@given(st.lists(events, min_size=5, max_size=60), st.sampled_from([0, 20, 120, SLOTS]), st.booleans())
 def test_sequences_are_what_they_were_given_and_the_longest_prefix_is_found(
-    happened: list[tuple[str, int, list[int]]], retained: int
+    happened: list[tuple[str, int, list[int]]], retained: int, places: bool
 ) -> None:
-    pool, _ = shared_pool(retained)
+    pool, _ = shared_pool(retained, places=places)
     caches: list[PooledKVCache] = []
     expected: list[tuple[int, ...]] = []
     for event, which, text in happened:
@@ -156,13 +157,12 @@ proposals = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans
 @settings(max_examples=60)
 @given(proposals, st.sampled_from([0, 120]), st.booleans())
 def test_the_slots_of_a_text_ascend_whoever_commits_first(
-    turns: list[tuple[int, int, bool]], retained: int, gathering: bool
+    turns: list[tuple[int, int, bool]], retained: int, places: bool
 ) -> None:
     """Several sequences draft the same text, side by side and before any of it is committed, and then each commits
-    part of its draft: an engine adds values up in the order of the slots. Gathering rows by sequence keeps it."""
-    table = patch.dict(BACKENDS, fake=replace(UNLISTED, gathers=gathering))
-    with table, patch("draftwood.runtime.engines.shared.pool.SCATTERED_ROWS", 6):
-        pool, _ = shared_pool(retained, slots=130)
+    part of its draft: an engine adds values up in the order of the slots. Runs of their own keep it."""
+    with patch("draftwood.runtime.engines.shared.pool.PANEL", 4):
+        pool, _ = shared_pool(retained, slots=130, places=places)
         text = np.random.default_rng(0).integers(0, VOCAB, 400)
         caches = [pool.new_cache() for _ in range(3)]
         for which, rows, committed in turns:

@@ -1,0 +1,74 @@
+"""Pace: how long running texts wait for the prompts of others, in the seconds of measured passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ...models.bindings import DRAFT
+from ...models.errors import ConfigError
+from ..engines.base import Pass
+from ..speculation.planning.cost import CostModel, PassCosts
+
+MAX_PAUSE_MS = 100.0  # default
+LEAST_ROWS = 2.0  # passes of one row: a shorter pause would make prompts take as long as texts
+J = TypeVar("J")
+
+
+class Pace:
+    """Between two chunks of a text, passes over prompts of others take at most so long, by the cost model: prompts are
+    read in chunks that fit, and wait where no time is left. Where two passes of one row take longer, a chunk may take
+    that long.
+
+    It depends on the cost model alone, never on a clock."""
+
+    def __init__(self, costs: CostModel, milliseconds: float) -> None:
+        """Raises ConfigError for a pause that is no positive number."""
+        if not milliseconds > 0:
+            raise ConfigError(f"max_pause_ms must be above 0, not {milliseconds!r}")
+        self._costs = costs
+        self._seconds = milliseconds / 1000
+
+    def most_rows(self, role: str, widths: Sequence[int], context: int) -> int:
+        """Rows of the widest pass over a prompt, behind `context` tokens, that keeps the pause."""
+        passes = self._passes(role)
+        if passes is None:
+            return widths[-1]
+        allowed = max(self._seconds, LEAST_ROWS * passes.at(1, context))
+        return max((width for width in widths if passes.at(width, context) <= allowed), default=widths[0])
+
+    def added(self, texts: Sequence[Pass], prompts: Sequence[Pass]) -> float:
+        """Seconds that passes over prompts add to a pass, or take alone."""
+        if not prompts:
+            return 0.0
+        passes = self._passes(prompts[0].engine.spec.role)
+        if passes is None:
+            return 0.0
+        texts = [each for each in texts if each.engine is prompts[0].engine]
+        context = max(each.cache.length for each in (*texts, *prompts))
+        alone = count_rows(texts)
+        return passes.at(alone + count_rows(prompts), context) - (passes.at(alone, context) if alone else 0.0)
+
+    def admit(self, waiting: Sequence[tuple[J, Pass, bool]], waited: float) -> list[J]:
+        """The jobs of `waiting`, in this order, whose passes may be part of the next one: of each the pass, and whether
+        it is one of a running text. waited: seconds that running texts have waited for prompts, at most, since their
+        last chunks."""
+        texts = [wanted for _, wanted, running in waiting if running]
+        admitted: list[J] = []
+        prompts: list[Pass] = []
+        for job, wanted, running in waiting:
+            if not running and waited + self.added(texts, [*prompts, wanted]) > self._seconds:
+                if waited or admitted:
+                    continue
+                return [job]  # its turn, and too long beside texts: a chunk by itself is within the pause
+            if not running:
+                prompts.append(wanted)
+            admitted.append(job)
+        return admitted
+
+    def _passes(self, role: str) -> PassCosts | None:
+        return self._costs.draft if role == DRAFT else self._costs.target
+
+
+def count_rows(passes: Sequence[Pass]) -> int:
+    return sum(each.batch.num_tokens for each in passes)

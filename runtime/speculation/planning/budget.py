@@ -1,0 +1,120 @@
+"""One budget of draft tokens for all requests that share passes: by tokens per second of all of them together.
+
+The price of a second is a number of tokens. At a given price every request takes the proposal that is worth most to it:
+
+    max over its choices c of   E[tokens | c] - price (rows_c s + drafted_c d + host_c)
+
+with s seconds for another row of a target pass and d for one of a draft pass. Tokens that are worth the price are
+taken, whichever request they belong to. The highest speed of all is reached at a price near to that speed itself
+(Dinkelbach's method for ratios), so a few prices around the speed of plain decoding are tried. Each is judged by the
+costs of the joint passes that follow from it, not by s and d.
+
+A request's own draws never enter: its estimate is that of earlier rounds. Requests whose text depends on their plans
+(`SamplingParams.is_seeded`) plan alone and are no members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost import CostModel
+
+PRICES = np.geomspace(0.25, 6.0, 24)  # of a second, in what plain decoding yields in it
+HELD = 4  # rounds for which a choice stays: estimates change slowly, and a choice for all takes a while
+PLAIN = 0  # the first choice of every offer
+
+
+class Offer(NamedTuple):
+    """What a request could propose: arrays [C], the first of plain decoding. tokens: expected of the round. rows: of
+    its target pass. depths: its draft passes; the first has two rows, the others `frontier` rows each. host: seconds
+    outside both engines."""
+
+    tokens: NDArray[np.float64]
+    rows: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    frontier: NDArray[np.int64]
+    host: NDArray[np.float64]
+
+
+class Choice(NamedTuple):
+    """The number of a request's choice, and the speed of all requests together over that of plain decoding."""
+
+    number: int
+    speed_up: float
+
+
+class Member(Protocol):
+    """A request that takes part."""
+
+    def offer(self) -> Offer:
+        """Its choices for the next round, by what it knows at its last plan."""
+
+
+class DraftBudget:
+    """The requests of one loop, and what each of them proposes next."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[Member, int] = {}
+        self._chosen: dict[Member, Choice] = {}
+        self._rounds: dict[Member, int] = {}  # for which the choice still holds
+
+    def choose(self, member: Member, context: int, sharing: int, costs: CostModel) -> Choice:
+        """What `member` proposes next, behind `context` tokens. sharing: number of requests that share passes. Those
+        that are no members are taken to be like the members."""
+        joined = member not in self._contexts
+        self._contexts[member] = context
+        if joined or not self._rounds[member]:
+            members = list(self._contexts)
+            mean = sum(self._contexts.values()) // len(members)
+            choices = allocate([each.offer() for each in members], sharing / len(members), costs, mean)
+            self._chosen = dict(zip(members, choices, strict=True))
+            self._rounds = dict.fromkeys(members, HELD)
+        self._rounds[member] -= 1
+        return self._chosen[member]
+
+    def leave(self, member: Member) -> None:
+        """Take a request out that has ended."""
+        for kept in (self._contexts, self._chosen, self._rounds):
+            kept.pop(member, None)
+
+
+def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: int) -> list[Choice]:
+    """A choice for every request, so that all together yield the most tokens per second.
+
+    weight: requests for which each offer stands. context: mean of committed tokens. Costs are those of joint passes, in
+    which all requests draft side by side."""
+    number = weight * len(offers)
+    target = costs.target.shared(context, number)
+    draft = None if costs.draft is None else costs.draft.shared(context, number)
+    once, again = target(np.array([number, 2 * number]))
+    s = (again - once) / number
+    d = 0.0 if draft is None else float(np.diff(draft(np.array([number, 2 * number])))[0]) / number
+    plain_host = weight * sum(float(offer.host[PLAIN]) for offer in offers)
+    plain_speed = number / (once + plain_host)
+    prices = np.concatenate(([np.inf], plain_speed * PRICES))
+
+    deepest = max(int(offer.depths.max()) for offer in offers)
+    passes = np.arange(1, deepest + 1)
+    chosen = np.zeros((len(offers), len(prices)), np.int64)
+    tokens, rows, host = np.zeros(len(prices)), np.zeros(len(prices)), np.zeros(len(prices))
+    drafted = np.zeros((len(prices), deepest))
+    for index, offer in enumerate(offers):
+        further = np.maximum(offer.depths - 1, 0) * offer.frontier
+        seconds = offer.rows * s + (2 * (offer.depths > 0) + further) * d + offer.host
+        found = chosen[index]
+        found[1:] = (offer.tokens - prices[1:, None] * seconds).argmax(1)
+        tokens += weight * offer.tokens[found]
+        rows += weight * offer.rows[found]
+        host += weight * offer.host[found]
+        width = np.where(passes == 1, 2, offer.frontier[found][:, None])
+        drafted += weight * width * (offer.depths[found][:, None] >= passes)
+    seconds = target(rows) + host
+    if draft is not None and deepest:
+        seconds = seconds + np.where(drafted > 0, draft(np.maximum(drafted, 1)), 0.0).sum(1)
+    speeds = tokens / seconds
+    best = int(speeds.argmax())
+    return [Choice(int(index), float(speeds[best] / plain_speed)) for index in chosen[:, best]]

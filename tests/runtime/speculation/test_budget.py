@@ -1,0 +1,154 @@
+"""One budget of draft tokens for all requests: in the time of a cost table, without engines and clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from controllers import CHAIN, TREES, choices
+from costs import passes
+
+from draftwood.runtime.speculation.planning.budget import HELD, Choice, DraftBudget, Offer, allocate
+from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.estimate import Shapes
+
+# Milliseconds of SmolLM2-135M in int8 on two cores: of a pass, of each further row, and on the host.
+SMALL = CostModel(passes(6.0, 0.65), passes(0.2, 0.03), HostCosts(0.13, 0.5, 0.06), HostCosts(0.19, 0.7, 0.15), {})
+MEMORY_BOUND = CostModel(passes(100.0, 1.0), passes(5.0, 0.1), HostCosts(0.1, 0.5, 0.1), HostCosts(0.1, 0.5, 0.1), {})
+COSTLY_DRAFT = CostModel(passes(6.0, 0.3), passes(3.0, 0.3), HostCosts(0.1, 0.5, 0.1), HostCosts(0.1, 0.5, 0.1), {})
+MACHINES = {"small": SMALL, "memory-bound": MEMORY_BOUND, "costly draft": COSTLY_DRAFT}
+COUNTS = (1, 4, 16, 32, 64)
+CONTEXT = 60
+
+
+def seconds_of(costs: CostModel, plans: Sequence[RoundPlan]) -> float:
+    """Of a round of all requests, whose passes are joint."""
+    assert costs.draft is not None
+    drafting = [plan for plan in plans if plan.depth]
+    total = costs.target.at(sum(1 + plan.depth for plan in plans), CONTEXT)
+    for depth in range(1, max((plan.depth for plan in drafting), default=0) + 1):
+        rows = sum(plan.depth >= depth for plan in drafting) * (2 if depth == 1 else 1)
+        total += costs.draft.at(rows, CONTEXT)
+    host = sum(costs.greedy.round + costs.greedy.token * plan.depth for plan in drafting)
+    return total + host + costs.greedy.plain * (len(plans) - len(drafting))
+
+
+def speed(costs: CostModel, acceptances: Sequence[float], rounds: int = 150) -> float:
+    """Tokens per second over those of plain decoding, of as many requests with chains of these acceptances, which know
+    nothing before."""
+    rng, budget, experience = np.random.default_rng(0), DraftBudget(), Experience()
+    controllers = [Controller(costs, CHAIN, True, experience, budget) for _ in acceptances]
+    tokens = seconds = 0.0
+    for _ in range(rounds):
+        plans = [each.plan(CONTEXT, 1000, len(acceptances)) for each in controllers]
+        seconds += seconds_of(costs, plans)
+        tokens += len(plans)
+        for controller, plan, acceptance in zip(controllers, plans, acceptances, strict=True):
+            if plan.depth:
+                accepted = int(np.cumprod(rng.random(plan.depth) < acceptance).sum())
+                tokens += accepted
+                controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
+    plain = [RoundPlan(0, 0, 1.0, 0.0, 1.0, probe=False)] * len(acceptances)
+    return tokens / seconds * seconds_of(costs, plain) / len(plain)
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.6])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_speculation_is_never_slower_than_plain_decoding(machine: str, acceptance: float) -> None:
+    """At any number of requests; the difference is what probes and the first guesses cost."""
+    for count in COUNTS:
+        rounds = 400 if count <= 16 else 200  # more requests learn faster
+        assert speed(MACHINES[machine], [acceptance] * count, rounds) > 0.98, count
+
+
+def test_speculation_pays_where_passes_are_bound_by_memory() -> None:
+    assert all(speed(MEMORY_BOUND, [0.8] * count) > 1.3 for count in (1, 4, 16))
+
+
+def test_rows_go_to_those_whose_drafts_are_accepted() -> None:
+    """Requests of one kind each would get the same proposals from plans of their own."""
+    budget = DraftBudget()
+    controllers = [Controller(MEMORY_BOUND, CHAIN, True, Experience(), budget) for _ in range(16)]
+    rng, depths = np.random.default_rng(1), np.zeros(16)
+    for step in range(120):
+        for index, controller in enumerate(controllers):
+            plan = controller.plan(CONTEXT, 1000, 16)
+            depths[index] += plan.depth if step >= 60 else 0
+            if plan.depth:
+                accepted = int(np.cumprod(rng.random(plan.depth) < (0.95 if index % 2 else 0.3)).sum())
+                controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
+    assert depths[1::2].mean() > 2 * depths[::2].mean()
+    assert speed(MEMORY_BOUND, [0.95, 0.3] * 8) > 1.3
+
+
+def offers(alphas: Sequence[float], deepest: int = 4) -> list[Offer]:
+    """Chains of up to `deepest` tokens."""
+    depths = np.arange(deepest + 1)
+    return [
+        Offer(np.cumsum(alpha**depths), depths + 1, depths, np.ones(deepest + 1, np.int64), np.zeros(deepest + 1))
+        for alpha in alphas
+    ]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_choice_is_nearly_the_best_of_all(machine: str) -> None:
+    """Of 5^4 combinations, by exhaustive search."""
+    costs = MACHINES[machine]
+    costs = CostModel(costs.target, costs.draft, HostCosts(0, 0, 0), HostCosts(0, 0, 0), {})
+    for seed in range(3):
+        wanted = offers(np.random.default_rng(seed).uniform(0.1, 0.95, 4).tolist())
+
+        def rate(depths: Sequence[int], wanted: Sequence[Offer] = wanted) -> float:
+            plans = [RoundPlan(depth, depth, 1.0, 0.0, 1.0, probe=False) for depth in depths]
+            tokens = sum(float(offer.tokens[depth]) for offer, depth in zip(wanted, depths, strict=True))
+            return tokens / seconds_of(costs, plans)
+
+        best = max(rate(tuple(each)) for each in np.ndindex(5, 5, 5, 5))
+        found = allocate(wanted, 1.0, costs, CONTEXT)
+        assert rate([each.number for each in found]) > 0.97 * best
+        assert found[0].speed_up == pytest.approx(rate([each.number for each in found]) / rate([0] * 4), rel=1e-6)
+
+
+def test_a_request_stands_for_those_that_are_no_members() -> None:
+    """Eight alike are planned as one that counts eight times."""
+    one = allocate(offers([0.8]), 8.0, MEMORY_BOUND, CONTEXT)
+    assert allocate(offers([0.8] * 8), 1.0, MEMORY_BOUND, CONTEXT) == one * 8
+
+
+def test_attention_to_others_counts_only_where_rows_are_read_by_all() -> None:
+    seconds = (1.0, 1.0), (50.0, 50.0)
+    spanning, own = (PassCosts((1, 64), (0, 1000), seconds, spans=spans) for spans in (True, False))
+    rows = np.array([4])
+    assert spanning.shared(100, 10)(rows) == pytest.approx(50.0)
+    assert own.shared(100, 10)(rows) == pytest.approx(5.9)
+
+
+class Member:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def offer(self) -> Offer:
+        self.asked += 1
+        return offers([0.8])[0]
+
+
+def test_a_choice_stays_for_some_rounds_and_ends_with_its_request() -> None:
+    budget, members = DraftBudget(), [Member(), Member()]
+    for _ in range(HELD):
+        for member in members:
+            assert isinstance(budget.choose(member, CONTEXT, 2, SMALL), Choice)
+    assert [member.asked for member in members] == [2, 1]  # once more, when the second joined
+    budget.leave(members[0])
+    for _ in range(2 * HELD):
+        budget.choose(members[1], CONTEXT, 1, SMALL)
+    assert members[0].asked == 2
+
+
+@pytest.mark.parametrize("shapes", [CHAIN, TREES])
+def test_a_plan_never_goes_beyond_the_end_of_the_text(shapes: Shapes) -> None:
+    """Nor where the choice was made when there was more room."""
+    controller = Controller(MEMORY_BOUND, shapes, True)
+    for remaining in (9, 7, 5, 4, 3, 2, 1, 0):
+        assert controller.plan(CONTEXT, remaining, 4).depth <= remaining
