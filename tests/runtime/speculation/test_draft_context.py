@@ -137,7 +137,7 @@ def test_the_draft_costs_no_more_behind_long_texts() -> None:
     config = SpeculativeConfig("chain", max_draft_len=4)
     depths = {}
     for context in (None, 512):
-        controller = config.controller(costs, (1, 8, 64), True, None, context)
+        controller = config.controller(costs, (1, 8, 64), True, draft_context=context)
         assert controller is not None
         depths[context] = [controller.plan(length, 50).depth for length in (64, 8000)]
     assert depths[None][0] == depths[512][0] > 0
