@@ -21,10 +21,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ...models.acceptance_head import ACCEPT, DESCRIPTION, REJECT, AcceptanceHead, write_head
+from ...models.acceptance_head import DESCRIPTION, AcceptanceHead, write_head
 from ...models.bindings import DRAFT, TARGET
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError, ConfigError, RequestError
+from ...models.head_config import ACCEPT, REJECT
 from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import Tokenizer
