@@ -13,6 +13,7 @@ A trained head is a folder with `head.safetensors` and `head.json`; nothing is e
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,11 +28,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .errors import CheckpointError, ConfigError
-from .head_config import HeadConfig
+from .head_config import ACCEPT, REJECT, HeadConfig
 from .plain_files import check_plain, read_object
 
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 FORMAT = 1
+
+
+def log_odds(config: HeadConfig, logits: Tensor) -> Tensor:
+    """Log-odds of acceptance from the head's two logits [..., 2]: de-biased, then calibrated."""
+    return (logits[..., ACCEPT] - logits[..., REJECT] + math.log(config.reject_weight)) / config.temperature
 
 
 class TrainedHead(NamedTuple):
@@ -76,7 +82,7 @@ class AcceptanceHead(nn.Module):
 
     def acceptance(self, hidden: Tensor) -> Tensor:
         """Calibrated probability [...] that the target accepts the token of each hidden state."""
-        return torch.sigmoid(self.config.logit(self(hidden)))
+        return torch.sigmoid(log_odds(self.config, self(hidden)))
 
     @classmethod
     def from_trained(cls, head: TrainedHead) -> AcceptanceHead:

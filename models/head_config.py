@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 REJECT, ACCEPT = 0, 1
 MOST = {"hidden_size": 1 << 17, "layers": 256}
@@ -61,15 +57,11 @@ class HeadConfig:
         """The block whose weights a layer uses."""
         return 0 if self.tied else layer
 
-    def logit(self, logits: Tensor) -> Tensor:
-        """Log-odds of acceptance from the head's two logits [..., 2]: de-biased, then calibrated."""
-        return (logits[..., ACCEPT] - logits[..., REJECT] + math.log(self.reject_weight)) / self.temperature
-
     def logit_projection(
         self, weight: NDArray[np.float32], bias: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """`logit` merged into the last layer, for an exported graph: weight [2, d] and bias [2] become [d, 1] and
-        [1]."""
+        """`acceptance_head.log_odds` merged into the last layer, for an exported graph: weight [2, d] and bias [2]
+        become [d, 1] and [1]."""
         odds = (weight[ACCEPT] - weight[REJECT]) / self.temperature
         shift = (bias[ACCEPT] - bias[REJECT] + math.log(self.reject_weight)) / self.temperature
         return odds[:, None].astype(np.float32), np.array([shift], np.float32)
