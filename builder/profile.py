@@ -193,8 +193,9 @@ def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, Specu
 
 
 def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float, seeds: int) -> float:
-    """Median host seconds of a round with this configuration; None means a plain round. Of a prompt lookup the first
-    round counts, whose prompt is a sequence of tokens that begins again."""
+    """Median host seconds of a round with this configuration; None means a plain round. A median over rounds, because
+    an interruption makes one of them much longer. Of a prompt lookup the first round counts, whose prompt is a sequence
+    of tokens that begins again."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
     given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
@@ -205,8 +206,10 @@ def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: floa
         prompt = [seed % vocab_size]
         if given:
             prompt = [token % vocab_size for token in (*range(given + 1), 0)]
+        before = 0.0
         for _ in decoder.generate(prompt, Sampler(params, prompt, (), vocab_size), seeded_streams(seed), stats):
+            per_round.append(stats.host_seconds - before)
+            before = stats.host_seconds
             if given:
                 break
-        per_round.append(stats.host_seconds / stats.target_passes)
     return median(per_round)

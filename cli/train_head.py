@@ -66,13 +66,14 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported here, so that the other commands need neither torch nor onnx.
     try:
-        from ..builder.head.train import train_head
         from ..builder.head.training import HeadTraining
+
+        options = read_options(args, HeadTraining)  # invalid options are refused before torch is imported
+        prompts = read_prompts(args.prompts)
+        from ..builder.head.train import train_head
     except ModuleNotFoundError as error:
         raise EngineError(f"training needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 
-    options = read_options(args, HeadTraining)
-    prompts = read_prompts(args.prompts)
     console = Console(stderr=args.json, quiet=args.quiet)
     with progress(console) as begin:
         result = train_head(options, prompts, begin)

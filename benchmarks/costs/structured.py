@@ -44,6 +44,9 @@ WAYS = {
     "plain": None,
     "chain of 4": SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
     "tree of 15": SpeculativeConfig("dyspec", max_total_draft_tokens=15, max_draft_len=6, budget="fixed"),
+    "the same before merging": SpeculativeConfig(
+        "dyspec-threshold", max_draft_len=6, verify="rejection", budget="fixed"
+    ),
     "merged tree of 15": SpeculativeConfig("dyspec-threshold", "gsd", max_draft_len=6, budget="fixed"),
 }
 TEMPERATURES = (0.0, 0.8)

@@ -21,10 +21,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ...models.acceptance_head import ACCEPT, DESCRIPTION, REJECT, AcceptanceHead, write_head
+from ...models.acceptance_head import DESCRIPTION, AcceptanceHead, log_odds, write_head
 from ...models.bindings import DRAFT, TARGET
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError, ConfigError, RequestError
+from ...models.head_config import ACCEPT, REJECT
 from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import Tokenizer
@@ -210,7 +211,7 @@ def judge(
     """De-bias, fit the temperature, and measure all three stages on the held-out prompts."""
     logits, labels = head(held.hidden), as_floats(held.p_acc)
     raw = as_floats(logits[:, ACCEPT] - logits[:, REJECT])
-    debiased = as_floats(head.config.logit(logits))
+    debiased = as_floats(log_odds(head.config, logits))
     mean = train.p_acc.double().mean().expand(len(labels))
     config = replace(head.config, temperature=fit_temperature(debiased, labels))
     return HeadResult(
@@ -221,7 +222,7 @@ def judge(
         calibration(as_floats(mean.logit(1e-9)), labels),
         calibration(raw, labels),
         calibration(debiased, labels),
-        calibration(as_floats(config.logit(logits)), labels),
+        calibration(as_floats(log_odds(config, logits)), labels),
         len(train.p_acc),
         len(held.p_acc),
         float(torch.cat((train.p_acc, held.p_acc)).mean()),

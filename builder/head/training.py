@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...models.acceptance_head import HeadConfig
 from ...models.errors import ConfigError
+from ...models.head_config import HeadConfig
 from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")

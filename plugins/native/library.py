@@ -22,7 +22,7 @@ REFUSALS = {  # of draftwood_forward
 }
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
-FEW = 512  # likely tokens
+FEW = 4096  # likely tokens; a flat distribution has thousands
 RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("x86_64", "AMD64")  # names of the machine

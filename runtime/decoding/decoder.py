@@ -13,7 +13,7 @@ from ..sampling.sampler import Sampler
 from ..sampling.softmax import softmax_of
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
-from ..speculation.graph.token_tree import TokenTree, unroll
+from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
 from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.calibration import uncorrected
@@ -207,13 +207,13 @@ class SpeculativeDecoder:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
         if self._config is None or max_depth < 1:
-            return Proposal(graph, unroll(graph, 0, 0), NO_SPECULATION if self._config is None else END_OF_ROOM)
+            return Proposal(graph, root_alone(request.root), NO_SPECULATION if self._config is None else END_OF_ROOM)
         if self._proposer is None:
             return self._look_up(request, plan, max_depth)
         config, greedy, depth, sampler = self._config, request.greedy, max_depth, request.sampler
         if plan is not None:
             if not plan.depth:
-                return Proposal(graph, unroll(graph, 0, 0), NOT_WORTH_IT)
+                return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
             config, depth = self._limit(config, plan), min(max_depth, plan.depth)
         found = request.look_up(depth)
         if not config.chooses(greedy):

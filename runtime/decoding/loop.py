@@ -141,7 +141,8 @@ class Loop(Generic[J, C]):
                 job.started = True
                 yield JobEvent(job)
                 yield from self._advance(job, None)
-            yield from self._recall(job)
+            if job.next_pass is not None and isinstance(job.next_pass.engine, PooledEngine):
+                yield from self._recall(job)
         served = select_joint([job for job in running if job.next_pass is not None], self._pace)
         passes = [job.next_pass for job in served if job.next_pass is not None]
         if not passes:
@@ -244,8 +245,9 @@ class Loop(Generic[J, C]):
     def _rotate(self, job: J) -> None:
         """Clear a job's pass and move the job to the end of the running jobs."""
         job.next_pass = None
-        with self.changed:
-            self.scheduler.rotate(job)
+        if self.scheduler.num_running > 1:
+            with self.changed:
+                self.scheduler.rotate(job)
 
     def _fail(self, job: J, error: BaseException) -> JobEvent[J, C]:
         """End a job because of an error in its round. Raises the error if it is the user's interrupt."""

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch
 
@@ -23,9 +25,14 @@ def forward(engine: Engine, batch: TokenBatch, cache: KVCache) -> Passes[Forward
 def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False) -> TokenBatch:
     """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token."""
     rows = len(token_ids)
-    mask = np.tri(rows, dtype=np.bool_)
     positions = np.arange(start, start + rows)
-    return TokenBatch.pad(token_ids, positions, mask, spec.width_for(rows), True, ranking_only)
+    return TokenBatch.pad(token_ids, positions, causal_mask(rows), spec.width_for(rows), True, ranking_only)
+
+
+@lru_cache(maxsize=64)  # every round reads a few tokens
+def causal_mask(rows: int) -> NDArray[np.bool_]:
+    """[rows, rows]: each row attends to the rows before, and to itself. Nobody writes to it."""
+    return np.tri(rows, dtype=np.bool_)
 
 
 def prefill_passes(

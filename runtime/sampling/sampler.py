@@ -116,10 +116,13 @@ class Sampler:
         """The distribution from which the draft draws the token after `path`, above temperature 0: `distribution`
         without its tail. The draft may draw from any distribution, as long as verification uses the same one as q.
         Empty where the constraint allows none of the tokens that the draft predicts: the branch ends there."""
+        least = max(self.params.min_p, NEGLIGIBLE)
+        if not self.follows_path:
+            return self._likely(logits, least)
         scores = self.processing.apply(logits, path)
         if self.processing.is_closed(scores, path):
             return NO_CANDIDATES
-        return self._likely(checked(scores), max(self.params.min_p, NEGLIGIBLE))
+        return self._likely(checked(scores), least)
 
     def ranking(
         self, logits: NDArray[np.float32], path: Sequence[int], count: int

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.safetensors import INDEX, WEIGHTS
 from draftwood.builder.tokenizer import convert_tokenizer
-from draftwood.models.acceptance_head import DESCRIPTION, HeadConfig, read_head, write_head
+from draftwood.models.acceptance_head import DESCRIPTION, read_head, write_head
 from draftwood.models.acceptance_head import WEIGHTS as HEAD_WEIGHTS
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
 from draftwood.models.fields import MOST
+from draftwood.models.head_config import HeadConfig
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DEEP_OBJECT = '{"a":' * 50_000 + "1" + "}" * 50_000

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from costs import table
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.profile import Pair, brief_contexts, measure, monotone, spread
+from draftwood.builder.profile import Pair, brief_contexts, host, measure, monotone, spread
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models.bindings import ROLES, TARGET
@@ -25,6 +26,7 @@ from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import COSTS, EngineBundle
 from draftwood.runtime.bundle.costs import fingerprint, read_costs, write_costs
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+from draftwood.runtime.speculation.planning.cost import HostCosts
 
 
 def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
@@ -99,6 +101,25 @@ def test_contexts_are_numbers_of_tokens(contexts: tuple[int, ...]) -> None:
     engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
     with pytest.raises(ConfigError, match="contexts must be at least 1"):
         measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts)
+
+
+def test_an_interruption_does_not_change_the_time_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program takes the processor for a long time, once, at any moment: the tree's tokens keep their price."""
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+
+    def measured(interrupted: int) -> HostCosts:
+        reads = count()
+
+        def clock() -> int:
+            read = next(reads)
+            return read + 1000 * (read > interrupted)
+
+        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
+        return host(Pair(engines, 200, {}), 0.0, 1, lambda: None)
+
+    undisturbed = measured(10**9)
+    assert undisturbed.round > undisturbed.plain > 0
+    assert all(measured(moment) == undisturbed for moment in range(10, 200, 7))
 
 
 def test_how_far_repeats_spread() -> None:

@@ -17,7 +17,8 @@ from draftwood.builder.head.train import acceptance_loss, fit, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.progress import Step
 from draftwood.models import bindings
-from draftwood.models.acceptance_head import AcceptanceHead, HeadConfig
+from draftwood.models.acceptance_head import AcceptanceHead
+from draftwood.models.head_config import HeadConfig
 from draftwood.models.llama import Llama
 
 

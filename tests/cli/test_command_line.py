@@ -55,8 +55,24 @@ def test_a_wrong_argument_is_one_line(arguments: list[str], named: str, capsys: 
     ],
 )
 def test_wrong_options_of_a_build_cost_no_import_of_torch(options: list[str], named: str) -> None:
-    build = ["build", "--target", "x", "--draft", "y", "--output", "z", *options]
-    code = f"import sys; from draftwood.cli.main import main; code = main({build}); "
+    assert_refused_without_torch(["build", "--target", "x", "--draft", "y", "--output", "z", *options], named)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--layers", "-1"], "layers must be a whole number from 0 to 256, not -1"),
+        (["--contexts", "mixd"], "contexts 'mixd' is unknown"),
+        ([], "missing.jsonl"),
+    ],
+)
+def test_wrong_options_of_a_head_cost_no_import_of_torch(options: list[str], named: str) -> None:
+    files = ["--prompts", "missing.jsonl", "--output", "z"]
+    assert_refused_without_torch(["train-head", "--target", "x", "--draft", "y", *files, *options], named)
+
+
+def assert_refused_without_torch(command: list[str], named: str) -> None:
+    code = f"import sys; from draftwood.cli.main import main; code = main({command}); "
     code += "sys.exit(9 if 'torch' in sys.modules else code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1, done.stderr

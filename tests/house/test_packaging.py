@@ -12,6 +12,7 @@ import zipfile
 from email import message_from_string
 from email.message import Message
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from bundling import ROOT
@@ -27,6 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stdout + done.stderr, "a file is packaged by accident"
     (file,) = folder.glob("*.whl")
     return file
 
@@ -93,30 +95,46 @@ def test_the_demo_pair_is_small_enough_for_git() -> None:
     assert sum(file.stat().st_size for file in files if file.is_file()) <= 20_000_000
 
 
-@pytest.mark.full
-def test_an_installed_wheel_needs_nothing_of_the_repository(wheel: Path, tmp_path: Path) -> None:
-    """In an environment of its own, in another folder. The packages it depends on are those of this environment."""
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(wheel)], check=True)
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "zz-dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+class Installed(NamedTuple):
+    """An environment of its own, into which the wheel was installed. The packages that it depends on are those of this
+    environment. folder: elsewhere, not in the repository."""
 
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    folder: Path
+    site: Path
 
-    def said(*command: str) -> str:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    def said(self, program: str, *arguments: str) -> str:
+        """What a program of the environment prints."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [str(self.folder / "venv" / "bin" / program), *arguments]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    where = said(
-        str(python), "-c", "import draftwood, draftwood.cli; print(draftwood.__file__, draftwood.cli.__file__)"
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    venv.create(folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--no-compile", str(wheel)], check=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "zz-dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return Installed(folder, site)
+
+
+def test_an_installed_wheel_decodes_a_bundle(installed: Installed, tiny_bundle: Path) -> None:
+    where = installed.said(
+        "python", "-c", "import draftwood, draftwood.cli; print(draftwood.__file__, draftwood.cli.__file__)"
     )
-    assert all(Path(file).is_relative_to(site) for file in where.split())
-    assert said(str(python), "-m", "draftwood", "--version").startswith("draftwood 0.1.0")
-    assert re.search(
-        r"auto .*\d", said(str(tmp_path / "venv" / "bin" / "draftwood"), "demo", "--output", "bundles/demo")
-    )
+    assert all(Path(file).is_relative_to(installed.site) for file in where.split())
+    generate = ["generate", str(tiny_bundle), "--prompt", "x", "--max-tokens", "4", "--json"]
+    assert '"num_tokens": ' in installed.said("draftwood", *generate)
+
+
+@pytest.mark.full
+def test_an_installed_wheel_needs_nothing_of_the_repository(installed: Installed) -> None:
+    assert installed.said("python", "-m", "draftwood", "--version").startswith("draftwood 0.1.0")
+    assert re.search(r"auto .*\d", installed.said("draftwood", "demo", "--output", "bundles/demo"))
     code = "from draftwood import LLM; print(LLM(model='bundles/demo').generate(['x'])[0].outputs[0].finish_reason)"
-    assert said(str(python), "-c", code).strip() in ("stop", "length")
+    assert installed.said("python", "-c", code).strip() in ("stop", "length")

@@ -15,16 +15,9 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftwood.models.acceptance_head import (
-    DESCRIPTION,
-    WEIGHTS,
-    AcceptanceHead,
-    HeadConfig,
-    from_reference,
-    read_head,
-    write_head,
-)
+from draftwood.models.acceptance_head import DESCRIPTION, WEIGHTS, AcceptanceHead, from_reference, read_head, write_head
 from draftwood.models.errors import CheckpointError, ConfigError
+from draftwood.models.head_config import HeadConfig
 
 SIZE = 16
 

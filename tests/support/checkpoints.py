@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftwood.models.acceptance_head import HeadConfig, TrainedHead
+from draftwood.models.acceptance_head import TrainedHead
+from draftwood.models.head_config import HeadConfig
 
 Reference = Callable[[Sequence[Sequence[int]]], NDArray[np.float32]]
 VOCAB_SIZE = 288  # three special tokens, 256 bytes, 29 merges

@@ -3,24 +3,29 @@
 #include <math.h>
 #include "ranking.h"
 
-/* weights [size] = e^((logits - their largest) / temperature); sums [size / RUN, rounded up]: of every RUN of them;
- * returns the sum of all. NaN when a logit is NaN or plus
- * infinity, or all are minus infinity: then the weights mean nothing.
+/* e^((logits - peak) / temperature) of a vector of columns; `numbers` becomes NaN where a logit is.
  *
  * Differences are halved: that of two finite numbers may overflow. A temperature below 1.5e-38 or above 1e38, whose
  * reciprocal fp32 does not hold, is taken for that. */
+INLINE float factor_of(double temperature) { return (float)fmax(fmin(2 * LOG2_E / temperature, 2e38), FLT_MIN); }
+INLINE f32 weighed(f32 column, float peak, float factor, f32 *numbers) {
+    const f32 power = (column * 0.5f - peak * 0.5f) * factor, limited = larger(splat(FAINT), power);
+    *numbers += limited;
+    return from_on(power, FAINT, normal_power_of_two(limited));
+}
+
+/* weights [size] = e^((logits - their largest) / temperature); sums [size / RUN, rounded up]: of every RUN of them;
+ * returns the sum of all. NaN when a logit is NaN or plus infinity, or all are minus infinity: then the weights mean
+ * nothing. */
 double draftwood_softmax(const float *logits, int size, double temperature, float *weights, double *sums) {
-    const float peak = highest(logits, size), factor = (float)fmax(fmin(2 * LOG2_E / temperature, 2e38), FLT_MIN);
+    const float peak = highest(logits, size), factor = factor_of(temperature);
     f32 numbers = {0};
     double total = 0;
     if (!isfinite(peak)) return NAN;
     for (int first = 0; first < size; first += RUN) {
         f32 sum[PARTS] = {{0}};
         for (int from = first, part = 0; from < first + RUN && from < size; from += WIDTH, part = (part + 1) % PARTS) {
-            f32 power = (columns(logits, from, size) * 0.5f - peak * 0.5f) * factor;
-            f32 limited = larger(splat(FAINT), power);
-            f32 weight = from_on(power, FAINT, normal_power_of_two(limited));
-            numbers += limited; /* is NaN where a logit is */
+            const f32 weight = weighed(columns(logits, from, size), peak, factor, &numbers);
             store_some(weights + from, weight, size - from);
             sum[part] += weight;
         }
@@ -38,18 +43,22 @@ double draftwood_softmax(const float *logits, int size, double temperature, floa
  * NaN. 0 < share <= 1. */
 int draftwood_likely(const float *logits, int size, double temperature, double share, int room, int64_t *ids,
                      double *weights) {
-    const float peak = highest(logits, size);
+    const float peak = highest(logits, size), factor = factor_of(temperature);
     const float least = (float)fmax(peak + temperature * log(share), -FLT_MAX);
+    f32 numbers = {0};
     int count = 0;
     if (!isfinite(peak)) return -1;
     for (int first = 0; first < size; first += WIDTH) {
-        uint32_t left = not_below(columns(logits, first, size), least);
+        const f32 column = columns(logits, first, size);
+        uint32_t left = not_below(column, least);
+        if (!left) continue;
+        const f32 weight = weighed(column, peak, factor, &numbers);
         for (; left; left &= left - 1) {
-            const int id = first + __builtin_ctz(left);
-            if (!(logits[id] <= peak)) return -1;
+            const int lane = __builtin_ctz(left);
+            if (!(column[lane] <= peak)) return -1;
             if (count++ >= room) continue;
-            ids[count - 1] = id;
-            weights[count - 1] = exp(((double)logits[id] - peak) / temperature);
+            ids[count - 1] = first + lane;
+            weights[count - 1] = weight[lane];
         }
     }
     return count;

@@ -160,5 +160,5 @@ def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Place
         options=f"--disable-auto-complete-config --model-control-mode=explicit --load-model={folder.name}",
         docker_gpus=f""" --gpus '"device={devices}"'""" if placement.gpus else "",
         docker_bundle="" if copied else f" -v {bundle}:{bundle}:ro",
-        extra="gpu" if settings.provider == "cuda" else "cpu",
+        extra="gpu,structured" if settings.provider == "cuda" else "cpu,structured",
     )

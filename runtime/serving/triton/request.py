@@ -22,6 +22,7 @@ from ...speculation.bounds import MAX_PROPOSAL, check_bounds
 from ...speculation.config import SpeculativeConfig
 from ..json_text import parse
 from .contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
+from .forms import FORMS, demanded_form
 
 ALIASES = {"min_length": "min_tokens", "stop_words": "stop", "user": "client"}
 # Unsupported settings of other servers: name -> neutral values, with which the setting is accepted.
@@ -159,7 +160,7 @@ def sampling_params(values: Mapping[str, Any], greedy: bool) -> SamplingParams:
         chosen |= {"ignore_eos": True, "stop_token_ids": (*chosen.get("stop_token_ids", ()), *ends)}
     if values.get("return_log_probs"):
         chosen["logprobs"] = 0
-    return SamplingParams(**chosen)
+    return SamplingParams(**chosen, structured=demanded_form(values))
 
 
 def speculation(values: Mapping[str, Any], own: SpeculativeConfig | None) -> SpeculativeConfig | None:
@@ -282,6 +283,7 @@ UNSERVED = {"logits_processors", "structured", *NEUTRAL}
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     **{name: kind for name, kind in SAMPLING.items() if name not in UNSERVED},
     **SPECULATION,
+    **FORMS,
     **{name: boolean for name in sorted(FLAGS)},
     "cache_salt": named,
     "client": named,

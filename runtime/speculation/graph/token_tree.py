@@ -50,6 +50,11 @@ class TokenTree:
         return TokenBatch.pad(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
 
 
+def root_alone(token: int) -> TokenTree:
+    """The tree without a proposal."""
+    return TokenTree((token,), (-1,), (0,), ((),), (ROOT,), (False,), frozenset(), (1.0,), {}, {})
+
+
 def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
     """Turn every path of the graph, down to `max_depth`, into a path of a tree. If the tree would have more than
     `max_tokens` tokens below its root, only the tokens with the greatest log-values are kept.

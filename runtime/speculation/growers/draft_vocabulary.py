@@ -49,9 +49,9 @@ class TrimmedSampler:
         return self._sampler.follows_path
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
-        if not self._sampler.processing.allows_any(self._tokens, path):
-            return NO_CANDIDATES
         if self.follows_path:
+            if not self._sampler.processing.allows_any(self._tokens, path):
+                return NO_CANDIDATES
             return self._sampler.candidates(self._widened(logits), path)
         columns, probs = self._sampler.candidates(logits, path)
         return Candidates(self._tokens[columns], probs)

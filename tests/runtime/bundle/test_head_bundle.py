@@ -25,8 +25,9 @@ from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models import bindings
-from draftwood.models.acceptance_head import AcceptanceHead, HeadConfig, read_head
+from draftwood.models.acceptance_head import AcceptanceHead, read_head
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError
+from draftwood.models.head_config import HeadConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.engines.torch import TorchEngine

@@ -25,9 +25,9 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference, rows_of
 from draftwood.builder.pipeline import build, precision_for
 from draftwood.builder.reference import score_rows
-from draftwood.models.acceptance_head import HeadConfig
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET, output_names
 from draftwood.models.errors import ConfigError, EngineError
+from draftwood.models.head_config import HeadConfig
 from draftwood.plugins.native.cache import CACHE
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from html import unescape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from serving import Served, served, with_chat_template
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 pytest.importorskip("llguidance", reason="needs the [structured] extra")
 openai = pytest.importorskip("openai", reason="needs the openai package")
+httpx = pytest.importorskip("httpx", reason="needs the httpx package")
 
 USER: dict[str, Any] = {"role": "user", "content": "the weather?"}
 MESSAGES = (
@@ -129,6 +131,22 @@ def test_greedy_calls_are_those_of_plain_decoding(client: Any, kind: str) -> Non
         calls = answer.choices[0].message.tool_calls
         texts.add(tuple((call.function.name, call.function.arguments) for call in calls))
     assert len(texts) == 1
+
+
+@HERMES
+def test_an_explanation_shows_the_call_of_the_answer(running: Running, client: Any, kind: str) -> None:
+    (call,) = ask(client, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
+    body = {"messages": [USER], "max_tokens": 200, "seed": 3, "tools": TOOLS, "parallel_tool_calls": False}
+    address = f"{running[kind][0].root}/v1/chat/completions/explain"
+    answer = httpx.post(address, json=body | {"tool_choice": "required"}, timeout=60)
+    assert answer.status_code == 200
+    (shown,) = re.findall(r'<p class="text"><span class="prompt">(.*?)</span>(.*?)</p>', answer.text, re.DOTALL)
+    written = unescape("".join(re.findall(r"<a [^>]*>(.*?)</a>", shown[1], re.DOTALL)))
+    assert "weather place" in unescape(shown[0])
+    assert written.startswith("<tool_call>") and call.function.arguments in written
+    named = {"type": "function", "function": {"name": "unknown"}}
+    refused = httpx.post(address, json=body | {"tool_choice": named}, timeout=60)
+    assert refused.status_code == 400 and "unknown" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from bundling import ROOT
 
-from draftwood.runtime import LLM, SamplingParams
+from draftwood.runtime import LLM, SamplingParams, StructuredOutput
 
 pytest.importorskip("pytriton", reason="nvidia-pytriton, the [triton] extra, is not installed")
 client_errors = pytest.importorskip("tritonclient.utils", reason="tritonclient, the [triton] extra, is not installed")
@@ -122,6 +123,20 @@ def test_speculation_is_a_request_parameter(server: TritonServer, llm: LLM) -> N
     assert len(ask(server, PLAIN, sent, num_draft_tokens=0)) == 12
     with pytest.raises(Refused, match="lossless"):
         ask(server, PLAIN, sent, grow="topk", verify="block")
+
+
+def test_a_form_is_demanded_as_of_the_http_server(server: TritonServer, llm: LLM) -> None:
+    pytest.importorskip("llguidance", reason="needs the [structured] extra")
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=4, structured=StructuredOutput(regex="[ab]{3}c"))
+    expected = llm.generate("hello", params)[0].text
+    sent = {"max_tokens": 12, "temperature": 0.9, "seed": 4, "exclude_input_in_output": True}
+    (answer,) = ask(server, PLAIN, inputs("hello", **sent), structured_outputs='{"regex": "[ab]{3}c"}')
+    assert answer.outputs["text_output"] == expected and re.fullmatch("[ab]{3}c", expected)
+    body = {"text_input": "x", "guided_choice": '["yes"]', "exclude_input_in_output": True}
+    status, text = post(server, f"{PLAIN}/generate", body)
+    assert status == 200 and json.loads(text)["text_output"] == "yes"
+    with pytest.raises(Refused, match="regex"):
+        ask(server, PLAIN, inputs("hello"), guided_regex="(")
 
 
 def test_eight_clients_at_once_get_what_each_would_get_alone(server: TritonServer, llm: LLM) -> None:
