@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, ForwardOutput, Pass, TokenBatch
+from ..engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from ..engines.passes import Passes, prefill_passes
+from ..engines.rounds import RoundEngine, RoundShape
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
 from .graph.token_graph import ROOT, TokenGraph
@@ -37,9 +38,25 @@ class DraftProposer:
         self.scoring = Stopwatch()
 
     @property
+    def pending(self) -> list[int]:
+        """The committed tokens that the first pass of the next round must read, the root included."""
+        return self._pending
+
+    @property
     def unread(self) -> int:
-        """The number of committed tokens that the first pass of the next round must read, the root included."""
+        """The number of pending tokens."""
         return len(self._pending)
+
+    def rounds(self, target: Engine, cache: KVCache) -> RoundEngine | None:
+        """See Engine.rounds: with this draft, over this cache of the target."""
+        return target.rounds(cache, self._engine, self._cache)
+
+    def follow(self, shape: RoundShape, accepted: Sequence[int], num_scored: int, next_token: int) -> None:
+        """Take over the result of a round that ran on the device, where both caches were committed. accepted: the
+        accepted tokens, of which the draft has read the first `num_scored`."""
+        self.passes += shape.depth
+        self.rows += len(self._pending) + (shape.depth - 1) * shape.width
+        self._pending = [*accepted[num_scored:], next_token]
 
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+from ptx.on_host import launch_on_host
 
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
+from draftwood.plugins.device_round.images import image
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.static.device import RowMove, Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
@@ -37,22 +39,26 @@ class HostMemory:
 
     def __init__(self, nbytes: int, freed: list[NDArray[np.uint8]]) -> None:
         block = np.zeros(nbytes + 256, np.uint8)
-        self.address = -(-block.ctypes.data // 256) * 256
+        self.address, self.nbytes = -(-block.ctypes.data // 256) * 256, nbytes
         weakref.finalize(self, freed.append, block)
 
 
 class HostDevice:
-    """See `runtime/engines/static/device.py`. `launches` counts what a driver would be asked for, by kind."""
+    """See `runtime/engines/static/device.py`. `launches` counts what a driver would be asked for, by kind. rounds:
+    whether it runs the kernels of rounds, from their PTX."""
 
-    def __init__(self, captures: bool = True) -> None:
-        self.captures = captures
+    def __init__(self, captures: bool = True, rounds: bool = False) -> None:
+        self.captures, self.runs_rounds, self.number = captures, rounds, id(self)
+        self._allocations: weakref.WeakSet[HostMemory] = weakref.WeakSet()
         self.launches: dict[str, int] = {}
         self._queues: dict[Stream, list[Work]] = {}
         self._freed: list[NDArray[np.uint8]] = []  # a driver gives memory back after what was queued has run
         self._recording: list[Work] | None = None
 
     def allocate(self, nbytes: int) -> HostMemory:
-        return HostMemory(nbytes, self._freed)
+        memory = HostMemory(nbytes, self._freed)
+        self._allocations.add(memory)
+        return memory
 
     def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.zeros(nbytes, np.uint8)
@@ -70,6 +76,14 @@ class HostDevice:
 
     def move_rows(self, move: RowMove, stream: Stream) -> None:
         self.submit("move_rows", stream, lambda: moved(move))
+
+    def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
+        numbers = tuple(values)
+        self.submit(kernel, stream, lambda: launch_on_host(image(kernel), grid, numbers, self.blocks()))
+
+    def blocks(self) -> list[NDArray[np.uint8]]:
+        """All allocations."""
+        return [array_at(each.address, (each.nbytes,), np.uint8) for each in self._allocations if each.nbytes]
 
     def capture(self, work: Work, stream: Stream) -> list[Work] | None:
         if not self.captures:
