@@ -72,7 +72,7 @@ def commit(cache, state, sources, count, tensor_words, heads, capacity, row_word
     plane = tl.program_id(0)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     base = cache + (plane // heads) * tensor_words + (plane % heads).to(tl.int64) * capacity * row_words
-    for i in range(0, moves):
+    for i in range(moves):
         source = (length + tl.load(sources + i)).to(tl.int64) * row_words
         target = (length + 1 + i).to(tl.int64) * row_words
         tl.store(base + target + word, tl.load(base + source + word, mask=word < row_words), mask=word < row_words)

@@ -56,7 +56,7 @@ def expand(
 
     before = tl.zeros((OFFERS,), tl.int32)  # offers that precede this one in the order by value
     as_good = tl.zeros((OFFERS,), tl.int32)  # offers of at least this value, itself included
-    for other in range(0, width * width):
+    for other in range(width * width):
         above = tl.load(this + other // width)
         other_gain = tl.load(top_logprobs + other // width * columns + other % width, mask=above >= 0, other=0.0)
         other_value = tl.load(values + above, mask=above >= 0, other=float("-inf"))

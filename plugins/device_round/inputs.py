@@ -48,7 +48,7 @@ def pending_inputs(
     if row == 0:
         place(sequences, write_indices, committed, 0)
         tl.store(output_rows, (count - 1).to(tl.int64))
-        for node in range(0, width):
+        for node in range(width):
             tl.store(frontier + node, tl.where(node == 0, 0, -1))
         tl.store(totals, 1)
         tl.store(values, tl.full((), 0.0, tl.float64))

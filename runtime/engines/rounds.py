@@ -7,7 +7,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .base import Pass, SoloEngine
+from ...models.errors import EngineError
+from .base import KVCache, Pass, SoloEngine
 
 
 class RoundShape(NamedTuple):
@@ -38,6 +39,10 @@ class RoundEngine(SoloEngine):
     the last round."""
 
     outcome: RoundOutcome
+
+    def new_cache(self) -> KVCache:
+        """Raises EngineError: rounds run over the caches for which the engine was made."""
+        raise EngineError("rounds have no caches of their own: open those of the target and of the draft")
 
     @abstractmethod
     def fits(self, shape: RoundShape, num_pending: int) -> bool:

@@ -173,7 +173,7 @@ def reader(operand: Operand, dtype: type[np.generic], instruction: Instruction) 
 
 
 def number(text: str, dtype: type[np.generic]) -> Values:
-    """A literal: fp32 (0f3F800000) and fp64 (0d…) by their bits, integers in any base, or the address of shared memory."""
+    """A literal: floating point by its bits (0f3F800000), integers in any base, or the address of shared memory."""
     if text == SHARED:
         return np.zeros((), dtype)
     if text.startswith(("0f", "0d")):
