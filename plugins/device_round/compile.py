@@ -1,10 +1,12 @@
-"""Compiles the kernels of a round to PTX: `python -m draftwood.plugins.device_round.compile` writes `ptx/`."""
+"""Compiles the kernels of a round to PTX: `python -m draftwood.plugins.device_round.compile` writes `ptx/`, and with
+`--check` compares it instead."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import re
+import sys
 
 from ..tree_attention.library import SETTINGS
 from .images import CAPABILITY, FOLDER, HEADER, KERNELS
@@ -30,13 +32,17 @@ def compiled(name: str) -> str:
     result = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     if result.metadata.global_scratch_size:
         raise RuntimeError(f"{name} wants scratch memory, which launches do not give")
-    return HEADER.format(result.metadata.shared) + re.sub(r"\s+\n", "\n", result.asm["ptx"])
+    return HEADER.format(triton.__version__, result.metadata.shared) + re.sub(r"\s+\n", "\n", result.asm["ptx"])
 
 
 def main() -> None:
     os.environ.update(SETTINGS)  # before Triton is imported
     for name in KERNELS:
-        (FOLDER / f"{name}.ptx").write_text(compiled(name))
+        file, text = FOLDER / f"{name}.ptx", compiled(name)
+        if "--check" not in sys.argv[1:]:
+            file.write_text(text)
+        elif file.read_text() != text:
+            raise SystemExit(f"{file} is not what {KERNELS[name].file}.py compiles to: run this without --check")
 
 
 if __name__ == "__main__":

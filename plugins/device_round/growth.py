@@ -51,6 +51,7 @@ def expand(
     node = tl.load(this + row, mask=row < width, other=-1)
     offered = node >= 0
     cell = row * columns + rank
+    # At most 0, whatever the ranking's rounding is: a child is never better than its parent.
     gain = tl.minimum(tl.load(top_logprobs + cell, mask=offered, other=float("-inf")), 0.0).to(tl.float64)
     value = tl.load(values + node, mask=offered, other=float("-inf")) + gain
 

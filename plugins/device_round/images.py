@@ -45,7 +45,7 @@ KERNELS = {
     "verify": Kernel("acceptance", (I64, *[I32] * 4, F64, *[I32] * 8, F64, NUMBER, NUMBER), {"ROWS": ROW_BLOCK}),
     "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 3), {"WORDS": WORD_BLOCK}),
 }
-HEADER = "// shared bytes: {}\n"  # the first line of a file
+HEADER = "// Triton {}, shared bytes: {}\n"  # the first line of a file
 
 
 class Image(NamedTuple):
@@ -67,6 +67,6 @@ class Image(NamedTuple):
 def image(name: str) -> Image:
     """A kernel of KERNELS."""
     text = (FOLDER / f"{name}.ptx").read_text()
-    found = re.match(HEADER.format(r"(\d+)"), text)
+    found = re.match(HEADER.format(r"\S+", r"(\d+)"), text)
     assert found is not None, f"{name}.ptx has no header"
     return Image(text, (*KERNELS[name].types, U8, U8), int(found[1]))

@@ -20,19 +20,21 @@ from draftwood.runtime.engines.static.device import CacheGeometry, Stream
 from draftwood.runtime.engines.static.round import PENDING, CachePlace, Names, Round
 
 CAPACITY, WORDS = 160, 3
+VOCABULARY, COLUMNS = 40, 18  # tokens, and the first of them, which are ranked
 GEOMETRY = CacheGeometry(2, 2, CAPACITY, 4 * WORDS, 2 * CAPACITY * 4 * WORDS + 64)
 Context = tuple[int, ...]
 Ranking = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens and their log-probabilities, best first
 
 
 class Ranker:
-    """columns: how many tokens it ranks. ties: log-probabilities are multiples of a half. agreement: the share of
-    contexts whose best token is one of the first three of `other`, if there is one."""
+    """columns: how many tokens it ranks. ties: log-probabilities are multiples of a half. other: a draft that mostly
+    ranks this one's best token among its first three; `names`: the tokens of its columns."""
 
     def __init__(
-        self, seed: int, columns: int, ties: bool, other: Ranker | None = None, agreement: float = 0.9
+        self, seed: int, columns: int, ties: bool, other: Ranker | None = None, names: Sequence[int] = ()
     ) -> None:
-        self.columns, self._seed, self._ties, self._other, self._agreement = columns, seed, ties, other, agreement
+        self.columns, self._seed, self._ties, self._other = columns, seed, ties, other
+        self._names = names or range(VOCABULARY)
         self.after = cache(self._after)
 
     def _after(self, context: Context) -> Ranking:
@@ -41,19 +43,18 @@ class Ranker:
         if self._ties:
             logprobs = np.ceil(2 * logprobs) / 2
         if rng.random() < 0.5:
-            logprobs[rng.integers(1, self.columns) :] = -np.inf
-        ids = rng.choice(3 * self.columns, self.columns, replace=False)
-        if self._other is not None and rng.random() < self._agreement:
-            first = self._other.after(context)[0][min(rng.geometric(0.7) - 1, 2)]
-            ids = np.concatenate(([first], ids[ids != first]))[: self.columns]
+            logprobs[rng.integers(0, self.columns) :] = -np.inf  # of all of them, now and then
+        ids = rng.choice(COLUMNS, self.columns, replace=False)
+        if self._other is not None and rng.random() < 0.9:
+            ids[0] = self._names[int(self._other.after(context)[0][min(rng.geometric(0.7) - 1, 2)])]
         return ids, logprobs
 
 
 class RankingEngine(FakeEngine):
     """The host's engine."""
 
-    def __init__(self, ranker: Ranker) -> None:
-        super().__init__(lambda context: np.ones(1), 3 * ranker.columns)
+    def __init__(self, ranker: Ranker, kept_tokens: tuple[int, ...] = ()) -> None:
+        super().__init__(lambda context: np.ones(VOCABULARY), VOCABULARY, kept_tokens=kept_tokens)
         self._ranker = ranker
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
@@ -146,12 +147,16 @@ def widths(rows: int) -> int:
 class DeviceRounds:
     """Rounds of one shape over a host device; `text` has been read by the target, without its last token."""
 
-    def __init__(self, shape: RoundShape, target: Ranker, draft: Ranker, text: Sequence[int]) -> None:
+    def __init__(
+        self, shape: RoundShape, target: Ranker, draft: Ranker, text: Sequence[int], kept_tokens: Sequence[int] = ()
+    ) -> None:
         self.device = HostDevice(rounds=True)
         self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
         for each in self.caches:
             each.write(0, text[:-1], range(len(text) - 1))
         self._length, self._read, self._text = len(text) - 1, len(text) - 1, list(text)
+        names = self.device.allocate(4 * len(kept_tokens))
+        array_at(names.address, (len(kept_tokens),), np.int32)[:] = kept_tokens
         layers = [self._pass(1, shape.width, layer * shape.width) for layer in range(shape.depth - 1)]
         passes = [self._pass(1, PENDING, 0, True), *layers]
         self._round = Round(
@@ -161,7 +166,7 @@ class DeviceRounds:
             passes,
             self._pass(0, shape.size + 1, 0),
             (self.caches[0].place(), self.caches[1].place()),
-            Names(self.device.allocate(0), 0),
+            Names(names, len(kept_tokens)),
         )
 
     @property

@@ -22,7 +22,7 @@ from draftwood.runtime.sampling.sampler import Sampler
 from tests.runtime.engines import test_tensorrt_engine as stand_in
 
 machine = stand_in.machine
-GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 PROMPT = stand_in.random_text(30)
 CHAIN = SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
 TREE = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=9, max_draft_len=3, frontier_width=3)
