@@ -167,9 +167,9 @@ class SpeculativeDecoder:
         if plan is not None and not plan.depth:
             return None
         shape = (self._config if plan is None else self._limit(self._config, plan)).best_first()
-        if shape is None or shape.depth >= request.tokens_left or not self._rounds.fits(shape, self._proposer.unread):
+        if shape is None or shape.depth >= request.tokens_left or not shape.fills_layers:
             return None
-        return shape
+        return shape if self._rounds.fits(shape, self._proposer.unread) else None
 
     def _device_round(self, request: RequestState, plan: RoundPlan | None, shape: RoundShape) -> Passes[Outcome]:
         """The same round on the device. Its time counts as the target's."""

@@ -19,6 +19,12 @@ class RoundShape(NamedTuple):
     size: int
     width: int
 
+    @property
+    def fills_layers(self) -> bool:
+        """Whether the last layers probably get nodes, too. A deeper tree of so few tokens mostly ends before; only the
+        host then saves the remaining passes."""
+        return self.depth <= 2 + self.size // self.width
+
 
 class RoundOutcome(NamedTuple):
     """token_ids, parents, depths, values: of the rows of the verified tree, the root first, whose parent is -1; a value

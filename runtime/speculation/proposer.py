@@ -53,7 +53,7 @@ class DraftProposer:
 
     def follow(self, shape: RoundShape, accepted: Sequence[int], num_scored: int, next_token: int) -> None:
         """Take over the result of a round that ran on the device, where both caches were committed. accepted: the
-        accepted tokens, of which the draft has read the first `num_scored`."""
+        accepted tokens, of which the draft has read the first `num_scored`. Padding rows of its passes count, too."""
         self.passes += shape.depth
         self.rows += len(self._pending) + (shape.depth - 1) * shape.width
         self._pending = [*accepted[num_scored:], next_token]

@@ -119,6 +119,7 @@ OTHERS = {
     "a stop rule": (replace(CHAIN, stop_rule="confidence"), GREEDY),
     "pruning": (replace(TREE, leaf_share=0.1), GREEDY),
     "a chain that is too deep for the text": (replace(CHAIN, max_draft_len=9), replace(GREEDY, max_tokens=9)),
+    "a tree that mostly ends before its depth": (replace(TREE, max_draft_len=6), GREEDY),
     "no speculation": (None, GREEDY),
 }
 
