@@ -148,7 +148,7 @@ def test_the_images_assemble_for_devices_without_spilling(capability: int, tmp_p
     for kernel in KERNELS:
         (tmp_path / "kernel.ptx").write_text(image(kernel).text)
         tool = folder / ("ptxas-blackwell" if capability >= 100 and (folder / "ptxas-blackwell").exists() else "ptxas")
-        command = [tool, "-v", f"--gpu-name=sm_{capability}", "kernel.ptx", "-o", "kernel.cubin"]
+        command = [str(tool), "-v", f"--gpu-name=sm_{capability}", "kernel.ptx", "-o", "kernel.cubin"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr and image(kernel).shared_bytes == 0, kernel

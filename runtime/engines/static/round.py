@@ -46,10 +46,10 @@ class CachePlace(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The tokens of a trimmed draft's columns, int32, on the device."""
+    """The tokens of a trimmed draft's columns, int32, on the device; no columns of another draft's."""
 
     memory: DeviceMemory
-    count: int
+    columns: int
 
 
 class Round:
@@ -129,7 +129,7 @@ class Round:
             ranking = each.address(bindings.TOP_IDS.name), each.address(bindings.TOP_LOGPROBS.name)
             lists = self._names.memory.address, at("frontier"), at("totals")
             is_last, columns = layer == depth - 1, self._caches[1].columns
-            numbers = columns, layer, width, size, self._names.count, -1 if is_last else layer * width
+            numbers = columns, layer, width, size, self._names.columns, -1 if is_last else layer * width
             self._launch("expand", 1, (*ranking, *lists, *table), numbers)
             if not is_last:
                 frontier = at("frontier") + (layer + 1) * width * WORD
@@ -174,9 +174,11 @@ class Round:
     def _outcome(self) -> RoundOutcome:
         found = self._result.views(self._host_found)
         count, next_token, num_scored, rows = found["summary"].tolist()
-        tree = (tuple(found[name][:rows].tolist()) for name in ("row_tokens", "row_parents", "row_depths"))
-        values, accepted = tuple(found["row_values"][:rows].tolist()), tuple(found["accepted"][:count].tolist())
-        return RoundOutcome(*tree, values, accepted, next_token, num_scored)
+        tokens, parents, depths, values = (
+            tuple(found[name][:rows].tolist()) for name in ("row_tokens", "row_parents", "row_depths", "row_values")
+        )
+        accepted = tuple(found["accepted"][:count].tolist())
+        return RoundOutcome(tokens, parents, depths, values, accepted, next_token, num_scored)
 
 
 def addresses(each: RoundPass) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ class RunningDriver:
         addresses = (ctypes.c_uint64 * len(function.types)).from_address(pointers)
         values = []
         for address, kind in zip(addresses, function.types, strict=True):
-            dtype = np.dtype(DTYPES.get(kind, np.uint64))
-            values.append(int(np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype)[0]))
+            dtype: np.dtype[Any] = np.dtype(DTYPES.get(kind, np.uint64))
+            values.append(int(np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]))
         assert values[-2:] == [0, 0] and grid[2] == 1
         launch_on_host(function, (grid[0], grid[1]), values[:-2], self.blocks)
         return (0,)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from bundling import DEMO
+from engine_parts import random_text
 
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
@@ -23,7 +24,7 @@ from tests.runtime.engines import test_tensorrt_engine as stand_in
 
 machine = stand_in.machine
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-PROMPT = stand_in.random_text(30)
+PROMPT = random_text(30)
 CHAIN = SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
 TREE = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=9, max_draft_len=3, frontier_width=3)
 
