@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ...models.bindings import TOP_IDS
 from ..engines.base import Engine, ForwardOutput
 from ..engines.passes import Passes, Steps, forward, prefill_passes
+from ..engines.rounds import RoundEngine, RoundShape
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import softmax_of
@@ -23,6 +24,7 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
 from .chunk import LENGTH, TokenChunk
+from .device import acceptance_of, tree_of
 from .logprobs import output_logprobs, read_prompt
 from .loop import Job, drive
 from .request_state import RequestState
@@ -81,10 +83,12 @@ class SpeculativeDecoder:
         self._max_length = max_length
         self._eos = frozenset(eos)
         self._proposer: DraftProposer | None = None
+        self._rounds: RoundEngine | None = None
         self._cache = target.new_cache()
         try:
             if draft is not None and drafts:
                 self._proposer = DraftProposer(draft)
+                self._rounds = self._proposer.rounds(target, self._cache)
         except BaseException:
             self._cache.close()
             raise
@@ -93,6 +97,8 @@ class SpeculativeDecoder:
         """Close the caches, and leave the budget. A second call does nothing."""
         if self._controller is not None:
             self._controller.leave()
+        if self._rounds is not None:
+            self._rounds.close()
         self._cache.close()
         if self._proposer is not None:
             self._proposer.close()
@@ -150,12 +156,40 @@ class SpeculativeDecoder:
     def _round(self, request: RequestState) -> Passes[Outcome]:
         """Run one round: propose, verify, commit, learn."""
         plan = self._plan(request)
+        shape = self._device_shape(request, plan)
+        if shape is not None:
+            return (yield from self._device_round(request, plan, shape))
         proposal = yield from self._propose(request, plan)
         output, acceptance = yield from self._verify(request, proposal.tree)
         self._commit(proposal.tree, acceptance)
         token_ids = [*(proposal.tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
         request.learn(plan, proposal.tree, acceptance, token_ids)
         return Outcome(plan, proposal, output.logits, acceptance, token_ids)
+
+    def _device_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
+        """The shape of the next round if it runs on the device as a whole; None if the host runs it pass by pass. No
+        other place decides this."""
+        if self._rounds is None or self._proposer is None or self._config is None or not self._needs_best(request):
+            return None
+        if plan is not None and not plan.depth:
+            return None
+        shape = (self._config if plan is None else self._limit(self._config, plan)).best_first()
+        if shape is None or shape.depth >= request.tokens_left or not shape.fills_layers:
+            return None
+        return shape if self._rounds.fits(shape, self._proposer.unread) else None
+
+    def _device_round(self, request: RequestState, plan: RoundPlan | None, shape: RoundShape) -> Passes[Outcome]:
+        """The same round on the device. Its time counts as the target's."""
+        assert self._rounds is not None and self._proposer is not None, "see _device_shape"
+        with request.scoring:
+            output = yield self._rounds.prepare(shape, self._proposer.pending)
+        outcome = self._rounds.outcome
+        tree, acceptance = tree_of(outcome), acceptance_of(outcome)
+        accepted = [tree.token_ids[row] for row in acceptance.rows]
+        self._proposer.follow(shape, accepted, outcome.num_scored, acceptance.next_token)
+        token_ids = [*accepted, acceptance.next_token]
+        request.learn(plan, tree, acceptance, token_ids)
+        return Outcome(plan, Proposal(TokenGraph(request.root), tree, ""), output.logits, acceptance, token_ids)
 
     def _begin(
         self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, observed: bool

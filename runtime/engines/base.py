@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
 from .compatibility import TensorRTPlan
+
+if TYPE_CHECKING:  # rounds.py imports this module
+    from .rounds import RoundEngine
 
 C = TypeVar("C", bound="KVCache")
 
@@ -205,6 +208,11 @@ class Engine(ABC):
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """Run one pass, see `forward`."""
         return Pass(self, batch, cache).run()
+
+    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> RoundEngine | None:
+        """An engine that runs whole rounds over a cache of this engine and a cache of `draft`, or None where the two
+        engines cannot."""
+        return None
 
 
 class SoloEngine(Engine):

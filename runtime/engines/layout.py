@@ -72,12 +72,16 @@ class Layout(NamedTuple):
             "V": model.num_logits,
             "K": bindings.top_columns(model.num_logits),
         }
+        return cls.packed({item.name: (item.dtype, tuple(axes[axis] for axis in item.shape)) for item in items})
+
+    @classmethod
+    def packed(cls, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
+        """Tensors by name, with numpy's name of their type and their shape."""
         fields: dict[str, TensorSlice] = {}
         end = 0
-        for item in items:
-            field = TensorSlice(np.dtype(item.dtype), tuple(axes[axis] for axis in item.shape), end)
-            fields[item.name] = field
-            end = align(end + field.nbytes)
+        for name, (dtype, shape) in tensors.items():
+            fields[name] = TensorSlice(np.dtype(dtype), shape, end)
+            end = align(end + fields[name].nbytes)
         return cls(fields, end)
 
     @classmethod

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
+from ..engines.rounds import RoundShape
 from .bounds import SHARES, check_bounds
 from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, LOOKUP, GrowerKind, Growth
@@ -214,6 +215,15 @@ class SpeculativeConfig:
         limits = self._limits(estimate)
         growth = limits._replace(depth=min(self._kind.deepest(limits, greedy), max_depth))
         return self._kind.choose(growth) if greedy else self._kind.draw(growth)
+
+    def best_first(self) -> RoundShape | None:
+        """The shape of all proposals at temperature 0, where they are those of `BestFirst` alone: without merges, given
+        tokens, and rules that end a branch. None for other settings."""
+        kind, rules = self._kind, (self.sibling_share, self.leaf_share, self.lookup_ngram)
+        if not self.ranks(True) or not kind.drafts or self.stop_rule != "fixed" or self.merge != "none" or any(rules):
+            return None
+        depth = self.deepest(True)
+        return RoundShape(depth, *((depth, 1) if kind.is_chain else (self.max_total_draft_tokens, self.frontier_width)))
 
     def deepest(self, greedy: bool) -> int:
         """The greatest depth of a proposal."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, ForwardOutput, Pass, TokenBatch
+from ..engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from ..engines.passes import Passes, prefill_passes
+from ..engines.rounds import RoundEngine, RoundShape
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
 from .graph.token_graph import ROOT, TokenGraph
@@ -38,6 +39,11 @@ class DraftProposer:
         self.scoring = Stopwatch()
 
     @property
+    def pending(self) -> list[int]:
+        """The committed tokens that the first pass of the next round must read, the root included."""
+        return self._pending
+
+    @property
     def unread(self) -> int:
         """The number of committed tokens that the first pass of the next round must read, the root included."""
         return self.readable(self._held) if self._outgrown else len(self._pending)
@@ -60,6 +66,17 @@ class DraftProposer:
         """Of `length` committed tokens, how many the draft has in its cache or reads: all. If they are more than its
         context, the last ones alone, which fill a half of it, so that it does not begin anew soon."""
         return length if self.context is None or length <= self.context else self.context // 2
+
+    def rounds(self, target: Engine, cache: KVCache) -> RoundEngine | None:
+        """See Engine.rounds: with this draft, over this cache of the target."""
+        return target.rounds(cache, self._engine, self._cache)
+
+    def follow(self, shape: RoundShape, accepted: Sequence[int], num_scored: int, next_token: int) -> None:
+        """Take over the result of a round that ran on the device, where both caches were committed. accepted: the
+        accepted tokens, of which the draft has read the first `num_scored`. Padding rows of its passes count, too."""
+        self.passes += shape.depth
+        self.rows += len(self._pending) + (shape.depth - 1) * shape.width
+        self._commit([*accepted, next_token], num_scored)
 
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first
@@ -117,9 +134,12 @@ class DraftProposer:
         while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
             scored += 1
         self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
-        committed = [*(tree.token_ids[row] for row in rows), next_token]
+        self._commit([*(tree.token_ids[row] for row in rows), next_token], scored)
+
+    def _commit(self, committed: Sequence[int], scored: int) -> None:
+        """Add tokens to the text, of which the draft has read the first `scored`."""
         self._text += committed
-        self._pending = committed[scored:]
+        self._pending = list(committed[scored:])
 
     def close(self) -> None:
         """Close the draft's cache."""

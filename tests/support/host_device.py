@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+from ptx.on_host import launch_on_host
 
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
+from draftwood.plugins.device_round.images import image
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.static.device import RowMove, Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
@@ -37,22 +40,28 @@ class HostMemory:
 
     def __init__(self, nbytes: int, freed: list[NDArray[np.uint8]]) -> None:
         block = np.zeros(nbytes + 256, np.uint8)
-        self.address = -(-block.ctypes.data // 256) * 256
+        self.address, self.nbytes = -(-block.ctypes.data // 256) * 256, nbytes
         weakref.finalize(self, freed.append, block)
 
 
 class HostDevice:
-    """See `runtime/engines/static/device.py`. `launches` counts what a driver would be asked for, by kind."""
+    """See `runtime/engines/static/device.py`. `launches` counts what a driver would be asked for, by kind; `done` what
+    ran, in graphs too, and `copied` the bytes of copies. rounds: whether it runs the kernels of rounds, from their
+    PTX."""
 
-    def __init__(self, captures: bool = True) -> None:
-        self.captures = captures
+    def __init__(self, captures: bool = True, rounds: bool = False) -> None:
+        self.captures, self.runs_rounds, self.number = captures, rounds, id(self)
+        self._allocations: weakref.WeakSet[HostMemory] = weakref.WeakSet()
         self.launches: dict[str, int] = {}
+        self.done, self.copied = Counter[str](), Counter[str]()
         self._queues: dict[Stream, list[Work]] = {}
         self._freed: list[NDArray[np.uint8]] = []  # a driver gives memory back after what was queued has run
         self._recording: list[Work] | None = None
 
     def allocate(self, nbytes: int) -> HostMemory:
-        return HostMemory(nbytes, self._freed)
+        memory = HostMemory(nbytes, self._freed)
+        self._allocations.add(memory)
+        return memory
 
     def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.zeros(nbytes, np.uint8)
@@ -63,13 +72,25 @@ class HostDevice:
         return stream
 
     def upload(self, address: int, array: NDArray[np.uint8], stream: Stream) -> None:
-        self.submit("upload", stream, lambda: ctypes.memmove(address, array.ctypes.data, array.nbytes))
+        self.submit("upload", stream, lambda: self.copy("upload", address, array.ctypes.data, array.nbytes))
 
     def download(self, array: NDArray[np.uint8], address: int, stream: Stream) -> None:
-        self.submit("download", stream, lambda: ctypes.memmove(array.ctypes.data, address, array.nbytes))
+        self.submit("download", stream, lambda: self.copy("download", array.ctypes.data, address, array.nbytes))
+
+    def copy(self, kind: str, target: int, source: int, nbytes: int) -> None:
+        self.copied[kind] += nbytes
+        ctypes.memmove(target, source, nbytes)
 
     def move_rows(self, move: RowMove, stream: Stream) -> None:
         self.submit("move_rows", stream, lambda: moved(move))
+
+    def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
+        numbers = tuple(values)
+        self.submit(kernel, stream, lambda: launch_on_host(image(kernel), grid, numbers, self.blocks()))
+
+    def blocks(self) -> list[NDArray[np.uint8]]:
+        """All allocations."""
+        return [array_at(each.address, (each.nbytes,), np.uint8) for each in self._allocations if each.nbytes]
 
     def capture(self, work: Work, stream: Stream) -> list[Work] | None:
         if not self.captures:
@@ -98,14 +119,14 @@ class HostDevice:
         """Queue work, or record it while a graph is captured."""
         self.count(kind if self._recording is None else "captured")
         queue = self._queues[stream] if self._recording is None else self._recording
-        queue.append(lambda: void(work()))
+        queue.append(lambda: self.do(kind, work))
+
+    def do(self, kind: str, work: Callable[[], object]) -> None:
+        self.done[kind] += 1
+        work()
 
     def count(self, kind: str) -> None:
         self.launches[kind] = self.launches.get(kind, 0) + 1
-
-
-def void(result: object) -> None:
-    """What queued work returns is nobody's."""
 
 
 def moved(move: RowMove) -> None:

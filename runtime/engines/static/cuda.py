@@ -6,7 +6,7 @@ import ctypes
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
+from ....plugins.device_round.images import CAPABILITY, Image, image
 from .device import RowMove, Stream
 
 MOVE_LIMIT = 256  # rows of one launch: row numbers are kernel arguments, which CUDA limits to 4 KB
@@ -62,6 +63,7 @@ class CudaDevice:
         """Raises EngineError when cuda-bindings, the driver or the GPU is missing."""
         self._driver = load_driver()
         self._local = threading.local()
+        self.number = index
         handle = self._call("cuDeviceGet", index)
         self._context = self._call("cuDevicePrimaryCtxRetain", handle)
         self._enter()
@@ -78,6 +80,12 @@ class CudaDevice:
         )
         self._setup = self.new_stream()
         self._movers: dict[int, Any] = {}
+        self._round_kernels: dict[str, tuple[Image, Any]] = {}
+
+    @property
+    def runs_rounds(self) -> bool:
+        """See Device.runs_rounds."""
+        return float(self.compute_capability) >= CAPABILITY / 10
 
     def allocate(self, nbytes: int) -> CudaMemory:
         """See Device.allocate."""
@@ -138,6 +146,19 @@ class CudaDevice:
         for arguments in mover_arguments(move, width):
             pointers = np.array([argument.ctypes.data for argument in arguments], np.uint64)
             self._call("cuLaunchKernel", self._movers[width], *grid, stream, pointers.ctypes.data, 0)
+
+    def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
+        """See Device.launch. The driver compiles a kernel's PTX on first use, and keeps the result on disk."""
+        self._enter()
+        if kernel not in self._round_kernels:
+            loaded = image(kernel)
+            module = self._call("cuModuleLoadData", loaded.text.encode() + b"\0")
+            self._round_kernels[kernel] = loaded, self._call("cuModuleGetFunction", module, kernel.encode())
+        loaded, function = self._round_kernels[kernel]
+        arguments = loaded.arguments(values)
+        pointers = np.array([argument.ctypes.data for argument in arguments], np.uint64)
+        sizes = (*grid, 1, loaded.threads, 1, 1, loaded.shared_bytes)
+        self._call("cuLaunchKernel", function, *sizes, stream, pointers.ctypes.data, 0)
 
     def capture(self, work: Callable[[], None], stream: Stream) -> CudaGraph | None:
         """See Device.capture."""

@@ -6,7 +6,7 @@ not change until `synchronize` has returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -50,6 +50,14 @@ class RowMove(NamedTuple):
 class Device(Protocol):
     """A GPU, or a replacement for tests."""
 
+    @property
+    def number(self) -> int:
+        """Devices with the same number share memory and streams."""
+
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether the device runs the kernels of `plugins/device_round`."""
+
     def allocate(self, nbytes: int) -> DeviceMemory:
         """Allocate zeroed memory. Raises EngineError that names the sizes when there is too little."""
 
@@ -64,6 +72,9 @@ class Device(Protocol):
 
     def move_rows(self, move: RowMove, stream: Stream) -> None:
         """Queue a move: one launch for all planes, none when there are no rows to move."""
+
+    def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
+        """Queue a kernel of `plugins/device_round`. values: addresses and numbers, in the order of its parameters."""
 
     def capture(self, work: Callable[[], None], stream: Stream) -> Any | None:
         """Capture the work that `work` queues on `stream` as a graph, without running it. None when it cannot be

@@ -19,9 +19,11 @@ from ....plugins.tree_attention.op import SequenceRow
 from ..base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, check_cache, closed_error, num_fitting
 from ..cache import GrowingKVCache
 from ..layout import Layout, PassShape, check_growth
+from ..rounds import RoundEngine
 from .device import Device, Execution, Program
 from .memory import CacheMemory, cache_geometry
 from .pool import StaticPool
+from .rounds import Side, StaticRounds, can_run
 
 
 class MemoryUse(NamedTuple):
@@ -58,6 +60,7 @@ class StaticEngine(Engine):
         self.stream = device.new_stream()
         self.lock = Lock()
         self.closed = False
+        self.has_queued_moves = False  # whether commits are queued that no pass has waited for
         self._executions: dict[PassShape, Execution] = {}
         self._pool: StaticPool | None = None
 
@@ -102,6 +105,15 @@ class StaticEngine(Engine):
         cache.speculative += batch.num_tokens
         return output
 
+    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> RoundEngine | None:
+        """See Engine.rounds: with a static draft on the same device, both for one sequence."""
+        if not isinstance(draft, StaticEngine) or draft.device.number != self.device.number:
+            return None
+        if not isinstance(cache, StaticKVCache) or not isinstance(draft_cache, StaticKVCache):
+            return None
+        sides = Side(self, cache), Side(draft, draft_cache)
+        return StaticRounds(*sides) if self.device.runs_rounds and all(map(can_run, sides)) else None
+
     def close(self) -> None:
         with self.lock:  # waits for the pass of another thread
             if not self.closed:
@@ -136,6 +148,13 @@ class StaticKVCache(GrowingKVCache):
         """See CacheMemory.contents."""
         with self._engine.lock:
             return self._memory.contents()
+
+    @property
+    def memory(self) -> CacheMemory:
+        """The memory of an open cache. The caller holds the engine's lock while it uses it."""
+        if self._closed:
+            raise EngineError("this cache was closed: open another one for the next text")
+        return self._memory
 
     def run(self, batch: TokenBatch, start: int, limit: int) -> ForwardOutput:
         """Score a batch. start: the slot of its first row. limit: the most columns that its mask may have."""

@@ -15,7 +15,7 @@ from ....plugins.tree_attention.op import SequenceRow
 from ..base import EngineSpec, ForwardOutput, TokenBatch, closed_error
 from ..feeds import feed_sequences, output_of
 from ..layout import Layout, PassShape, align
-from .device import CacheGeometry, RowMove
+from .device import CacheGeometry, RowMove, Stream
 
 if TYPE_CHECKING:  # engine.py imports this module
     from .engine import StaticEngine
@@ -42,9 +42,13 @@ class CacheMemory:
 
     def __init__(self, engine: StaticEngine) -> None:
         self._engine = engine
-        self._geometry = cache_geometry(engine.spec, engine.program.cache_itemsize)
-        self._memory = engine.device.allocate(self._geometry.nbytes)
+        self.geometry = cache_geometry(engine.spec, engine.program.cache_itemsize)
+        self._memory = engine.device.allocate(self.geometry.nbytes)
         self._passes: dict[PassShape, StaticPass] = {}
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
 
     def bind_pass(self, shape: PassShape) -> StaticPass:
         """The pass of a shape over this cache, created on first use. Raises EngineError when the engine is closed."""
@@ -56,13 +60,14 @@ class CacheMemory:
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Queue the copies of rows, in order, in every layer and head."""
-        move = RowMove(self._memory.address, self._geometry, sources, targets)
+        move = RowMove(self._memory.address, self.geometry, sources, targets)
         self._engine.device.move_rows(move, self._engine.stream)
+        self._engine.has_queued_moves = True
 
     def contents(self) -> NDArray[Any]:
         """A copy of the cache in host memory, [2 * layers, 1, H_kv, C, D], float32, or uint16 with the bits of fp16 or
         bf16."""
-        device, geometry, head_dim = self._engine.device, self._geometry, self._engine.spec.model.head_dim
+        device, geometry, head_dim = self._engine.device, self.geometry, self._engine.spec.model.head_dim
         block = device.allocate_pinned(geometry.nbytes)
         device.download(block, self._memory.address, self._engine.stream)
         device.synchronize(self._engine.stream)
@@ -75,7 +80,7 @@ class CacheMemory:
         """The addresses of every layer's keys and values, by the names of the inputs and of the outputs."""
         names = [(layer, kind) for layer in range(self._engine.spec.model.num_layers) for kind in bindings.KINDS]
         return {
-            name(kind, layer): self._memory.address + index * self._geometry.tensor_bytes
+            name(kind, layer): self._memory.address + index * self.geometry.tensor_bytes
             for index, (layer, kind) in enumerate(names)
             for name in (bindings.past, bindings.present)
         }
@@ -85,7 +90,7 @@ class StaticPass:
     """One shape of pass over one cache: its buffers and, after its first run, its CUDA graph."""
 
     def __init__(self, engine: StaticEngine, caches: dict[str, int], shape: PassShape) -> None:
-        self._engine, self._shape, self._caches = engine, shape, caches
+        self._engine, self.shape, self._caches = engine, shape, caches
         device, spec = engine.device, engine.spec
         self._inputs, self._outputs = Layout.inputs(spec, shape), Layout.outputs(spec, shape)
         self._host_inputs, self._host_outputs = (
@@ -105,20 +110,21 @@ class StaticPass:
         device, stream = self._engine.device, self._engine.stream
         feed_sequences(self._feeds, batch, sequences, start)
         if self._graph is None:
-            self._bind()
+            self.bind()
             self._enqueue()
         else:
             device.replay(self._graph, stream)
         needed = self._outputs.needed_bytes(scored, batch.ranking_only)
         device.download(self._host_outputs[:needed], self._device_outputs.address, stream)
         device.synchronize(stream)
+        self._engine.has_queued_moves = False
         if self._graph is None and self._may_capture:
             self._capture()
         return self._output
 
-    def _bind(self) -> None:
+    def bind(self) -> None:
         """Bind every tensor, since another cache may have used the execution in between."""
-        execution = self._engine.execution(self._shape)
+        execution = self._engine.execution(self.shape)
         blocks = ((self._inputs, self._device_inputs), (self._outputs, self._device_outputs))
         for layout, memory in blocks:
             for name, field in layout.fields.items():
@@ -132,15 +138,29 @@ class StaticPass:
         """Queue the copy of the inputs and the program."""
         stream = self._engine.stream
         self._engine.device.upload(self._device_inputs.address, self._host_inputs, stream)
-        self._engine.execution(self._shape).enqueue(stream)
+        self.enqueue(stream)
+
+    def enqueue(self, stream: Stream) -> None:
+        """Queue the program alone, over inputs that are on the device already. It must be bound."""
+        self._engine.execution(self.shape).enqueue(stream)
+
+    def is_capturable(self, stream: Stream) -> bool:
+        return self._engine.execution(self.shape).is_capturable(stream)
+
+    def address(self, name: str) -> int:
+        """The address on the device of an input or output."""
+        for layout, memory in ((self._inputs, self._device_inputs), (self._outputs, self._device_outputs)):
+            if name in layout.fields:
+                return memory.address + layout.fields[name].offset
+        raise KeyError(name)
 
     def _capture(self) -> None:
         """Capture the pass as a graph, after its first run. TensorRT completes its setup in the first run, and a graph
         must not contain this setup. The tensors remain bound, because binding them may set something up again."""
-        if self._engine.execution(self._shape).is_capturable(self._engine.stream):
+        if self.is_capturable(self._engine.stream):
             self._graph = self._engine.device.capture(self._enqueue, self._engine.stream)
         self._may_capture = self._graph is not None
         if self._graph is None:
             log.warning(
-                "a pass of %d rows cannot be captured as a CUDA graph; it is queued each time", self._shape.width
+                "a pass of %d rows cannot be captured as a CUDA graph; it is queued each time", self.shape.width
             )

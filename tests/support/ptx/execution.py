@@ -173,11 +173,11 @@ def reader(operand: Operand, dtype: type[np.generic], instruction: Instruction) 
 
 
 def number(text: str, dtype: type[np.generic]) -> Values:
-    """A literal: fp32 by its bits (0f3F800000), integers in any base, or the address of shared memory."""
+    """A literal: floating point by its bits (0f3F800000), integers in any base, or the address of shared memory."""
     if text == SHARED:
         return np.zeros((), dtype)
-    if text.startswith("0f"):
-        return np.array(int(text[2:], 16), np.uint32).view(dtype)
+    if text.startswith(("0f", "0d")):
+        return np.array(int(text[2:], 16), np.uint32 if text[1] == "f" else np.uint64).view(dtype)
     value, kind = int(text.rstrip("U"), 0), np.dtype(dtype)
     if kind.kind == "b":
         return np.array(bool(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ def run_grid(program: Program, launch: Launch, memory: GlobalMemory) -> None:
     if program.threads and program.threads != launch.threads:
         raise Fault(f"{program.entry} wants {program.threads} threads, not {launch.threads}")
     memory.next_launch()
-    code = [decoded(each, program) for each in program.instructions]
+    code = code_of(program)
     x, y, z = (np.arange(size) for size in launch.grid)
     places = np.stack(np.meshgrid(z, y, x, indexing="ij")[::-1], -1).reshape(-1, 3)  # x is the fastest
     alone = any(each.parts[0] == "wgmma" for each in program.instructions)  # registers in flight are a whole CTA's
@@ -39,6 +40,12 @@ def parameter_bytes(program: Program, values: Iterable[bytes]) -> Bytes:
             raise ValueError(f"{parameter.name} has {parameter.nbytes} bytes, not {len(value)}")
         result[parameter.offset :][: len(value)] = np.frombuffer(value, np.uint8)
     return result
+
+
+@functools.lru_cache(maxsize=64)
+def code_of(program: Program) -> list[Run]:
+    """What the instructions of a program do, one after the other."""
+    return [decoded(each, program) for each in program.instructions]
 
 
 def decoded(instruction: Instruction, program: Program) -> Run:

@@ -58,7 +58,7 @@ class Parameter(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """One kernel. threads: of a CTA, 0 if the kernel leaves it open. labels: a label's next instruction."""
 

@@ -22,6 +22,7 @@ TYPES: dict[str, type[np.generic]] = {
     **{f"s{8 * size}": getattr(np, f"int{8 * size}") for size in (1, 2, 4, 8)},
     "f32": np.float32,
     "f32x2": np.float32,
+    "f64": np.float64,
     "pred": np.bool_,
 }
 HALVES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -46,6 +47,7 @@ def resolve(parts: tuple[str, ...], sources: int) -> Operation | None:
         return None
     dtype = TYPES[kind]
     floating = dtype is np.float32
+    ordered = floating or dtype is np.float64
     flushed = flush if "ftz" in parts else same
     if name in ("add", "sub", "mul", "div", "min", "max") and floating:
         function = FLOATING[name]
@@ -57,7 +59,7 @@ def resolve(parts: tuple[str, ...], sources: int) -> Operation | None:
     if name == "selp":
         return Operation((dtype, dtype, np.bool_), lambda x, y, which: np.where(which, x, y))
     if name == "setp":
-        return Operation((dtype, dtype), ORDERED_NOT_EQUAL if floating and parts[1] == "ne" else COMPARISONS[parts[1]])
+        return Operation((dtype, dtype), ORDERED_NOT_EQUAL if ordered and parts[1] == "ne" else COMPARISONS[parts[1]])
     if name in ("mul", "mad") and parts[1] in ("wide", "hi"):
         return wide(name, parts[1], dtype)
     if name == "mad":

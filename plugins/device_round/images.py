@@ -1,0 +1,72 @@
+"""The kernels of a round as PTX, which belongs to this package: it depends on no model, and runs on 8.0 and later.
+
+`python -m draftwood.plugins.device_round.compile` writes the files of `ptx/` again after a change of a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FOLDER = Path(__file__).parent / "ptx"
+CAPABILITY = 80  # the least one that the PTX runs on
+I32, I64, F32, F64, U8 = "*i32", "*i64", "*fp32", "*fp64", "*u8"
+NUMBER, LONG = "i32", "i64"
+OFFER_BLOCK = 256  # most offers of a layer: a frontier's nodes times their children
+NODE_BLOCK = 128
+ROW_BLOCK = 256  # most rows of a tree
+COLUMN_BLOCK = 64
+WORD_BLOCK = 128
+DTYPES = {NUMBER: np.int32, LONG: np.int64}
+
+
+class Kernel(NamedTuple):
+    """A function of a file of this package, the types of its run-time parameters by Triton's names, and its constants.
+    One warp executes it, so that no barrier is needed."""
+
+    file: str
+    types: tuple[str, ...]
+    constants: dict[str, int]
+
+
+TABLE = (I32, I32, I32, I32)  # tokens, parents, depths, slots
+PASS = (I64, I64, I32, U8, I64, I64)  # input_ids, position_ids, sequences, tree_mask, write_indices, output_rows
+KERNELS = {
+    "expand": Kernel("growth", (I64, F32, I32, I32, I32, F64, *TABLE, *[NUMBER] * 6), {"OFFERS": OFFER_BLOCK}),
+    "unroll": Kernel("growth", (I32, F64, I32, I32, NUMBER, NUMBER), {"NODES": NODE_BLOCK}),
+    "pending_inputs": Kernel("inputs", (I32, *PASS, I32, I32, F64, *TABLE, NUMBER, NUMBER), {"COLUMNS": COLUMN_BLOCK}),
+    "tree_inputs": Kernel("inputs", (I32, I32, *TABLE, *PASS, *[NUMBER] * 4), {"COLUMNS": COLUMN_BLOCK}),
+    "verify": Kernel("acceptance", (I64, *[I32] * 4, F64, *[I32] * 8, F64, NUMBER, NUMBER), {"ROWS": ROW_BLOCK}),
+    "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 3), {"WORDS": WORD_BLOCK}),
+}
+HEADER = "// Triton {}, shared bytes: {}\n"  # the first line of a file
+
+
+class Image(NamedTuple):
+    """A kernel's PTX. types: of its parameters, with the two scratch pointers that Triton appends. shared_bytes: of a
+    launch."""
+
+    text: str
+    types: tuple[str, ...]
+    shared_bytes: int
+    threads: int = 32
+
+    def arguments(self, values: Sequence[int]) -> list[NDArray[Any]]:
+        """The arguments of a launch, each an array of one number: addresses and numbers, then null pointers."""
+        every = (*values, 0, 0)
+        return [np.array([value], DTYPES.get(each, np.uint64)) for each, value in zip(self.types, every, strict=True)]
+
+
+@functools.cache
+def image(name: str) -> Image:
+    """A kernel of KERNELS."""
+    text = (FOLDER / f"{name}.ptx").read_text()
+    found = re.match(HEADER.format(r"\S+", r"(\d+)"), text)
+    assert found is not None, f"{name}.ptx has no header"
+    return Image(text, (*KERNELS[name].types, U8, U8), int(found[1]))

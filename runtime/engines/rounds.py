@@ -1,0 +1,60 @@
+"""RoundEngine: an engine one pass of which is a whole round at temperature 0, from the draft's first pass to the
+commit."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...models.errors import EngineError
+from .base import KVCache, Pass, SoloEngine
+
+
+class RoundShape(NamedTuple):
+    """The proposal of a round: the draft's `width` most probable nodes of each layer get `width` children each, down to
+    `depth`; the `size` most probable nodes of all are verified. A chain has width 1, and as many tokens as layers."""
+
+    depth: int
+    size: int
+    width: int
+
+    @property
+    def fills_layers(self) -> bool:
+        """Whether the last layers probably get nodes, too. A deeper tree of so few tokens mostly ends before; only the
+        host then saves the remaining passes."""
+        return self.depth <= 2 + self.size // self.width
+
+
+class RoundOutcome(NamedTuple):
+    """token_ids, parents, depths, values: of the rows of the verified tree, the root first, whose parent is -1; a value
+    is the log-probability of a row's path. accepted: the accepted rows, a path. next_token: the target's token after
+    them. num_scored: how many accepted rows, from the first on, the draft has read."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    values: tuple[float, ...]
+    accepted: tuple[int, ...]
+    next_token: int
+    num_scored: int
+
+
+class RoundEngine(SoloEngine):
+    """Runs rounds over one cache of the target and one of the draft, and commits what it accepts in both. outcome: of
+    the last round."""
+
+    outcome: RoundOutcome
+
+    def new_cache(self) -> KVCache:
+        """Raises EngineError: rounds run over the caches for which the engine was made."""
+        raise EngineError("rounds have no caches of their own: open those of the target and of the draft")
+
+    @abstractmethod
+    def fits(self, shape: RoundShape, num_pending: int) -> bool:
+        """Whether a round of this shape can run now. num_pending: tokens that the draft has not read, the root
+        included."""
+
+    @abstractmethod
+    def prepare(self, shape: RoundShape, pending: Sequence[int]) -> Pass:
+        """The pass that runs a round. pending: the tokens that the draft has not read; the last one is the root."""

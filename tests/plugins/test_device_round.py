@@ -1,0 +1,154 @@
+"""Rounds by the kernels, executed from their PTX, against the host's own code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import FakeCache
+from ptx.faults import Fault
+from scripted_rounds import COLUMNS, VOCABULARY, DeviceRounds, Ranker, RankingEngine
+
+from draftwood.plugins.device_round.images import HEADER, KERNELS, image
+from draftwood.runtime import SamplingParams
+from draftwood.runtime.decoding.device import acceptance_of, tree_of
+from draftwood.runtime.engines.passes import run
+from draftwood.runtime.engines.rounds import RoundShape
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.speculation.graph.token_graph import TokenGraph
+from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
+from draftwood.runtime.speculation.growers.baseline import BestFirst
+from draftwood.runtime.speculation.growers.gsd import NO_MERGER
+from draftwood.runtime.speculation.growers.specdecpp import Fixed
+from draftwood.runtime.speculation.proposer import DraftProposer
+from draftwood.runtime.speculation.verifier import Acceptance, match_best
+
+SHAPES = [RoundShape(1, 1, 1), RoundShape(4, 4, 1), RoundShape(3, 5, 2), RoundShape(5, 15, 4), RoundShape(4, 6, 3)]
+PROMPT = (3, 1, 4, 1, 5)
+
+
+class HostRounds:
+    """The same rounds by the proposer and the verifier."""
+
+    def __init__(self, shape: RoundShape, target: Ranker, draft: Ranker, kept_tokens: tuple[int, ...]) -> None:
+        self._shape, self._target = shape, RankingEngine(target)
+        self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, kept_tokens))
+        self._cache.committed = list(PROMPT[:-1])
+        self._root = PROMPT[-1]
+        self._sampler = Sampler(SamplingParams(temperature=0), PROMPT, (), VOCABULARY)
+        run(self._proposer.start(PROMPT))
+
+    @property
+    def pending(self) -> list[int]:
+        return self._proposer.pending
+
+    def run(self) -> tuple[TokenTree, Acceptance]:
+        depth, size, width = self._shape
+        graph, grower = TokenGraph(self._root), BestFirst(size, depth, width, NO_MERGER)
+        run(self._proposer.propose(graph, grower, Fixed(), self._sampler, seeded_streams(0).draft, True))
+        tree = unroll(graph, size, depth)
+        output = self._target.score(tree.to_batch(self._target.spec, self._cache.length, True), self._cache)
+        assert output.top_ids is not None
+        acceptance = match_best(tree, output.top_ids[:, 0])
+        self._cache.commit([0, *acceptance.rows])
+        self._proposer.commit(tree, acceptance.rows, acceptance.next_token)
+        self._root = acceptance.next_token
+        return tree, acceptance
+
+
+def compared(shape: RoundShape, ties: bool = False, kept_tokens: tuple[int, ...] = (), seed: int = 1) -> int:
+    """Six rounds of the host and of the device, in turn; the first one is queued, the others are replayed. Returns the
+    number of accepted tokens."""
+    draft = Ranker(seed, 6, ties)
+    target = Ranker(seed + 100, 6, ties, draft, kept_tokens)
+    host, device = (
+        HostRounds(shape, target, draft, kept_tokens),
+        DeviceRounds(shape, target, draft, PROMPT, kept_tokens),
+    )
+    accepted = 0
+    for _ in range(6):
+        tree, acceptance = host.run()
+        outcome = device.run()
+        found = tree_of(outcome)
+        for field in ("token_ids", "parents", "depths", "children", "merged", "certain"):
+            assert getattr(found, field) == getattr(tree, field), field
+        np.testing.assert_allclose(found.shares, tree.shares)
+        assert acceptance_of(outcome) == acceptance
+        assert device.pending == host.pending
+        accepted += len(acceptance.rows)
+    assert device.device.launches["synchronize"] == 6 and device.device.launches["replay"] == 5
+    return accepted
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+def test_rounds_are_those_of_the_host(shape: RoundShape, ties: bool) -> None:
+    """Trees, accepted paths, caches, and what the draft has not read. Equal values are ordered as the host orders
+    them."""
+    assert compared(shape, ties) > 2
+
+
+def test_a_trimmed_draft_proposes_tokens_of_the_target() -> None:
+    kept = tuple(sorted(np.random.default_rng(0).choice(VOCABULARY, COLUMNS, replace=False).tolist()))
+    assert compared(RoundShape(3, 5, 2), kept_tokens=kept) > 2
+
+
+@pytest.mark.full
+def test_rounds_of_many_shapes() -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(60):
+        depth, width = int(rng.integers(1, 7)), int(rng.integers(1, 6))
+        compared(RoundShape(depth, int(rng.integers(1, 25)), width), bool(rng.integers(2)), seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new"),
+    [
+        ("expand", "setp.ge.f64", "setp.gt.f64"),  # a value as good as this one does not count
+        ("expand", "setp.eq.f64", "setp.ne.f64"),  # the order of equal values
+        ("unroll", "setp.gt.f64", "setp.lt.f64"),  # the worst nodes
+        ("unroll", "setp.eq.f64", "setp.ne.f64"),
+        ("tree_inputs", "mul.lo.s32", "add.s32"),  # a stride of the mask
+        ("verify", "max.s32", "min.s32"),  # the child that matches
+        ("commit", "mul.lo.s64", "add.s64"),  # a stride of the cache
+    ],
+)
+def test_a_kernel_that_differs_would_be_noticed(
+    kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = image(kernel)
+    changed = original._replace(text=original.text.replace(old, new))
+    assert changed.text != original.text
+    monkeypatch.setattr("host_device.image", lambda name: changed if name == kernel else image(name))
+    with pytest.raises((AssertionError, Fault)):
+        compared(RoundShape(3, 5, 2), ties=True)
+
+
+def test_the_images_are_compiled_from_these_kernels() -> None:
+    """By the same release of Triton; another one may compile other code."""
+    triton = pytest.importorskip("triton")
+    text = image("commit").text
+    if HEADER.format(triton.__version__, 0) != text[: text.index("\n") + 1]:
+        pytest.skip(f"the images were not compiled by Triton {triton.__version__}")
+    done = subprocess.run(
+        [sys.executable, "-m", "draftwood.plugins.device_round.compile", "--check"], capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_the_images_assemble_for_devices_without_spilling(capability: int, tmp_path: Path) -> None:
+    """As a driver would assemble them, by the ptxas of the package triton."""
+    triton = pytest.importorskip("triton")
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    for kernel in KERNELS:
+        (tmp_path / "kernel.ptx").write_text(image(kernel).text)
+        tool = folder / ("ptxas-blackwell" if capability >= 100 and (folder / "ptxas-blackwell").exists() else "ptxas")
+        command = [str(tool), "-v", f"--gpu-name=sm_{capability}", "kernel.ptx", "-o", "kernel.cubin"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr and image(kernel).shared_bytes == 0, kernel

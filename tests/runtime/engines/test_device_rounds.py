@@ -1,0 +1,166 @@
+"""Rounds that run on the device as a whole, over the stand-in for TensorRT: their kernels run from their PTX."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+from bundling import DEMO
+from engine_parts import random_text
+
+from draftwood.models import bindings
+from draftwood.models.errors import EngineError
+from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.round import Observer, Round
+from draftwood.runtime.engines.rounds import RoundShape
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
+from tests.runtime.engines import test_tensorrt_engine as stand_in
+
+machine = stand_in.machine
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+PROMPT = random_text(30)
+CHAIN = SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
+TREE = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=9, max_draft_len=3, frontier_width=3)
+
+
+DEEP = replace(CHAIN, max_draft_len=6)
+
+
+class Pair:
+    """Both engines of the demo on one stand-in device."""
+
+    def __init__(self, machine: stand_in.HostMachine) -> None:
+        self.device = machine.device
+        self.target, self.draft = (machine.open(DEMO / role, role) for role in bindings.ROLES)
+
+    def decoder(self, config: SpeculativeConfig | None, rounds: bool = True) -> SpeculativeDecoder:
+        self.device.runs_rounds = rounds
+        return SpeculativeDecoder(self.target, self.draft, config, 400, ())
+
+
+@pytest.fixture
+def pair(machine: stand_in.HostMachine) -> Pair:
+    return Pair(machine)
+
+
+def generation(
+    decoder: SpeculativeDecoder,
+    params: SamplingParams = GREEDY,
+    stats: SpecDecodeStats | None = None,
+    observe: Observer | None = None,
+) -> Iterator[list[int]]:
+    """The tokens of each round."""
+    sampler = Sampler(params, PROMPT, (), 2048)
+    for chunk in decoder.generate(PROMPT, sampler, seeded_streams(0), stats or SpecDecodeStats(), observe):
+        yield chunk.token_ids
+
+
+def text(*arguments: Any) -> list[int]:
+    return [token for tokens in generation(*arguments) for token in tokens]
+
+
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+def test_the_text_and_the_proposals_are_those_of_the_host(config: SpeculativeConfig, pair: Pair) -> None:
+    """With one wait of the host and one copy each way for a round, once its graph is captured."""
+    by_host, by_device = SpecDecodeStats(), SpecDecodeStats()
+    expected = text(pair.decoder(config, rounds=False), GREEDY, by_host)
+    tokens, rounds = list[int](), 0
+    before = Counter(pair.device.launches)
+    for chunk in generation(pair.decoder(config), GREEDY, by_device):
+        tokens += chunk
+        asked = Counter(pair.device.launches) - before
+        before = Counter(pair.device.launches)
+        if pair.device.done["verify"] > rounds:
+            rounds += 1
+            if rounds > 1:
+                assert asked == {"replay": 1, "synchronize": 1}
+    assert tokens == expected and rounds > 2
+    assert by_device.accepted_per_round == by_host.accepted_per_round
+    assert (by_device.num_draft_tokens, by_device.target_passes) == (by_host.num_draft_tokens, by_host.target_passes)
+    assert pair.device.done["pending_inputs"] == pair.device.done["verify"] == rounds
+
+
+def test_rounds_of_two_texts_in_turn(pair: Pair) -> None:
+    """They share the engines' executions, whose bindings the host's passes change in between; one text's first rounds
+    run on the host, whose last commit of the draft is still queued when a round on the device begins."""
+    expected = text(pair.decoder(CHAIN, rounds=False))
+    decoders = pair.decoder(CHAIN), pair.decoder(TREE)
+    found: list[list[int]] = [[], []]
+    for tokens in zip_longest(*map(generation, decoders), fillvalue=[]):
+        for each, more in zip(found, tokens, strict=True):
+            each += more
+    assert found == [expected, expected]
+    once = decoders[0]
+    host_first = text(once, replace(GREEDY, logprobs=1, max_tokens=9))
+    before = pair.device.done["verify"]
+    assert [host_first, text(once)] == [expected[:9], expected] and pair.device.done["verify"] > before
+
+
+def test_a_round_that_cannot_be_captured_is_queued(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    expected = text(pair.decoder(CHAIN, rounds=False))
+    pair.device.captures = False
+    assert text(pair.decoder(DEEP)) == expected
+    assert sum("a round of" in message for message in caplog.messages) == 1
+    assert pair.device.launches["verify"] == pair.device.done["verify"] > 1
+
+
+OTHERS = {
+    "sampled": (CHAIN, replace(GREEDY, temperature=0.7, seed=1)),
+    "log-probabilities": (CHAIN, replace(GREEDY, logprobs=2)),
+    "penalties": (CHAIN, replace(GREEDY, repetition_penalty=1.2)),
+    "merges": (replace(TREE, merge="gsd"), GREEDY),
+    "a lookup": (replace(TREE, lookup_ngram=2), GREEDY),
+    "a fixed shape": (SpeculativeConfig("k-ary", budget="fixed"), GREEDY),
+    "a stop rule": (replace(CHAIN, stop_rule="confidence"), GREEDY),
+    "pruning": (replace(TREE, leaf_share=0.1), GREEDY),
+    "a chain that is too deep for the text": (replace(CHAIN, max_draft_len=9), replace(GREEDY, max_tokens=9)),
+    "a tree that mostly ends before its depth": (replace(TREE, max_draft_len=6), GREEDY),
+    "no speculation": (None, GREEDY),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_rounds_stay_on_the_host(name: str, pair: Pair) -> None:
+    config, params = OTHERS[name]
+    expected = text(pair.decoder(config, rounds=False), params)
+    assert text(pair.decoder(config), params) == expected
+    assert pair.device.done["verify"] == 0
+
+
+def test_an_observer_gets_its_rounds_from_the_host(pair: Pair) -> None:
+    seen: list[Round] = []
+    text(pair.decoder(CHAIN), GREEDY, SpecDecodeStats(), seen.append)
+    assert seen and pair.device.done["verify"] == 0
+
+
+def test_a_round_has_room_in_masks_and_caches(machine: stand_in.HostMachine, pair: Pair) -> None:
+    decoder = pair.decoder(CHAIN)
+    caches = pair.target.new_cache(), pair.draft.new_cache()
+    rounds = pair.target.rounds(caches[0], pair.draft, caches[1])
+    assert rounds is not None and rounds.fits(RoundShape(4, 4, 1), 1)
+    for shape in (RoundShape(4, 32, 4), RoundShape(2, 20, 17), RoundShape(34, 31, 4), RoundShape(4, 256, 2)):
+        assert not rounds.fits(shape, 1), shape
+    assert not rounds.fits(RoundShape(4, 4, 1), 2) and not rounds.fits(RoundShape(4, 4, 1), 0)
+    caches[0].length, caches[1].length = 595, 595  # type: ignore[misc]
+    assert not rounds.fits(RoundShape(4, 8, 2), 1) and rounds.fits(RoundShape(3, 3, 1), 1)
+    with pytest.raises(EngineError, match="open those of the target and of the draft"):
+        rounds.new_cache()
+    rounds.prepare(RoundShape(3, 3, 1), [1])
+    pair.draft.close()
+    with pytest.raises(EngineError, match="the draft engine was closed"):
+        rounds.prepare(RoundShape(3, 3, 1), [1]).run()
+    decoder.close()
+
+
+def test_engines_on_different_devices_run_no_rounds(pair: Pair, machine: stand_in.HostMachine) -> None:
+    machine.device = machine.package.device = stand_in.HostGpu()
+    machine.device.runs_rounds = pair.device.runs_rounds = True
+    other = machine.open(DEMO / bindings.DRAFT, bindings.DRAFT)
+    assert pair.target.rounds(pair.target.new_cache(), other, other.new_cache()) is None
+    assert pair.target.rounds(pair.target.new_cache(), pair.draft, pair.draft.new_cache()) is not None

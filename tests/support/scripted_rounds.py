@@ -1,0 +1,190 @@
+"""Language models that are functions of their context, for rounds: by the host, over `fakes`, and by the kernels on a
+host device, whose caches hold each row's token and position. A wrong mask, position or commit changes a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from fakes import FakeCache, FakeEngine
+from host_device import HostDevice, HostMemory, array_at
+from numpy.typing import NDArray
+
+from draftwood.models import bindings
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
+from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
+from draftwood.runtime.engines.rounds import RoundOutcome, RoundShape
+from draftwood.runtime.engines.static.device import CacheGeometry, Stream
+from draftwood.runtime.engines.static.round import PENDING, CachePlace, Names, Round
+
+CAPACITY, WORDS = 160, 3
+VOCABULARY, COLUMNS = 40, 18  # tokens, and the first of them, which are ranked
+GEOMETRY = CacheGeometry(2, 2, CAPACITY, 4 * WORDS, 2 * CAPACITY * 4 * WORDS + 64)
+Context = tuple[int, ...]
+Ranking = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens and their log-probabilities, best first
+
+
+class Ranker:
+    """columns: how many tokens it ranks. ties: log-probabilities are multiples of a half. other: a draft that mostly
+    ranks this one's best token among its first three; `names`: the tokens of its columns."""
+
+    def __init__(
+        self, seed: int, columns: int, ties: bool, other: Ranker | None = None, names: Sequence[int] = ()
+    ) -> None:
+        self.columns, self._seed, self._ties, self._other = columns, seed, ties, other
+        self._names = names or range(VOCABULARY)
+        self.after = cache(self._after)
+
+    def _after(self, context: Context) -> Ranking:
+        rng = np.random.default_rng((self._seed, *context))
+        logprobs = -np.sort(rng.exponential(1.5, self.columns)).astype(np.float32)
+        if self._ties:
+            logprobs = np.ceil(2 * logprobs) / 2
+        if rng.random() < 0.5:
+            logprobs[rng.integers(0, self.columns) :] = -np.inf  # of all of them, now and then
+        ids = rng.choice(COLUMNS, self.columns, replace=False)
+        if self._other is not None and rng.random() < 0.9:
+            ids[0] = self._names[int(self._other.after(context)[0][min(rng.geometric(0.7) - 1, 2)])]
+        return ids, logprobs
+
+
+class RankingEngine(FakeEngine):
+    """The host's engine."""
+
+    def __init__(self, ranker: Ranker, kept_tokens: tuple[int, ...] = ()) -> None:
+        super().__init__(lambda context: np.ones(VOCABULARY), VOCABULARY, kept_tokens=kept_tokens)
+        self._ranker = ranker
+
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        assert isinstance(cache, FakeCache)
+        first = cache.speculative
+        output = super().score(batch, cache)
+        rows = [row for row in batch.output_rows.tolist() if row < batch.num_tokens]
+        ranked = [self._ranker.after(self._context(cache, first + row)) for row in rows]
+        ids, logprobs = (np.stack(each) for each in zip(*ranked, strict=True))
+        return output._replace(top_ids=ids, top_logprobs=logprobs)
+
+
+class DeviceCache(NamedTuple):
+    """A cache on a host device: every row holds a token and its position."""
+
+    memory: HostMemory
+    ranker: Ranker
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        """[tensors, heads, slots, words]"""
+        tensors, heads, capacity, row_bytes, tensor_bytes = GEOMETRY
+        block = array_at(self.memory.address, (tensors, tensor_bytes), np.uint8)
+        return block[:, : heads * capacity * row_bytes].view(np.int32).reshape(tensors, heads, capacity, WORDS)
+
+    def place(self) -> CachePlace:
+        return CachePlace(self.memory.address, GEOMETRY, self.ranker.columns)
+
+    def write(self, start: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        for word, numbers in enumerate((tokens, positions, np.multiply(tokens, 31))):
+            self.rows[:, :, start : start + len(tokens), word] = numbers
+
+    def text(self, length: int) -> list[int]:
+        """The committed tokens, which stand at their positions in every plane."""
+        rows = self.rows[:, :, :length]
+        assert (rows == rows[0, 0]).all() and (rows[0, 0, :, 1] == np.arange(length)).all()
+        return [int(token) for token in rows[0, 0, :, 0]]
+
+
+class DevicePass:
+    """A RoundPass over such a cache."""
+
+    def __init__(self, device: HostDevice, cache: DeviceCache, shape: PassShape) -> None:
+        sizes = {"T": shape.width, "S": shape.columns, "R": shape.outputs, "B": 1, "N": 1, "4": 4}
+        sizes["K"] = cache.ranker.columns
+        items = (*bindings.inputs(bindings.COMPACT), bindings.TOP_IDS, bindings.TOP_LOGPROBS)
+        self._layout = Layout.packed({i.name: (i.dtype, tuple(sizes[axis] for axis in i.shape)) for i in items})
+        self.shape, self._device, self._cache = shape, device, cache
+        self._memory = device.allocate(self._layout.nbytes)
+        array_at(self._memory.address, (self._layout.nbytes,), np.uint8)[:] = 1  # what an earlier pass has left
+        self._bound = False
+
+    def address(self, name: str) -> int:
+        return self._memory.address + self._layout.fields[name].offset
+
+    def bind(self) -> None:
+        assert not self._device.is_recording
+        self._bound = True
+
+    def enqueue(self, stream: Stream) -> None:
+        assert self._bound
+        self._device.submit("enqueue", stream, self._run)
+
+    def is_capturable(self, stream: Stream) -> bool:
+        return True
+
+    def _run(self) -> None:
+        views: dict[str, Any] = self._layout.views(array_at(self._memory.address, (self._layout.nbytes,), np.uint8))
+        (ids,), (positions,), (mask,) = (views[name] for name in ("input_ids", "position_ids", "tree_mask"))
+        (start,), ((*zeros, length, place),) = views["write_indices"].tolist(), views["sequences"].tolist()
+        assert zeros == [0, 0] and length == place <= start <= CAPACITY - len(ids) and mask.max() <= 1
+        self._cache.write(start, ids, positions)
+        for output, row in enumerate(views["output_rows"].tolist()):
+            seen = np.flatnonzero(mask[row])
+            if not len(seen):
+                assert ids[row] == positions[row] == 0, "padding"
+                continue
+            assert place + seen[-1] == start + row, "a row sees itself, and nothing after it"
+            rows = self._cache.rows[0, 0, place + seen, :2]
+            assert rows[:, 1].tolist() == list(range(length, length + len(seen))), "a row sees a gap or a sibling"
+            context = (*self._cache.text(length), *rows[:, 0].tolist())
+            views["top_ids"][0, output], views["top_logprobs"][0, output] = self._cache.ranker.after(context)
+
+
+def widths(rows: int) -> int:
+    """A compiled width."""
+    return 1 << (rows - 1).bit_length()
+
+
+class DeviceRounds:
+    """Rounds of one shape over a host device; `text` has been read by the target, without its last token."""
+
+    def __init__(
+        self, shape: RoundShape, target: Ranker, draft: Ranker, text: Sequence[int], kept_tokens: Sequence[int] = ()
+    ) -> None:
+        self.device = HostDevice(rounds=True)
+        self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
+        for each in self.caches:
+            each.write(0, text[:-1], range(len(text) - 1))
+        self._length, self._read, self._text = len(text) - 1, len(text) - 1, list(text)
+        names = self.device.allocate(4 * len(kept_tokens))
+        array_at(names.address, (len(kept_tokens),), np.int32)[:] = kept_tokens
+        layers = [self._pass(1, shape.width, layer * shape.width) for layer in range(shape.depth - 1)]
+        passes = [self._pass(1, PENDING, 0, True), *layers]
+        self._round = Round(
+            self.device,
+            self.device.new_stream(),
+            shape,
+            passes,
+            self._pass(0, shape.size + 1, 0),
+            (self.caches[0].place(), self.caches[1].place()),
+            Names(names, len(kept_tokens)),
+        )
+
+    @property
+    def pending(self) -> list[int]:
+        """The tokens that the draft has not read."""
+        return self._text[self._read :]
+
+    def _pass(self, cache: int, rows: int, first: int, last_only: bool = False) -> DevicePass:
+        width = widths(rows)
+        shape = PassShape(width, mask_columns(width, first + width, 99), 1 if last_only else width)
+        return DevicePass(self.device, self.caches[cache], shape)
+
+    def run(self) -> RoundOutcome:
+        """A round; afterwards both caches hold what it has accepted."""
+        outcome = self._round.run(self._length, self.pending)
+        self._text += [*(outcome.token_ids[row] for row in outcome.accepted), outcome.next_token]
+        self._read = self._length + 1 + outcome.num_scored
+        self._length += 1 + len(outcome.accepted)
+        assert self.caches[0].text(self._length) == self._text[:-1]
+        assert self.caches[1].text(self._read) == self._text[: self._read]
+        return outcome
