@@ -155,6 +155,8 @@ class Ours:
 
 def first_choices(draft: Engine, prompt: list[int], text: list[int]) -> float:
     """The share of a text's tokens that the draft would have proposed first."""
+    most = draft.spec.model.draft_context
+    prompt = prompt if most is None or len(prompt) <= most else prompt[-(most // 2) :]
     cache, whole, right = draft.new_cache(), [*prompt, *text], 0
     tokens = draft.spec.kept_tokens or range(draft.spec.model.vocab_size)
     for start in range(0, len(whole) - 1, draft.spec.max_width):
