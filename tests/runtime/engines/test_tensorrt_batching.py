@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from bundling import DEMO
+from cuda_driver.machine import Machine
 from fake_tensorrt import HEADER, FakeTensorRT
-from host_device import HostDevice
 from together import collect, run, tokens_of
 
 from draftwood.builder import pipeline
@@ -29,6 +29,7 @@ from draftwood.runtime.engines.static import tensorrt
 from draftwood.runtime.engines.static.pool import StaticPool
 from draftwood.runtime.prompt import Prompt
 
+pytestmark = pytest.mark.usefixtures("no_faults")
 MAX_BATCH, MAX_LENGTH, WIDTHS = 3, 160, (1, 2, 4, 8, 16, 32)
 PROMPTS: list[Prompt] = [
     "def fibonacci(n):\n",
@@ -48,13 +49,6 @@ CONFIGS = {
 }
 
 
-class HostGpu(HostDevice):
-    """What an engine opens instead of a GPU; each has one of its own."""
-
-    name = "Host"
-    compute_capability = "8.9"
-
-
 def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Any) -> TensorRTPlan:
     """Instead of `compile_plan`: the stand-in's plans are graphs."""
     output.write_bytes(HEADER + str(graph).encode())
@@ -63,7 +57,7 @@ def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: Compil
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
+def opened(tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Iterator[Callable[..., LLM]]:
     """Opens the demo pair, built for so many requests, as TensorRT engines over the stand-in."""
     folder = tmp_path_factory.mktemp("bundles")
     with pytest.MonkeyPatch.context() as patch:
@@ -89,10 +83,8 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
             )
             if not bundle.exists():
                 build(options, lambda step: lambda: None)
-            device = HostGpu()
             compiled = options.compile_options()
-            package = FakeTensorRT(device, compiled.families, compiled.columns)
-            patch.setattr(tensorrt, "CudaDevice", lambda: device)
+            package = FakeTensorRT(gpu, compiled.families, compiled.columns)
             patch.setattr(tensorrt, "load_tensorrt", lambda backend: package)
             return LLM(bundle, config)
 
@@ -105,25 +97,29 @@ def alone(opened: Callable[..., LLM]) -> Iterator[LLM]:
         yield llm
 
 
-def launches(llm: LLM) -> int:
-    """Passes that any engine was asked for."""
-    device: Any = llm.engines.target
-    counts = device.device.launches
-    return int(counts.get("replay", 0) + counts.get("enqueue", 0))
+def passes(gpu: Machine) -> int:
+    """That any engine was asked for since the last call."""
+    count = gpu.counts["graph"] + gpu.counts["enqueue"]
+    gpu.counts.clear()
+    return count
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_list_of_prompts_shares_passes_and_changes_no_text(name: str, opened: Callable[..., LLM], alone: LLM) -> None:
+def test_a_list_of_prompts_shares_passes_and_changes_no_text(
+    name: str, opened: Callable[..., LLM], alone: LLM, gpu: Machine
+) -> None:
     """More prompts than places: the next one begins when one ends."""
     with opened(config=CONFIGS[name]) as llm:
+        gpu.counts.clear()
         found = llm.generate(PROMPTS, GREEDY)
-        together = launches(llm)
+        together = passes(gpu)
         expected = [alone.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in expected]
+        gpu.counts.clear()
         for prompt in PROMPTS:
             llm.generate(prompt, GREEDY)
-        assert together < 0.6 * (launches(llm) - together)
+        assert together < 0.6 * passes(gpu)
         if name == "tree":
             assert sum(each.stats.num_accepted_tokens for each in found) > 0
 
