@@ -5,6 +5,7 @@ A "plan" is the ONNX graph itself. `test_tensorrt_engine.py` compares its names 
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -151,7 +152,8 @@ class FakeTensorRT:
             get_engine_validity=lambda header: (SimpleNamespace(name="INVALID"), 0x10),
         )
 
-    def deserialize(self, content: bytes) -> CudaEngine | None:
+    def deserialize(self, plan: mmap.mmap) -> CudaEngine | None:
+        content = bytes(plan)
         if not content.startswith(HEADER):
             return None
         path = Path(content[len(HEADER) :].decode())

@@ -129,8 +129,7 @@ class Driver:
         stream[0] = self._machine.streams.create()
 
     def cuStreamSynchronize(self, stream: int) -> None:
-        self._machine.counts["wait"] += 1
-        self._machine.streams.synchronize(stream)
+        self._machine.synchronize(stream)
 
     def cuStreamBeginCapture(self, stream: int, mode: int) -> None:
         self._machine.streams.begin(stream, mode)

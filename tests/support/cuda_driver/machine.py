@@ -35,6 +35,7 @@ from .streams import Streams, Work
 CONTEXT = 0x77
 GARBAGE = 0xA5  # what a copy's target holds on the host until the host has waited
 NAME = b"Stand-in GPU"
+ZEROING = "cuMemsetD8Async"
 
 
 class Function(NamedTuple):
@@ -132,11 +133,18 @@ class Machine:
         self.streams.submit(works, stream)
         self.counts["captured" if capturing else count] += 1
 
+    def synchronize(self, stream: int) -> None:
+        """The host waits. Waits for memory that is zeroed are counted apart."""
+        unawaited = self.streams.get(stream).unawaited
+        is_zeroing = bool(unawaited) and all(work.name == ZEROING for work, _ in unawaited)
+        self.counts["wait for zeros" if is_zeroing else "wait"] += 1
+        self.streams.synchronize(stream)
+
     def fill(self, target: Span, value: int, stream: int) -> None:
         def submitted() -> tuple[Callable[[], None], Callable[[], None]]:
             return lambda: void(ctypes.memset(target.start, value, target.end - target.start)), nothing
 
-        self.submit([Work("cuMemsetD8Async", submitted, (), (target,))], stream, "memset")
+        self.submit([Work(ZEROING, submitted, (), (target,))], stream, "memset")
 
     def upload(self, target: Span, source: Span, stream: int) -> None:
         """A copy to the device. The host must not change the source until it has waited."""
