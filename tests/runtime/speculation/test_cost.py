@@ -295,7 +295,7 @@ def test_the_gpu_belongs_to_the_machine_of_plans(gpu: Machine) -> None:
     assert fingerprint(plans, "cpu", 0, 1)["gpu"] == "Stand-in GPU"
     assert fingerprint(manifest(("native", "onnxruntime")), "cuda", 0, 1)["gpu"] == "Stand-in GPU"
     assert "gpu" not in fingerprint(manifest(("native", "onnxruntime")), "cpu", 0, 1)
-    spec = plans.engines["target"]
+    spec = replace(plans.engines["target"], precision="fp16")
     assert assumed_costs(spec, None) == predicted(UNKNOWN, pass_sizes(spec), None)
     other = manifest(("native", "native")).engines["target"]
     assert assumed_costs(other, other) == assumed(other.model, other.model)
