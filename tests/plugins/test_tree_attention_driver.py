@@ -148,8 +148,8 @@ def test_a_call_equals_the_oracle(gpu: Machine) -> None:
     memories = [put(tensor) for tensor in tensors]
     output, workspace = device.allocate(tensors.query.nbytes), device.allocate(plan.workspace_bytes)
     strides = (shape.rows * shape.head_dim, shape.head_dim)
-    addresses = (each.address for each in (*memories, output, workspace))
-    operands = Operands(*addresses, query_strides=strides, output_strides=strides)  # type: ignore[misc]
+    query, key, value, sequences, mask = (each.address for each in memories)
+    operands = Operands(query, key, value, sequences, mask, output.address, workspace.address, strides, strides)
     launcher = DriverLauncher(KernelLibrary(tuple(images), "3.9.0"))
     launcher.launch(plan, operands, SCALE, stream)
     found = device.allocate_pinned(tensors.query.nbytes)
