@@ -21,7 +21,7 @@ from rich.table import Table
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError, nearest
 from ..runtime.bundle.bundle import EngineBundle
-from ..runtime.bundle.costs import fingerprint, stored_costs
+from ..runtime.bundle.costs import assumed_costs, fingerprint, stored_costs
 from ..runtime.bundle.fit import LOOKUP_NGRAM, fitted
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
@@ -32,7 +32,7 @@ from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.speculation.growers.kinds import LOOKUP
-from ..runtime.speculation.planning.cost import CostModel, assumed
+from ..runtime.speculation.planning.cost import CostModel
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, read, write
 from .live import costs_note
@@ -141,7 +141,7 @@ def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: a
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
         Console(stderr=True, quiet=args.quiet).print(f"── {costs_note(stale)}", markup=False)
-    return measured or assumed(target.spec.model, None if draft is None else draft.spec.model)
+    return measured or assumed_costs(target.spec, None if draft is None else draft.spec)
 
 
 class Run(NamedTuple):

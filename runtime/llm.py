@@ -15,7 +15,7 @@ from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
 from .batch import complete
 from .bundle.bundle import EngineBundle
-from .bundle.costs import read_costs, stored_costs
+from .bundle.costs import assumed_costs, read_costs, stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
 from .decoding.decoder import SpeculativeDecoder
@@ -35,7 +35,7 @@ from .sampling.sampler import Sampler
 from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.controller import Experience
-from .speculation.planning.cost import CostModel, assumed
+from .speculation.planning.cost import CostModel
 from .structured.grammars import Grammar, Grammars
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
@@ -82,8 +82,8 @@ class LLM:
             if self.bundle.has_draft:
                 self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
-            draft = None if self._draft is None else self._draft.spec.model
-            self._costs = measured or assumed(self._target.spec.model, draft)
+            draft = None if self._draft is None else self._draft.spec
+            self._costs = measured or assumed_costs(self._target.spec, draft)
         self._experience = Experience()
         vocab_size = self._target.spec.model.vocab_size
         self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
@@ -218,7 +218,7 @@ class LLM:
     @property
     def costs(self) -> CostModel:
         """The measured costs of the engines, or assumed ones."""
-        return self._costs or read_costs(self.bundle.folder) or assumed(self._target.spec.model, None)
+        return self._costs or read_costs(self.bundle.folder) or assumed_costs(self._target.spec, None)
 
     def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> SharedEngines:
         """Engines for up to `requests` requests at a time, which share passes where the backend allows it.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from cuda_driver.machine import Machine
 
 # How long an example takes says something about the machine and what else runs on it, nothing about the code.
 settings.register_profile("draftwood", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,6 +63,33 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from bundling import DEMO, built
 
     return built(DEMO / "target", DEMO / "draft", tmp_path_factory.mktemp("demo") / "bundle", DEMO / "head")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Machine]:
+    """A driver in the place of libcuda.so.1, and moves of rows by a function of the host."""
+    from cuda_driver.library import stand_in
+    from onnx_program import mover_image, mover_images
+
+    from draftwood.runtime.engines.static import cuda
+
+    machine = stand_in()
+    machine.images |= mover_images()
+    machine.is_present = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "compile_mover", mover_image)
+        yield machine
+    machine.is_present = False
+
+
+@pytest.fixture
+def no_faults(gpu: Machine) -> Iterator[None]:
+    """The program under test does nothing wrong with the driver."""
+    gpu.counts.clear()
+    gpu.launches.clear()
+    yield
+    faults, gpu.faults[:] = list(gpu.faults), []
+    assert not faults
 
 
 def write_pair(folder: Path, add_bos: bool) -> Path:

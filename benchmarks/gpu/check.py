@@ -12,14 +12,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.gpu.report import FAILED, Findings, NotPossible, Outcome, Part, format_row, run_parts, write_outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 BUDGET = 520.0  # seconds; a check may take nine minutes
+MINUTE = 60  # what most parts may take
+BACKENDS = ("tensorrt", "tensorrt-rtx")
+KERNEL, SHARED, OWN = "our kernel", "4 requests", "TensorRT's attention"  # the keys of tensorrt.FORMS
 
 
 def main() -> int:
@@ -36,15 +41,16 @@ def main() -> int:
     args = parser.parse_args()
     device = find_device()
     print(device or "No CUDA device: checking what a CPU can. Run this on a machine with an NVIDIA GPU for the rest.")
-    parts = list_gpu_parts((args.target_shape, args.draft_shape)) if device else list_cpu_parts()
     results: list[Outcome] = []
-    for outcome in run_parts(parts, args.budget):
-        results.append(outcome)
-        print(format_row(outcome), flush=True)
-        if outcome.trace:
-            print(outcome.trace, file=sys.stderr)
-        if device:  # after every part: a machine may be taken away, or a part end the process
-            file = write_outcomes(args.output, device, results)
+    with TemporaryDirectory() as folder:
+        parts = list_gpu_parts((args.target_shape, args.draft_shape), folder) if device else list_cpu_parts()
+        for outcome in run_parts(parts, args.budget):
+            results.append(outcome)
+            print(format_row(outcome), flush=True)
+            if outcome.trace:
+                print(outcome.trace, file=sys.stderr)
+            if device:  # after every part: a machine may be taken away, or a part end the process
+                file = write_outcomes(args.output, device, results)
     if device:
         print(f"Figures: {file}")
     return 1 if any(outcome.status == FAILED for outcome in results) else 0
@@ -67,22 +73,34 @@ def list_cpu_parts() -> list[Part]:
         Part("kernel, interpreted", 60, check_interpreted_kernel),
         Part("torch engine", 60, partial(check_engine, "cpu", ("fp32",))),
         Part("speculative = plain", 60, partial(check_texts, "cpu", 24, 1)),
-        Part("tensorrt", 30, partial(check_tensorrt, "tensorrt")),
-        Part("tensorrt-rtx", 30, partial(check_tensorrt, "tensorrt-rtx")),
+        *(Part(backend, 30, partial(check_tensorrt, backend, "build", KERNEL, "")) for backend in BACKENDS),
     ]
 
 
-def list_gpu_parts(shapes: tuple[str, str]) -> list[Part]:
-    """shapes: of the target and the draft whose speed is measured, keys of inflate.SHAPES."""
+def list_gpu_parts(shapes: tuple[str, str], folder: str) -> list[Part]:
+    """Whether something works precedes how fast it is. shapes: of the target and the draft whose speed is measured,
+    keys of inflate.SHAPES. folder: for bundles."""
+
+    def stages(form: str, names: Sequence[str]) -> list[Part]:
+        return [
+            Part(f"{backend}, {form}: {stage}", MINUTE, partial(check_tensorrt, backend, stage, form, folder))
+            for backend in BACKENDS
+            for stage in names
+        ]
+
     return [
         Part("device", 20, describe_device),
-        Part("kernel numerics", 120, check_kernel),
+        *(
+            Part(f"kernel numerics, {dtype}", MINUTE, partial(check_kernel, dtype))
+            for dtype in ("fp16", "bf16", "fp32")
+        ),
+        Part("torch engine", MINUTE, partial(check_engine, "cuda", ("fp32", "fp16", "bf16"))),
+        Part("speculative = plain", MINUTE, partial(check_texts, "cuda", 96, 3)),
+        *stages(KERNEL, ("build", "load", "capture", "first token", "texts")),
+        *(part for form in (SHARED, OWN) for part in stages(form, ("build", "load", "texts"))),
         Part("kernel time", 90, time_kernel),
-        Part("torch engine", 60, partial(check_engine, "cuda", ("fp32", "fp16", "bf16"))),
-        Part("speculative = plain", 60, partial(check_texts, "cuda", 96, 3)),
+        *(part for form in (KERNEL, SHARED, OWN) for part in stages(form, ("speed",))),
         Part(f"{shapes[0]} speculation", 180, partial(measure_speed, shapes)),
-        Part("tensorrt", 100, partial(check_tensorrt, "tensorrt")),
-        Part("tensorrt-rtx", 100, partial(check_tensorrt, "tensorrt-rtx")),
     ]
 
 
@@ -129,12 +147,11 @@ def check_interpreted_kernel() -> Findings:
     return kernel.check_numerics(kernel.attend_interpreted, kernel.list_small_shapes(), "cpu")
 
 
-def check_kernel() -> Findings:
+def check_kernel(dtype: str) -> Findings:
     from benchmarks.gpu import kernel
     from draftwood.plugins.tree_attention.launch import tree_attention
 
-    cases = [shape for dtype in ("fp32", "fp16", "bf16") for shape in kernel.list_shapes(dtype)]
-    return kernel.check_numerics(tree_attention, cases, "cuda")
+    return kernel.check_numerics(tree_attention, kernel.list_shapes(dtype), "cuda")
 
 
 def time_kernel() -> Findings:
@@ -162,15 +179,16 @@ def measure_speed(shapes: tuple[str, str]) -> Findings:
     return engine.measure_speculation(shapes, "cuda", "fp16", max_tokens=128, count=3, threads=os.cpu_count() or 1)
 
 
-def check_tensorrt(backend: str) -> Findings:
+def check_tensorrt(backend: str, stage: str, form: str, folder: str) -> Findings:
     """In a process of its own: TensorRT may end the process it is in, and Polygraphy serves one package in each."""
-    code = f"import json; from benchmarks.gpu import tensorrt as part; print(json.dumps(part.check({backend!r})))"
+    arguments = ", ".join(map(repr, (backend, stage, form, folder)))
+    code = f"import json; from benchmarks.gpu import tensorrt as part; print(json.dumps(part.check({arguments})))"
     paths = [str(ROOT), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=MINUTE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"},
     )
     if done.returncode == 0:

@@ -1,20 +1,29 @@
-"""TensorRT on a GPU: build the demo pair's bundle, run it, and compare texts with and without speculation."""
+"""TensorRT on a GPU in stages, each of which reports within a minute: a bundle of the demo pair is built, its plans are
+loaded, their passes captured, the first token is timed, texts are compared, and at last their speed is measured.
+
+Each stage runs in a process of its own, and finds the bundle that an earlier stage built.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import tempfile
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+
+import numpy as np
 
 from benchmarks.gpu.engine import CONFIGS, DEMO, find_difference, read_demo_prompts
 from benchmarks.gpu.report import Findings, NotPossible, require
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.tensorrt import PACKAGES
-from draftwood.runtime import LLM, SamplingParams
+from draftwood.runtime import LLM, RequestOutput, SamplingParams
+from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.engines.static.cuda import CudaDevice
+from draftwood.runtime.engines.static.engine import StaticEngine
 
 PRECISION, TOKENS = "fp16", 96
 REQUESTS = 4
@@ -22,30 +31,31 @@ REQUESTS = 4
 FORMS = {"our kernel": (True, 1), f"{REQUESTS} requests": (True, REQUESTS), "TensorRT's attention": (False, 1)}
 
 
-def check(backend: str) -> Findings:
-    """Check every form of bundle; those with our kernel only if OpenAI Triton is installed to compile it. Raises
-    NotPossible if a package is missing or does not support this GPU."""
+def check(backend: str, stage: str, form: str, folder: str) -> Findings:
+    """Run a stage for a form of bundle, in `folder`. Raises NotPossible if a package is missing, if it does not support
+    this GPU, or if an earlier stage built no bundle."""
     if importlib.util.find_spec(PACKAGES[backend]) is None:
         raise NotPossible(f"the package {backend} is not installed")
     try:
         capability = CudaDevice().compute_capability
     except EngineError as error:
         raise NotPossible(str(error)) from error
-    figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (plugin, max_batch) in FORMS.items():
-            if not plugin or importlib.util.find_spec("triton"):
-                figures[name] = measure_bundle(Path(folder) / name, backend, capability, plugin, max_batch)
-    text = "; ".join(f"{name}: {each['tokens_per_second']} tokens/s" for name, each in figures.items())
-    return Findings(f"{backend} {PRECISION}, {text}", {backend: figures})
+    bundle = Path(folder) / f"{backend}, {form}"
+    if stage == "build":
+        return build_bundle(bundle, backend, capability, form)
+    if not bundle.exists():
+        raise NotPossible("the bundle was not built")
+    return STAGES[stage](bundle)
 
 
-def measure_bundle(output: Path, backend: str, capability: str, plugin: bool, max_batch: int) -> dict[str, Any]:
-    """Build, load and run one bundle. Tokens per second are those of all texts together."""
+def build_bundle(output: Path, backend: str, capability: str, form: str) -> Findings:
     from draftwood.builder.engines.plan import check_compiler
     from draftwood.builder.options import BuildOptions
     from draftwood.builder.pipeline import build
 
+    plugin, max_batch = FORMS[form]
+    if plugin and importlib.util.find_spec("triton") is None:
+        raise NotPossible("OpenAI Triton, which compiles our kernel, is not installed")
     targets = (capability,) if backend == "tensorrt-rtx" else ()
     try:
         options = BuildOptions(
@@ -62,22 +72,102 @@ def measure_bundle(output: Path, backend: str, capability: str, plugin: bool, ma
         check_compiler(options.compile_options())
     except ConfigError as error:
         raise NotPossible(f"{backend} does not build for SM {capability}: {error}") from error
+    begun = perf_counter()
     build(options, lambda step: lambda: None)
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    texts = read_demo_prompts(REQUESTS)
-    with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 7"]) as speculative:
-        for llm in (plain, speculative):  # captures the graphs
-            llm.generate(list(texts), params)
-        begun = perf_counter()
-        wanted = plain.generate(list(texts), params)
-        between = perf_counter()
-        found = speculative.generate(list(texts), params)
-        ended = perf_counter()
-    # Texts in half precision may differ after a near tie; one must agree for longer than a quarter.
-    shared = [find_difference(one.token_ids, other.token_ids) for one, other in zip(found, wanted, strict=True)]
+    seconds = round(perf_counter() - begun, 1)
+    return Findings(f"{seconds} s, each plan executed and compared with torch", {"seconds": seconds})
+
+
+def load_plans(bundle: Path) -> Findings:
+    """Loading checks that every cache output shares the memory of its input."""
+    begun = perf_counter()
+    with LLM(bundle, CONFIGS["tree of 7"]) as llm:
+        seconds, engines = round(perf_counter() - begun, 2), (llm.engines.target, llm.engines.draft)
+        memory = {each.spec.role: each.memory._asdict() for each in engines if isinstance(each, StaticEngine)}
+    require(len(memory) == 2, "the engines are no static engines")
+    return Findings(f"{seconds} s, every cache is written in place", {"seconds": seconds, "memory": memory})
+
+
+def capture_passes(bundle: Path) -> Findings:
+    """Whether passes of some shapes become CUDA graphs, and whether a replay computes what the first run did."""
+    with LLM(bundle, None) as llm:
+        engine = llm.engines.target
+        require(isinstance(engine, StaticEngine), "the target is no static engine")
+        differences = {}
+        with captured_warnings() as refused:
+            for width in engine.spec.widths:
+                cache, runs = engine.new_cache(), []
+                for _ in range(3):  # run directly, then captured, then replayed
+                    output = engine.score(causal_batch(engine.spec, list(range(1, width + 1)), 0), cache)
+                    runs.append(np.array(output.logits[0]))
+                    cache.truncate(0)
+                cache.close()
+                differences[width] = float(max(np.abs(run - runs[0]).max() for run in runs))
+    require(not refused, f"not captured: {'; '.join(refused)}")
+    require(max(differences.values()) < 0.05, f"replays differ by {differences}")
+    return Findings(f"passes of {', '.join(map(str, differences))} rows are captured", {"differences": differences})
+
+
+@contextmanager
+def captured_warnings() -> Iterator[list[str]]:
+    """What engines warn of."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    logging.getLogger("draftwood.engines").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("draftwood.engines").removeHandler(handler)
+
+
+def time_first_token(bundle: Path) -> Findings:
+    (text,) = read_demo_prompts(1)
+    figures = {}
+    with LLM(bundle, CONFIGS["tree of 7"]) as llm:
+        for name in ("first request", "second request"):
+            begun = perf_counter()
+            next(llm.stream(text, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)))
+            figures[name] = round(1000 * (perf_counter() - begun), 1)
+    return Findings(", ".join(f"{name} {each} ms" for name, each in figures.items()), {"milliseconds": figures})
+
+
+def compare_texts(bundle: Path) -> Findings:
+    """Texts in half precision may differ after a near tie; one must agree for longer than a quarter."""
+    _, _, shared = run_texts(bundle)
     require(max(shared) > TOKENS // 4, f"speculative and plain text part at tokens {shared}")
-    return {
-        "tokens_per_second": round(sum(len(each.token_ids) for each in found) / (ended - between), 1),
-        "plain_tokens_per_second": round(sum(len(each.token_ids) for each in wanted) / (between - begun), 1),
-        "same_tokens": shared,
-    }
+    return Findings(f"equal tokens of {TOKENS}: {shared}", {"same_tokens": shared})
+
+
+def measure_speed(bundle: Path) -> Findings:
+    """Tokens per second of all texts together."""
+    plain, speculative, _ = run_texts(bundle)
+    figures = {"tokens_per_second": round(speculative, 1), "plain_tokens_per_second": round(plain, 1)}
+    return Findings(f"{speculative:.1f} tokens/s, plain {plain:.1f}", figures)
+
+
+def run_texts(bundle: Path) -> tuple[float, float, list[int]]:
+    """Tokens per second of plain and of speculative texts, and how many tokens of each text are equal."""
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    texts, found, speeds = read_demo_prompts(REQUESTS), list[list[RequestOutput]](), list[float]()
+    for config in (None, CONFIGS["tree of 7"]):
+        with LLM(bundle, config) as llm:
+            llm.generate(list(texts), params)  # captures the graphs
+            begun = perf_counter()
+            found.append(llm.generate(list(texts), params))
+            speeds.append(REQUESTS * TOKENS / (perf_counter() - begun))
+    shared = [find_difference(one.token_ids, other.token_ids) for one, other in zip(*found, strict=True)]
+    return speeds[0], speeds[1], shared
+
+
+STAGES: dict[str, Callable[[Path], Findings]] = {
+    "load": load_plans,
+    "capture": capture_passes,
+    "first token": time_first_token,
+    "texts": compare_texts,
+    "speed": measure_speed,
+}

@@ -17,11 +17,14 @@ from typing import NamedTuple
 
 from ...models.bindings import ROLES
 from ...models.errors import BundleError
+from ...models.layers import network_of
 from ...models.plain_files import read_object
 from ...models.typed import typed
-from ..engines.backends import describe_backend
+from ..engines.backends import COMPILED, bits_of_weight, describe_backend, slot_bytes
+from ..engines.base import EngineSpec
 from ..engines.limits import cores
-from ..speculation.planning.cost import CostModel
+from ..speculation.planning.cost import CostModel, assumed
+from ..speculation.planning.gpu import PassSizes, gpu_named, predicted
 from .bundle import COSTS, EngineBundle, Manifest
 
 FORMAT = 1
@@ -61,12 +64,12 @@ def read_costs(folder: Path) -> CostModel | None:
 
 def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
     """The conditions on which a table depends: processor, cores that this process may use, threads, releases of the
-    backends, provider, and the bundle."""
+    backends, provider, the bundle, and the GPU of engines that run on one."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     backends = dict.fromkeys(manifest.engines[role].backend for role in ROLES if role in manifest.engines)
-    return {
+    found: dict[str, str | int] = {
         "processor": names[0] if names else platform.processor(),
         "cores": cores(),
         "threads": threads,
@@ -75,6 +78,29 @@ def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: 
         "provider": provider,
         "bundle": manifest.digest[:12],
     }
+    return found | {"gpu": gpu_name()} if provider != "cpu" or set(backends) & set(COMPILED) else found
+
+
+def gpu_name() -> str:
+    """The driver's name of the first GPU; empty without one."""
+    from ..engines.static.tensorrt import this_machine
+
+    return this_machine().name or ""
+
+
+def assumed_costs(target: EngineSpec, draft: EngineSpec | None) -> CostModel:
+    """Costs where nothing was measured: a GPU's for engines that run on one, else a small server's."""
+    if target.backend not in COMPILED:
+        return assumed(target.model, None if draft is None else draft.model)
+    return predicted(gpu_named(gpu_name()), pass_sizes(target), None if draft is None else pass_sizes(draft))
+
+
+def pass_sizes(spec: EngineSpec) -> PassSizes:
+    """What a pass of an engine reads. The embedding does not count, because its rows are only looked up."""
+    network = network_of(spec.model)
+    matrices = (*(matrix for layer in network.layers for matrix in layer.matrices), network.head)
+    parameters = sum(matrix.inputs * sum(matrix.outputs) for matrix in matrices)
+    return PassSizes(parameters, parameters * bits_of_weight(spec) / 8, slot_bytes(spec))
 
 
 def release(backend: str) -> str:

@@ -143,7 +143,7 @@ def test_figures_outlive_a_part_that_ends_the_check(tmp_path: Path, monkeypatch:
 
     parts = [Part("works", 1, lambda: Findings("fine", {"a": 1})), Part("interrupted", 1, interrupted)]
     monkeypatch.setattr(check, "find_device", lambda: "Fake GPU")
-    monkeypatch.setattr(check, "list_gpu_parts", lambda shapes: parts)
+    monkeypatch.setattr(check, "list_gpu_parts", lambda shapes, folder: parts)
     monkeypatch.setattr(sys, "argv", ["check.py", "--output", str(tmp_path)])
     with pytest.raises(KeyboardInterrupt):
         check.main()
@@ -157,9 +157,9 @@ def test_packages_that_are_missing_make_tensorrt_impossible(monkeypatch: pytest.
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(NotPossible, match=r"is not installed|no NVIDIA driver|no usable GPU"):
-        check.check_tensorrt("tensorrt-rtx")
+        check.check_tensorrt("tensorrt-rtx", "build", check.KERNEL, "")
     with pytest.raises(RuntimeError, match="KeyError: 'unknown'"):
-        check.check_tensorrt("unknown")
+        check.check_tensorrt("unknown", "build", check.KERNEL, "")
 
 
 def test_a_machine_without_a_gpu_checks_what_it_can_and_writes_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from host_device import moved
+from onnx_program import moved
 from ptx.faults import Race
 from ptx.images import mover_image
 from ptx.launches import moved_by_kernel

@@ -5,11 +5,13 @@ A "plan" is the ONNX graph itself. `test_tensorrt_engine.py` compares its names 
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from host_device import Bound, HostDevice, OnnxProgram
+from cuda_driver.machine import Machine
+from onnx_program import Bound, OnnxProgram
 
 from draftwood.runtime.engines.compatibility import WidthFamily
 
@@ -35,6 +37,7 @@ class ExecutionContext:
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self._require_no_capture("a shape")
         assert self._family is not None, "no optimisation profile"
         self._shapes[name] = shape
         if name == "input_ids":
@@ -42,6 +45,7 @@ class ExecutionContext:
         return True
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._require_no_capture("an address")
         self._addresses[name] = memory
         return memory % 256 == 0
 
@@ -54,11 +58,15 @@ class ExecutionContext:
             name: tuple(sizes.get(axis, axis) for axis in symbols) for name, symbols in self._engine.outputs.items()
         }
         bound = {name: Bound(shapes[name], address) for name, address in self._addresses.items()}
-        program.device.submit("enqueue", stream_handle, lambda: program.run(bound))
+        program.enqueue(bound, stream_handle)
         return True
 
+    def _require_no_capture(self, what: str) -> None:
+        machine = self._engine.program.machine
+        machine.answer(machine.enter, what, True)
+
     def is_stream_capturable(self, stream: int) -> bool:
-        return self._engine.program.device.captures
+        return self._engine.program.machine.captures
 
 
 class RuntimeCache:
@@ -131,8 +139,8 @@ class FakeTensorRT:
     CudaGraphStrategy = SimpleNamespace(DISABLED="DISABLED")
     DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="EAGER")
 
-    def __init__(self, device: HostDevice, families: tuple[WidthFamily, ...], columns: int) -> None:
-        self.device = device
+    def __init__(self, machine: Machine, families: tuple[WidthFamily, ...], columns: int) -> None:
+        self.machine = machine
         self.families = families
         self.columns = columns
         self.aliased = True
@@ -144,8 +152,9 @@ class FakeTensorRT:
             get_engine_validity=lambda header: (SimpleNamespace(name="INVALID"), 0x10),
         )
 
-    def deserialize(self, content: bytes) -> CudaEngine | None:
+    def deserialize(self, plan: mmap.mmap) -> CudaEngine | None:
+        content = bytes(plan)
         if not content.startswith(HEADER):
             return None
         path = Path(content[len(HEADER) :].decode())
-        return CudaEngine(self, OnnxProgram(path, self.device, self.columns))
+        return CudaEngine(self, OnnxProgram(path, self.machine, self.columns))

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,20 +41,20 @@ extern "C" __global__ void move_rows(char* cache, long long tensor_bytes, int te
 
 
 class CudaMemory:
-    """Device memory, freed when the object is garbage-collected."""
+    """Device memory. It is released when the object is garbage-collected."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self.address = device.take(nbytes)
         # Not at the interpreter's exit: the driver may be unloaded by then, and it frees all memory itself.
-        weakref.finalize(self, device.free, self.address).atexit = False
+        weakref.finalize(self, device.release, "cuMemFree", self.address).atexit = False
 
 
 class CudaGraph:
-    """A captured graph that can be launched; destroyed when the object is garbage-collected."""
+    """A captured graph that can be launched. It is released when the object is garbage-collected."""
 
     def __init__(self, device: CudaDevice, handle: Any) -> None:
         self.handle = handle
-        weakref.finalize(self, device.destroy_graph, handle).atexit = False  # see CudaMemory
+        weakref.finalize(self, device.release, "cuGraphExecDestroy", handle).atexit = False  # see CudaMemory
 
 
 class CudaDevice:
@@ -81,6 +82,8 @@ class CudaDevice:
         self._setup = self.new_stream()
         self._movers: dict[int, Any] = {}
         self._round_kernels: dict[str, tuple[Image, Any]] = {}
+        self._busy: set[Stream] = set()  # streams with work that the host has not awaited
+        self._released: deque[tuple[str, Any]] = deque()  # what is given back when no stream is busy
 
     @property
     def runs_rounds(self) -> bool:
@@ -107,9 +110,11 @@ class CudaDevice:
         self._call("cuStreamSynchronize", self._setup)
         return address
 
-    def free(self, address: int) -> None:
-        self._enter()
-        self._call("cuMemFree", address)
+    def release(self, function: str, handle: Any) -> None:
+        """Give something back to the driver by this function, after all queued work. The driver's functions may wait
+        for this work, but do not promise it."""
+        self._released.append((function, handle))
+        self._give_back()
 
     def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """See Device.allocate_pinned."""
@@ -117,7 +122,7 @@ class CudaDevice:
         address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
         block = (ctypes.c_uint8 * nbytes).from_address(address)
         # Every view of the array refers to `block`, so the memory is freed after the last view.
-        weakref.finalize(block, self._free_pinned, address).atexit = False
+        weakref.finalize(block, self.release, "cuMemFreeHost", address).atexit = False
         array: NDArray[np.uint8] = np.ctypeslib.as_array(block)
         array[:] = 0
         return array
@@ -128,16 +133,16 @@ class CudaDevice:
         return int(self._call("cuStreamCreate", flags))
 
     def upload(self, address: int, array: NDArray[np.uint8], stream: Stream) -> None:
-        self._enter()
+        self._queue(stream)
         self._call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
 
     def download(self, array: NDArray[np.uint8], address: int, stream: Stream) -> None:
-        self._enter()
+        self._queue(stream)
         self._call("cuMemcpyDtoHAsync", array.ctypes.data, address, array.nbytes, stream)
 
     def move_rows(self, move: RowMove, stream: Stream) -> None:
         """See Device.move_rows; one launch for every 256 rows."""
-        self._enter()
+        self._queue(stream)
         width = vector_bytes(move.cache.row_bytes)
         if width not in self._movers:
             self._movers[width] = self._load_mover(width)
@@ -149,7 +154,7 @@ class CudaDevice:
 
     def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
         """See Device.launch. The driver compiles a kernel's PTX on first use, and keeps the result on disk."""
-        self._enter()
+        self._queue(stream)
         if kernel not in self._round_kernels:
             loaded = image(kernel)
             module = self._call("cuModuleLoadData", loaded.text.encode() + b"\0")
@@ -162,9 +167,8 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], None], stream: Stream) -> CudaGraph | None:
         """See Device.capture."""
-        self._enter()
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        with collection_paused():
+        with self._nothing_given_back(stream), collection_paused():
             self._call("cuStreamBeginCapture", stream, mode)
             try:
                 work()
@@ -183,20 +187,41 @@ class CudaDevice:
             self._call("cuGraphDestroy", captured)  # the executable graph is a copy
 
     def replay(self, graph: CudaGraph, stream: Stream) -> None:
-        self._enter()
+        self._queue(stream)
         self._call("cuGraphLaunch", graph.handle, stream)
-
-    def destroy_graph(self, handle: Any) -> None:
-        self._enter()
-        self._call("cuGraphExecDestroy", handle)
 
     def synchronize(self, stream: Stream) -> None:
         self._enter()
         self._call("cuStreamSynchronize", stream)
+        self._busy.discard(stream)
+        self._give_back()
 
-    def _free_pinned(self, address: int) -> None:
+    def _queue(self, stream: Stream) -> None:
+        """Precedes work for a stream."""
         self._enter()
-        self._call("cuMemFreeHost", address)
+        self._busy.add(stream)
+
+    @contextmanager
+    def _nothing_given_back(self, stream: Stream) -> Iterator[None]:
+        """Nothing is given back to the driver while a graph is captured, which CUDA forbids."""
+        was_busy = stream in self._busy
+        self._queue(stream)
+        try:
+            yield
+        finally:
+            if not was_busy:
+                self._busy.discard(stream)
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Give back what was released, unless work is queued that may use it."""
+        while not self._busy:
+            try:
+                function, handle = self._released.popleft()
+            except IndexError:
+                return
+            self._enter()
+            self._call(function, handle)
 
     def _load_mover(self, width: int) -> Any:
         """Compile the kernel `move_rows` for vectors of `width` bytes and load it on this GPU."""

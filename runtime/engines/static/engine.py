@@ -117,6 +117,7 @@ class StaticEngine(Engine):
     def close(self) -> None:
         with self.lock:  # waits for the pass of another thread
             if not self.closed:
+                self.device.synchronize(self.stream)  # rows of a commit may be on their way
                 self._executions.clear()
                 self._pool = None
                 self.program.close()

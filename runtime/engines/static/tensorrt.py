@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import mmap
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,14 @@ class TensorRTProgram:
             raise EngineError(str(error)) from error
         self._families = plan.families
         self._is_rtx = spec.backend == "tensorrt-rtx"
-        content = path.read_bytes()
-        self.weight_bytes = len(content)
-        self._engine = self._runtime.deserialize_cuda_engine(content)
-        if self._engine is None:
-            raise EngineError(f"{path.name} is refused by {plan.package} {plan.version}: {self._verdict(content)}")
-        del content
+        self.weight_bytes = path.stat().st_size
+        if self.weight_bytes == 0:
+            raise EngineError(f"{path.name} is empty: rebuild the bundle")
+        # Mapped: the pages are those that the bundle's check has read, and no copy of the plan lies in memory.
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            self._engine = self._runtime.deserialize_cuda_engine(content)
+            if self._engine is None:
+                raise EngineError(f"{path.name} is refused by {plan.package} {plan.version}: {self._verdict(content)}")
         check_tensors(self._engine, path.name, spec)
         dtype = self._engine.get_tensor_dtype(bindings.past(bindings.KINDS[0], 0))
         self.cache_itemsize = int(dtype.itemsize)
@@ -97,7 +100,7 @@ class TensorRTProgram:
                 log.info("the stored kernels of TensorRT-RTX belong to another GPU or version; they are compiled anew")
         config.set_runtime_cache(self._cache)
 
-    def _verdict(self, content: bytes) -> str:
+    def _verdict(self, content: mmap.mmap) -> str:
         """The reason why TensorRT could not load a plan, as far as it reports one."""
         if self._is_rtx:
             header = content[: self._runtime.engine_header_size]

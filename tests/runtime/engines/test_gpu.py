@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bundling import DEMO
-from host_device import moved
+from onnx_program import moved
 
 from benchmarks.gpu import engine as gpu_engine
 from benchmarks.gpu.engine import CONFIGS

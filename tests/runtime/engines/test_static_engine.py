@@ -1,12 +1,12 @@
 """Engines of static shapes, on the host: the contract of every engine, and what only they promise.
 
-`tensorrt` is the engine that runs TensorRT plans, over a device and a program that tests replace (`host_device.py`):
-the program is the very ONNX graph plans are compiled from. `torch` is the torch engine's CUDA path without CUDA.
+`tensorrt` is the engine that runs TensorRT plans, over a driver in the place of libcuda (`cuda_driver`) and a program
+that tests replace (`onnx_program.py`): the ONNX graph that plans are compiled from. `torch` is the torch engine's CUDA
+path without CUDA.
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -14,8 +14,9 @@ from typing import cast
 import numpy as np
 import pytest
 from checkpoints import Reference, transformers_logits, write_checkpoint
+from cuda_driver.machine import Machine
 from engine_parts import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec, filled, random_text, score
-from host_device import HostDevice, OnnxProgram, static_engine
+from onnx_program import OnnxProgram, static_engine
 from trees import Tree
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ from draftwood.runtime.engines.torch import TorchEngine
 from tests.runtime.engines import test_engines as contract
 
 BACKENDS = ["tensorrt", "torch"]
+pytestmark = pytest.mark.usefixtures("no_faults")
 
 test_i9_each_row_predicts_what_its_own_path_predicts = contract.test_i9_each_row_predicts_what_its_own_path_predicts
 test_i9_rows_in_two_passes_equal_rows_in_one = contract.test_i9_rows_in_two_passes_equal_rows_in_one
@@ -53,7 +55,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Open:
+def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Open:
     """Opens a checkpoint folder as an engine of the backend under test."""
 
     def opened(folder: Path, role: str = bindings.DRAFT, capacity: int = CAPACITY) -> Engine:
@@ -61,7 +63,7 @@ def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Open:
             checkpoint = Checkpoint(folder)
             spec = engine_spec(checkpoint, backend, role, capacity)
             return TorchEngine(checkpoint.tensor, spec, attend=dense_tree_attention)
-        return opened_static(folder, tmp_path_factory.mktemp("engine"), role, capacity)
+        return opened_static(folder, tmp_path_factory.mktemp("engine"), gpu, role, capacity)
 
     return opened
 
@@ -85,13 +87,13 @@ engine = one  # the contract's engine of every shape is that of one here; others
 
 
 def opened_static(
-    folder: Path, place: Path, role: str = bindings.DRAFT, capacity: int = CAPACITY, captures: bool = True
+    folder: Path, place: Path, gpu: Machine, role: str = bindings.DRAFT, capacity: int = CAPACITY
 ) -> StaticEngine:
-    """The compact graph of a checkpoint, exported to `place` and opened on the host device."""
+    """The compact graph of a checkpoint, exported to `place` and opened."""
     checkpoint = Checkpoint(folder)
     file = place / f"{role}.onnx"
     export(checkpoint, role, capacity, file, lambda name: None, form=bindings.COMPACT)
-    return static_engine(file, engine_spec(checkpoint, "tensorrt", role, capacity), captures)
+    return static_engine(file, engine_spec(checkpoint, "tensorrt", role, capacity), gpu)
 
 
 @pytest.mark.parametrize("shape", ["mha", "mqa", "head_dim 6"])
@@ -111,21 +113,6 @@ def test_two_caches_do_not_see_each_other(one: Engine) -> None:
             cache.commit(range(10))
     for cache, expected in zip(caches, alone, strict=True):
         np.testing.assert_allclose(score(one, BUSHY.batch(one.spec, 50), cache), expected, atol=TOLERANCE)
-
-
-def test_the_host_device_keeps_memory_until_what_was_queued_has_run() -> None:
-    """As a driver does; otherwise work is done upon memory that has another owner."""
-    device = HostDevice()
-    stream, memory = device.new_stream(), device.allocate(1024)
-    written, read = np.ones(1024, np.uint8), np.zeros(1024, np.uint8)
-    address = memory.address
-    device.upload(address, written, stream)
-    del memory
-    kept = weakref.ref(device._freed[0])
-    device.download(read, address, stream)
-    device.synchronize(stream)
-    np.testing.assert_array_equal(read, written)
-    assert kept() is None
 
 
 def test_a_text_up_to_the_last_slot(open_engine: Open, gqa: Path, reference: Reference) -> None:
@@ -154,50 +141,52 @@ def test_requests_share_a_cache_that_cannot_grow(one: Engine) -> None:
         filled(pool, random_text(CAPACITY))
 
 
-def test_a_round_is_one_copy_each_way_one_launch_and_one_wait(gqa: Path, tmp_path: Path) -> None:
-    engine = opened_static(gqa, tmp_path)
-    device = cast(HostDevice, engine.device)
+def test_a_round_is_one_copy_each_way_one_launch_and_one_wait(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
+    engine = opened_static(gqa, tmp_path, gpu)
     cache = filled(engine, random_text(64))
     for _ in range(3):
-        device.launches.clear()
+        gpu.counts.clear()
         engine.score(BUSHY.batch(engine.spec, cache.length), cache)
         cache.commit([0, 2, 4])
-    assert device.launches == {"replay": 1, "download": 1, "synchronize": 1, "move_rows": 1}
-    device.launches.clear()
+    assert gpu.calls == {"graph": 1, "download": 1, "wait": 1, "launch": 1}
+    gpu.counts.clear()
     engine.score(BUSHY.batch(engine.spec, cache.length), cache)
     cache.commit([0, 1, 2])
-    assert "move_rows" not in device.launches, "rows that are in place were moved"
+    assert "launch" not in gpu.calls, "rows that are in place were moved"
 
 
-def test_a_graph_is_captured_once_for_a_shape_and_an_execution_made_once(gqa: Path, tmp_path: Path) -> None:
-    engine = opened_static(gqa, tmp_path)
-    device, program = cast(HostDevice, engine.device), cast(OnnxProgram, engine.program)
+def test_a_graph_is_captured_once_for_a_shape_and_an_execution_made_once(
+    gqa: Path, tmp_path: Path, gpu: Machine
+) -> None:
+    engine = opened_static(gqa, tmp_path, gpu)
+    program = cast(OnnxProgram, engine.program)
     for cache in (engine.new_cache(), engine.new_cache()):
         prefill(engine, cache, random_text(96))
         engine.score(BUSHY.batch(engine.spec, 96, stop=5), cache)
         engine.score(BUSHY.batch(engine.spec, 96, first=5), cache)
     # 32 rows of a prompt; 8 rows that see 8 columns; 4 rows that see 8 or, as these here, 12 of 16.
     assert program.widths == [32, 8, 4]
-    assert device.launches["captured"] == 2 * 2 * len(program.widths)  # copy and program, for each cache
+    assert gpu.calls["captured"] == 2 * 2 * len(program.widths)  # copy and program, for each cache
 
 
 def test_what_cannot_be_captured_is_queued_each_time(
-    gqa: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    gqa: Path, tmp_path: Path, gpu: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = opened_static(gqa, tmp_path, captures=False)
     text = random_text(70)
-    np.testing.assert_allclose(
-        contents(filled(engine, text)), contents(filled(opened_static(gqa, tmp_path), text)), atol=TOLERANCE
-    )
-    assert "replay" not in cast(HostDevice, engine.device).launches
+    expected = contents(filled(opened_static(gqa, tmp_path, gpu), text))
+    monkeypatch.setattr(gpu, "captures", False)
+    gpu.counts.clear()
+    engine = opened_static(gqa, tmp_path, gpu)
+    np.testing.assert_allclose(contents(filled(engine, text)), expected, atol=TOLERANCE)
+    assert "graph" not in gpu.calls
     assert [record.message for record in caplog.records].count(
         "a pass of 32 rows cannot be captured as a CUDA graph; it is queued each time"
     ) == 1
 
 
-def test_only_rows_of_the_batch_come_back(gqa: Path, tmp_path: Path) -> None:
+def test_only_rows_of_the_batch_come_back(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
     """Logits lie last in their block: a copy that stops early leaves out padding rows."""
-    engine = opened_static(gqa, tmp_path, bindings.TARGET)
+    engine = opened_static(gqa, tmp_path, gpu, bindings.TARGET)
     layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
     first, row = layout.fields[bindings.LOGITS.name].offset, 4 * engine.spec.model.vocab_size
     assert [layout.needed_bytes(rows, False) - first for rows in (1, 5, 8, 9)] == [row, 5 * row, 8 * row, 8 * row]
@@ -205,9 +194,9 @@ def test_only_rows_of_the_batch_come_back(gqa: Path, tmp_path: Path) -> None:
     assert output.logits[:5].any(axis=1).all() and not output.logits[5:].any()
 
 
-def test_no_logits_come_back_where_the_ranking_is_enough(gqa: Path, tmp_path: Path) -> None:
+def test_no_logits_come_back_where_the_ranking_is_enough(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
     """At temperature 0 a verified row is one number, not a row of the vocabulary."""
-    engine, whole = (opened_static(gqa, tmp_path, bindings.TARGET) for _ in range(2))
+    engine, whole = (opened_static(gqa, tmp_path, gpu, bindings.TARGET) for _ in range(2))
     layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
     assert layout.needed_bytes(5, True) == layout.fields[bindings.LOGITS.name].offset < layout.needed_bytes(1, False)
     batch = Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0)
@@ -217,17 +206,17 @@ def test_no_logits_come_back_where_the_ranking_is_enough(gqa: Path, tmp_path: Pa
     np.testing.assert_array_equal(output.top_ids[:5, 0], expected)
 
 
-def test_slots_out_of_order_are_refused(gqa: Path, tmp_path: Path) -> None:
+def test_slots_out_of_order_are_refused(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
     """Rows are moved in place, in order: an ancestor always has the smaller slot."""
-    engine = opened_static(gqa, tmp_path)
+    engine = opened_static(gqa, tmp_path, gpu)
     cache = filled(engine, [1])
     engine.score(BUSHY.batch(engine.spec, 1), cache)
     with pytest.raises(EngineError, match=r"ascending order, ancestors first, not \[0 3 2\]"):
         cache.commit([0, 3, 2])
 
 
-def test_memory_is_accounted_for(gqa: Path, tmp_path: Path) -> None:
-    engine = opened_static(gqa, tmp_path)
+def test_memory_is_accounted_for(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
+    engine = opened_static(gqa, tmp_path, gpu)
     model, memory = engine.spec.model, engine.memory
     assert memory.weights == (tmp_path / "draft.onnx").stat().st_size
     assert memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == engine.new_cache().buffer.nbytes  # type: ignore[attr-defined]

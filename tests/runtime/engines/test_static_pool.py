@@ -12,11 +12,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, Reference, transformers_logits, write_checkpoint
+from cuda_driver.machine import Machine
 from engine_parts import BUSHY, TOLERANCE, WIDTHS, Open, engine_spec, filled, random_text, score
-from host_device import HostDevice, static_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from onnx_program import static_engine
 from trees import Tree, trees
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
@@ -26,7 +26,6 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import Engine, KVCache, Pass
 from draftwood.runtime.engines.layout import mask_columns
 from draftwood.runtime.engines.passes import causal_batch, prefill
-from draftwood.runtime.engines.static.device import Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.memory import cache_geometry
 from draftwood.runtime.engines.static.pool import SharedKVCache, StaticPool
@@ -46,13 +45,16 @@ test_only_computed_rows_can_be_committed = contract.test_only_computed_rows_can_
 test_a_pass_that_was_not_compiled_is_refused = contract.test_a_pass_that_was_not_compiled_is_refused
 
 
-def opened(folder: Path, place: Path, role: str = bindings.DRAFT, max_batch: int = BATCH) -> StaticEngine:
-    """The compact graph of a checkpoint for so many sequences, exported to `place` and opened on the host device."""
+pytestmark = pytest.mark.usefixtures("no_faults")
+
+
+def opened(folder: Path, place: Path, gpu: Machine, role: str = bindings.DRAFT, max_batch: int = BATCH) -> StaticEngine:
+    """The compact graph of a checkpoint for so many sequences, exported to `place` and opened."""
     checkpoint = Checkpoint(folder)
     file = place / f"{role}-{max_batch}.onnx"
     export(checkpoint, role, CAPACITY, file, lambda name: None, form=bindings.COMPACT, max_batch=max_batch)
     spec = replace(engine_spec(checkpoint, "tensorrt", role, CAPACITY), max_batch=max_batch)
-    return static_engine(file, spec, columns=COLUMNS if max_batch > 1 else None)
+    return static_engine(file, spec, gpu, columns=COLUMNS if max_batch > 1 else None)
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +68,10 @@ def reference(gqa: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def open_engine(tmp_path_factory: pytest.TempPathFactory) -> Open:
+def open_engine(tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Open:
     def open_one(folder: Path, role: str = bindings.DRAFT, capacity: int = CAPACITY) -> Engine:
         assert capacity <= CAPACITY  # the engine has as many slots in any case
-        engine = opened(folder, tmp_path_factory.mktemp("engine"), role)
+        engine = opened(folder, tmp_path_factory.mktemp("engine"), gpu, role)
         new_cache = engine.new_cache
 
         def replacing() -> KVCache:  # tests of the contract close none: the oldest one makes room
@@ -92,9 +94,9 @@ engine = one  # the contract's engine of every shape
 
 
 @pytest.fixture(scope="module")
-def alone(gqa: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def alone(gqa: Path, tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Engine:
     """What scores one sequence."""
-    return opened(gqa, tmp_path_factory.mktemp("alone"), max_batch=1)
+    return opened(gqa, tmp_path_factory.mktemp("alone"), gpu, max_batch=1)
 
 
 @pytest.fixture
@@ -200,17 +202,16 @@ def test_any_mix_of_sequences_is_scored_as_alone(steps: list[Any], one: Engine, 
             run_together(one, [group[number] for number in turn], rows)
 
 
-def test_a_round_of_all_is_one_launch_one_copy_each_way_and_one_wait(gqa: Path, tmp_path: Path) -> None:
+def test_a_round_of_all_is_one_launch_one_copy_each_way_and_one_wait(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
     """Commits of all sequences are one move, queued with the next pass."""
-    engine = opened(gqa, tmp_path)
-    device = cast(HostDevice, engine.device)
+    engine = opened(gqa, tmp_path, gpu)
     caches = [filled(engine, random_text(10 * (number + 1), number)) for number in range(BATCH)]
     for _ in range(3):
-        device.launches.clear()
+        gpu.counts.clear()
         engine.forward([Pass(engine, BUSHY.batch(engine.spec, cache.length), cache) for cache in caches])
         for cache in caches:
             cache.commit([0, 2, 4])
-    assert device.launches == {"move_rows": 1, "replay": 1, "download": 1, "synchronize": 1}
+    assert gpu.calls == {"launch": 1, "graph": 1, "download": 1, "wait": 1}
 
 
 def test_the_speculative_area_is_used_again(one: Engine, pool: StaticPool, alone: Engine) -> None:
@@ -226,24 +227,15 @@ def test_the_speculative_area_is_used_again(one: Engine, pool: StaticPool, alone
     assert pool._used < 4 * 8
 
 
-def test_only_wanted_rows_come_back(gqa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_wanted_rows_come_back(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
     """Of two pieces of prompt two rows of logits, first in their block, though thirty rows are computed."""
-    engine = opened(gqa, tmp_path)
-    copied = list[int]()
-    device = cast(HostDevice, engine.device)
-    download = device.download
-
-    def noting(array: NDArray[np.uint8], address: int, stream: Stream) -> None:
-        copied.append(array.nbytes)
-        download(array, address, stream)
-
-    monkeypatch.setattr(device, "download", noting)
+    engine = opened(gqa, tmp_path, gpu)
     caches = [engine.new_cache() for _ in range(2)]
     batches = [causal_batch(engine.spec, random_text(15, seed), 0) for seed in range(2)]
     outputs = engine.forward([Pass(engine, *each) for each in zip(batches, caches, strict=True)])
     assert [output.logits.shape for output in outputs] == [(1, VOCAB_SIZE)] * 2
     row, ranks = 4 * VOCAB_SIZE, 12 * 32 * bindings.TOP_COLUMNS
-    assert len(copied) == 1 and copied[0] <= 2 * row + ranks
+    assert gpu.calls["download"] == 1 and 2 * row <= gpu.counts["download bytes"] <= 2 * row + ranks
 
 
 def test_limits_of_a_sequence_are_its_own(one: Engine, pool: StaticPool) -> None:
@@ -310,11 +302,11 @@ def test_threads_do_not_see_each_other(one: Engine, pool: StaticPool, alone: Eng
     assert not failures
 
 
-def test_memory_is_that_of_every_sequence(gqa: Path, tmp_path: Path) -> None:
-    engine, single = opened(gqa, tmp_path), opened(gqa, tmp_path, max_batch=1)
+def test_memory_is_that_of_every_sequence(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
+    engine, single = opened(gqa, tmp_path, gpu), opened(gqa, tmp_path, gpu, max_batch=1)
     model = engine.spec.model
     assert engine.memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == BATCH * single.memory.kv_cache
     assert engine.memory.kv_cache == 2 * model.num_layers * BATCH * CAPACITY * model.num_kv_heads * model.head_dim * 4
     assert engine.pool is engine.pool and engine.new_cache().__class__ is SharedKVCache
-    assert cast(HostDevice, engine.device).launches == {}
+    assert "enqueue" not in gpu.calls
     assert WIDTHS[-1] == 32 and engine.pool.share == 53

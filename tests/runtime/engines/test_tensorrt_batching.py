@@ -9,27 +9,22 @@ from typing import Any
 
 import pytest
 from bundling import DEMO
-from fake_tensorrt import HEADER, FakeTensorRT
-from host_device import HostDevice
+from cuda_driver.machine import Machine
+from tensorrt_bundles import MAX_LENGTH, WIDTHS, demo_bundles
 from together import collect, run, tokens_of
 
-from draftwood.builder import pipeline
-from draftwood.builder.engines import make as builder_engines
 from draftwood.builder.engines.plan import CompileOptions
 from draftwood.builder.options import BuildOptions
-from draftwood.builder.pipeline import build
 from draftwood.cli.inspect import describe
-from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import cache_precision, slot_bytes
-from draftwood.runtime.engines.compatibility import LayerReport, TensorRTPlan
-from draftwood.runtime.engines.static import tensorrt
 from draftwood.runtime.engines.static.pool import StaticPool
 from draftwood.runtime.prompt import Prompt
 
-MAX_BATCH, MAX_LENGTH, WIDTHS = 3, 160, (1, 2, 4, 8, 16, 32)
+pytestmark = pytest.mark.usefixtures("no_faults")
+MAX_BATCH = 3
 PROMPTS: list[Prompt] = [
     "def fibonacci(n):\n",
     "import os\n",
@@ -48,55 +43,11 @@ CONFIGS = {
 }
 
 
-class HostGpu(HostDevice):
-    """What an engine opens instead of a GPU; each has one of its own."""
-
-    name = "Host"
-    compute_capability = "8.9"
-
-
-def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Any) -> TensorRTPlan:
-    """Instead of `compile_plan`: the stand-in's plans are graphs."""
-    output.write_bytes(HEADER + str(graph).encode())
-    layers = LayerReport(100, model.num_layers, 0, 2 * model.num_layers)
-    return TensorRTPlan("tensorrt-rtx", "1.7.1", ("8.9",), None, options.families, options.columns, layers, False)
-
-
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
+def opened(tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Iterator[Callable[..., LLM]]:
     """Opens the demo pair, built for so many requests, as TensorRT engines over the stand-in."""
-    folder = tmp_path_factory.mktemp("bundles")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder_engines, "compile_plan", graph_as_plan)
-        patch.setattr(builder_engines, "runs_here", lambda plan: False)
-        patch.setattr(pipeline, "check_compiler", lambda options: None)
-        patch.setattr(tensorrt, "tensorrt_logger", lambda backend: None)
-        patch.setattr(tensorrt, "installed_packages", lambda: {"tensorrt-rtx": "1.7.1"})
-
-        def open_llm(max_batch: int = MAX_BATCH, config: SpeculativeConfig | None = TREES) -> LLM:
-            bundle = folder / str(max_batch)
-            options = BuildOptions(
-                DEMO / "target",
-                DEMO / "draft",
-                bundle,
-                backend="tensorrt-rtx",
-                precision="fp32",
-                max_length=MAX_LENGTH,
-                widths=WIDTHS,
-                max_batch=max_batch,
-                compute_capability=("8.9",),
-                graphs=folder / f"graphs-{max_batch}",
-            )
-            if not bundle.exists():
-                build(options, lambda step: lambda: None)
-            device = HostGpu()
-            compiled = options.compile_options()
-            package = FakeTensorRT(device, compiled.families, compiled.columns)
-            patch.setattr(tensorrt, "CudaDevice", lambda: device)
-            patch.setattr(tensorrt, "load_tensorrt", lambda backend: package)
-            return LLM(bundle, config)
-
-        yield open_llm
+    with demo_bundles(tmp_path_factory.mktemp("bundles"), gpu) as open_llm:
+        yield lambda max_batch=MAX_BATCH, config=TREES: open_llm(max_batch, config)
 
 
 @pytest.fixture(scope="module")
@@ -105,25 +56,29 @@ def alone(opened: Callable[..., LLM]) -> Iterator[LLM]:
         yield llm
 
 
-def launches(llm: LLM) -> int:
-    """Passes that any engine was asked for."""
-    device: Any = llm.engines.target
-    counts = device.device.launches
-    return int(counts.get("replay", 0) + counts.get("enqueue", 0))
+def passes(gpu: Machine) -> int:
+    """That any engine was asked for since the last call."""
+    count = gpu.counts["graph"] + gpu.counts["enqueue"]
+    gpu.counts.clear()
+    return count
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_list_of_prompts_shares_passes_and_changes_no_text(name: str, opened: Callable[..., LLM], alone: LLM) -> None:
+def test_a_list_of_prompts_shares_passes_and_changes_no_text(
+    name: str, opened: Callable[..., LLM], alone: LLM, gpu: Machine
+) -> None:
     """More prompts than places: the next one begins when one ends."""
     with opened(config=CONFIGS[name]) as llm:
+        gpu.counts.clear()
         found = llm.generate(PROMPTS, GREEDY)
-        together = launches(llm)
+        together = passes(gpu)
         expected = [alone.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in expected]
+        gpu.counts.clear()
         for prompt in PROMPTS:
             llm.generate(prompt, GREEDY)
-        assert together < 0.6 * (launches(llm) - together)
+        assert together < 0.6 * passes(gpu)
         if name == "tree":
             assert sum(each.stats.num_accepted_tokens for each in found) > 0
 

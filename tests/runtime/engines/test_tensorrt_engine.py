@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from bundling import DEMO
 from checkpoints import write_checkpoint
+from cuda_driver.machine import Machine as Gpu
 from engine_parts import BUSHY, CAPACITY, WIDTHS, random_text
 from fake_tensorrt import HEADER, FakeTensorRT
-from host_device import HostDevice
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
@@ -47,20 +47,16 @@ CONFIGS = {
 }
 
 
-class HostGpu(HostDevice):
-    """What the engine opens instead of a GPU."""
-
-    name = "Host"
-    compute_capability = "8.9"
+pytestmark = pytest.mark.usefixtures("no_faults")
 
 
 class HostMachine:
-    """A machine with a stand-in GPU and package. `open` opens a checkpoint as an engine over its exported graph."""
+    """A machine with stand-ins for driver and package. `open` opens a checkpoint as an engine over its exported
+    graph."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gpu: Gpu) -> None:
         self.folder = folder
-        self.device = HostGpu()
-        self.package = FakeTensorRT(self.device, FAMILIES, columns=128)
+        self.package = FakeTensorRT(gpu, FAMILIES, columns=128)
         self.plan: TensorRTPlan | None = PLAN
 
     def spec(self, checkpoint: Checkpoint, role: str) -> EngineSpec:
@@ -78,12 +74,11 @@ class HostMachine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostMachine:
+def machine(tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> HostMachine:
     (tmp_path / "bundle").mkdir()
-    made = HostMachine(tmp_path / "bundle")
+    made = HostMachine(tmp_path / "bundle", gpu)
     monkeypatch.setattr(tensorrt, "load_tensorrt", lambda backend: made.package)
     monkeypatch.setattr(tensorrt, "tensorrt_logger", lambda backend: None)
-    monkeypatch.setattr(tensorrt, "CudaDevice", lambda: made.device)
     monkeypatch.setattr(tensorrt, "installed_packages", lambda: {"tensorrt-rtx": "1.7.1"})
     return made
 
@@ -157,7 +152,7 @@ def test_memory_of_an_open_engine(machine: HostMachine, gqa: Path) -> None:
     [
         (
             {"compute_capabilities": ("9.0",)},
-            r"built for SM 9\.0 .* Host is SM 8\.9: rebuild with --compute-capability 8",
+            r"built for SM 9\.0 .* Stand-in GPU is SM 8\.9: rebuild with --compute-capability 8",
         ),
         ({"version": "1.6.0"}, r"pip install 'tensorrt-rtx==1\.6\.0', or rebuild"),
         ({"package": "tensorrt"}, r"tensorrt is not installed: pip install 'tensorrt==1\.7\.1'"),
@@ -228,10 +223,11 @@ def test_what_tensorrt_refuses_is_explained(machine: HostMachine, gqa: Path) -> 
         engine.score(BUSHY.batch(engine.spec, 0), engine.new_cache())
 
 
-def test_a_machine_without_a_gpu_is_told_what_to_do(gqa: Path, tmp_path: Path) -> None:
-    if tensorrt.this_machine().compute_capability is not None:
-        pytest.skip("this machine has a GPU")
-    spec = HostMachine(tmp_path).spec(Checkpoint(gqa), bindings.TARGET)
+def test_a_machine_without_a_gpu_is_told_what_to_do(
+    gqa: Path, tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "is_present", False)
+    spec = HostMachine(tmp_path, gpu).spec(Checkpoint(gqa), bindings.TARGET)
     with pytest.raises(EngineError, match=r"no NVIDIA driver or no GPU: .* or rebuild with --backend onnxruntime"):
         TensorRTEngine(tmp_path / "target.plan", spec)
 
@@ -255,7 +251,7 @@ def test_kernels_that_cannot_be_kept_are_no_error(tmp_path: Path) -> None:
     assert cache.read() is None
 
 
-def test_the_stand_in_has_only_names_of_the_real_package() -> None:
+def test_the_stand_in_has_only_names_of_the_real_package(gpu: Gpu) -> None:
     """Every attribute the engine was tested with exists in TensorRT-RTX."""
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("needs the extra tensorrt-rtx")
@@ -270,7 +266,7 @@ def test_the_stand_in_has_only_names_of_the_real_package() -> None:
         names = {name for name in vars(stand_in) if not name.startswith("_")}
         assert names and names <= set(dir(original)), original
     assert {"num_io_tensors", "num_optimization_profiles"} <= set(dir(trt.ICudaEngine))
-    runtime = FakeTensorRT(HostDevice(), FAMILIES, 128).Runtime(None)
+    runtime = FakeTensorRT(gpu, FAMILIES, 128).Runtime(None)
     assert vars(runtime).keys() <= set(dir(trt.Runtime))
     for name in ("ExecutionContextAllocationStrategy", "TensorIOMode", "CudaGraphStrategy"):
         assert vars(getattr(FakeTensorRT, name)).keys() <= set(dir(getattr(trt, name)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from costs import table
+from cuda_driver.machine import Machine
 from disk import largest_file
 from fakes import FakeEngine, random_model
 from hypothesis import given
@@ -23,8 +24,16 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError
 from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import COSTS, FileRecord, Manifest
-from draftwood.runtime.bundle.costs import differences, fingerprint, read_costs, write_costs
+from draftwood.runtime.bundle.costs import (
+    assumed_costs,
+    differences,
+    fingerprint,
+    pass_sizes,
+    read_costs,
+    write_costs,
+)
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts, assumed
+from draftwood.runtime.speculation.planning.gpu import UNKNOWN, PassSizes, gpu_named, pass_seconds, predicted
 
 MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
 
@@ -264,6 +273,32 @@ def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
         for rows in (1, 2, 4, 8, 16, 32, 64):
             assert passes.at(rows, 0) == pytest.approx(once * (1 + 0.06 * (rows - 1)), rel=1e-12)
     assert max(*astuple(costs.greedy), *astuple(costs.sampled)) < 1e-3
+
+
+def test_a_gpu_reads_weights_and_cache_or_multiplies() -> None:
+    """More rows cost nothing until the arithmetic does; the context costs its bytes; a faster GPU is faster."""
+    sizes = PassSizes(7.5e9, 15e9, 131072)
+    assert gpu_named("NVIDIA A100-SXM4-80GB").name == "A100" and gpu_named("NVIDIA H100 80GB HBM3").name == "H100"
+    assert gpu_named("an unknown GPU") is UNKNOWN
+    costs = predicted(gpu_named("NVIDIA L40S"), sizes, None)
+    once = 3e-5 + 15e9 / (0.85 * 0.864e12)
+    assert costs.draft is None and not costs.machine
+    assert costs.target.at(1, 0) == costs.target.at(16, 0) == pytest.approx(once)
+    assert costs.target.at(1, 4096) - once == pytest.approx(4096 * 131072 / (0.85 * 0.864e12))
+    assert pass_seconds(UNKNOWN, sizes, 128, 0) == pytest.approx(3e-5 + 2 * 7.5e9 * 128 / 75e12)
+    assert pass_seconds(gpu_named("H100"), sizes, 1, 0) < 0.3 * once
+
+
+def test_the_gpu_belongs_to_the_machine_of_plans(gpu: Machine) -> None:
+    """A table of one GPU is not another's, and what nobody measured has a GPU's shape."""
+    plans = manifest(("tensorrt-rtx", "tensorrt-rtx"))
+    assert fingerprint(plans, "cpu", 0, 1)["gpu"] == "Stand-in GPU"
+    assert fingerprint(manifest(("native", "onnxruntime")), "cuda", 0, 1)["gpu"] == "Stand-in GPU"
+    assert "gpu" not in fingerprint(manifest(("native", "onnxruntime")), "cpu", 0, 1)
+    spec = replace(plans.engines["target"], precision="fp16")
+    assert assumed_costs(spec, None) == predicted(UNKNOWN, pass_sizes(spec), None)
+    other = manifest(("native", "native")).engines["target"]
+    assert assumed_costs(other, other) == assumed(other.model, other.model)
 
 
 def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""The stages of the GPU check for TensorRT, over stand-ins for its package and for the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cuda_driver.machine import Machine
+from tensorrt_bundles import demo_bundles
+
+from benchmarks.gpu import tensorrt
+from benchmarks.gpu.check import KERNEL, OWN, SHARED, list_gpu_parts
+from benchmarks.gpu.report import NotPossible
+
+pytestmark = pytest.mark.usefixtures("no_faults")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("bundles")
+    with demo_bundles(folder, gpu) as open_llm:
+        open_llm(1, None).close()
+        yield folder / "1"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt, "TOKENS", 12)
+    monkeypatch.setattr(tensorrt, "read_demo_prompts", lambda count: ["import os\n", "def f(x):\n"][:count])
+    monkeypatch.setattr(tensorrt, "REQUESTS", 2)
+
+
+def test_every_stage_of_a_bundle_that_works(bundle: Path) -> None:
+    found = {name: stage(bundle) for name, stage in tensorrt.STAGES.items()}
+    assert found["load"].figures["memory"].keys() == {"target", "draft"}
+    assert set(found["capture"].figures["differences"].values()) == {0}
+    assert found["first token"].figures["milliseconds"].keys() == {"first request", "second request"}
+    assert found["texts"].figures == {"same_tokens": [12, 12]}
+    assert min(found["speed"].figures.values()) > 0
+
+
+def test_passes_that_are_not_captured_fail_the_stage(
+    bundle: Path, gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "captures", False)
+    with pytest.raises(AssertionError, match=r"not captured: a pass of 1 rows cannot be captured as a CUDA graph"):
+        tensorrt.capture_passes(bundle)
+
+
+def test_a_stage_without_a_bundle_is_not_possible(
+    tmp_path: Path, gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(NotPossible, match="the bundle was not built"):
+        tensorrt.check("tensorrt-rtx", "load", KERNEL, str(tmp_path))
+
+
+def test_what_works_is_known_before_how_fast_it_is() -> None:
+    parts = [part.name for part in list_gpu_parts(("7b", "110m"), "")]
+    assert max(index for index, name in enumerate(parts) if "texts" in name) < parts.index("kernel time")
+    stages = [name.split(": ")[1] for name in parts if name.startswith(f"tensorrt, {KERNEL}: ")]
+    assert stages == ["build", "load", "capture", "first token", "texts", "speed"]
+    assert set(tensorrt.FORMS) == {KERNEL, SHARED, OWN}
+    assert all(part.seconds <= 60 for part in list_gpu_parts(("7b", "110m"), "") if ", " in part.name)

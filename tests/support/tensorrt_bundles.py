@@ -1,0 +1,67 @@
+"""The demo pair as bundles for TensorRT-RTX whose plans are graphs, for the stand-ins of package and driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundling import DEMO
+from cuda_driver.machine import Machine
+from fake_tensorrt import HEADER, FakeTensorRT
+
+from draftwood.builder import pipeline
+from draftwood.builder.engines import make
+from draftwood.builder.engines.plan import CompileOptions
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
+from draftwood.models.config import LlamaConfig
+from draftwood.runtime import LLM, SpeculativeConfig
+from draftwood.runtime.engines.compatibility import LayerReport, TensorRTPlan
+from draftwood.runtime.engines.static import tensorrt
+
+MAX_LENGTH, WIDTHS = 160, (1, 2, 4, 8, 16, 32)
+OpenLLM = Callable[[int, SpeculativeConfig | None], LLM]
+
+
+def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Any) -> TensorRTPlan:
+    """Instead of `compile_plan`: the stand-in's plans are graphs."""
+    output.write_bytes(HEADER + str(graph).encode())
+    layers = LayerReport(100, model.num_layers, 0, 2 * model.num_layers)
+    return TensorRTPlan("tensorrt-rtx", "1.7.1", ("8.9",), None, options.families, options.columns, layers, False)
+
+
+@contextmanager
+def demo_bundles(folder: Path, gpu: Machine) -> Iterator[OpenLLM]:
+    """Opens the demo pair, built for so many requests in a pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "compile_plan", graph_as_plan)
+        patch.setattr(make, "runs_here", lambda plan: False)
+        patch.setattr(pipeline, "check_compiler", lambda options: None)
+        patch.setattr(tensorrt, "tensorrt_logger", lambda backend: None)
+        patch.setattr(tensorrt, "installed_packages", lambda: {"tensorrt-rtx": "1.7.1"})
+
+        def open_llm(max_batch: int, config: SpeculativeConfig | None) -> LLM:
+            bundle = folder / str(max_batch)
+            options = BuildOptions(
+                DEMO / "target",
+                DEMO / "draft",
+                bundle,
+                backend="tensorrt-rtx",
+                precision="fp32",
+                max_length=MAX_LENGTH,
+                widths=WIDTHS,
+                max_batch=max_batch,
+                compute_capability=("8.9",),
+                graphs=folder / f"graphs-{max_batch}",
+            )
+            if not bundle.exists():
+                build(options, lambda step: lambda: None)
+            compiled = options.compile_options()
+            package = FakeTensorRT(gpu, compiled.families, compiled.columns)
+            patch.setattr(tensorrt, "load_tensorrt", lambda backend: package)
+            return LLM(bundle, config)
+
+        yield open_llm
