@@ -75,9 +75,7 @@ def text(*arguments: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
-def test_the_text_and_the_proposals_are_those_of_the_host(
-    config: SpeculativeConfig, pair: Pair, gpu: Machine
-) -> None:
+def test_the_text_and_the_proposals_are_those_of_the_host(config: SpeculativeConfig, pair: Pair, gpu: Machine) -> None:
     """With one wait of the host and one copy each way for a round, once its graph is captured."""
     by_host, by_device = SpecDecodeStats(), SpecDecodeStats()
     expected = text(pair.decoder(config, rounds=False), GREEDY, by_host)
