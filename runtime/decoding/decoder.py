@@ -209,10 +209,10 @@ class SpeculativeDecoder:
             prompt_logprobs = yield from read_prompt(self._target, self._cache, prompt, count)
         controller = None
         if self._config is not None and self._costs is not None:
-            shared = (None, None) if sampler.params.is_seeded else (self._experience, self._budget)
-            widths = self._target.spec.widths
+            experience, budget = (None, None) if sampler.params.is_seeded else (self._experience, self._budget)
+            widths, greedy = self._target.spec.widths, sampler.params.greedy
             draft_context = None if self._proposer is None else self._proposer.context
-            controller = self._config.controller(self._costs, widths, sampler.params.greedy, *shared, draft_context)
+            controller = self._config.controller(self._costs, widths, greedy, experience, budget, draft_context)
         self._controller = controller
         sharing = count_one if sampler.params.is_seeded else self._sharing
         request = RequestState(

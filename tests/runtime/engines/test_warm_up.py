@@ -12,6 +12,7 @@ from checkpoints import write_checkpoint
 from cuda_driver.machine import Machine
 from cuda_driver.memory import DEVICE
 from engine_parts import BUSHY, WIDTHS, filled, random_text, score
+from numpy.typing import NDArray
 from rich.console import Console
 from tensorrt_bundles import demo_bundles
 
@@ -28,7 +29,7 @@ def gqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("gqa"), "gqa")
 
 
-def scores(engine: StaticEngine) -> list[np.ndarray]:
+def scores(engine: StaticEngine) -> list[NDArray[np.float32]]:
     """A text in chunks of several widths, and a tree behind it, twice: each over a cache of its own."""
     found = []
     for seed in range(2):
@@ -67,10 +68,10 @@ def test_caches_that_are_open_together_share_no_memory(gqa: Path, tmp_path: Path
         step()
     first, second = (filled(engine, random_text(40, seed)) for seed in range(2))
     batch = BUSHY.batch(engine.spec, 40)
-    found = [score(engine, batch, cache) for cache in (first, second)]
+    found, other = (score(engine, batch, cache) for cache in (first, second))
     first.close()
-    np.testing.assert_array_equal(score(engine, batch, filled(engine, random_text(40, 0))), found[0])
-    assert not np.array_equal(*found)
+    np.testing.assert_array_equal(score(engine, batch, filled(engine, random_text(40, 0))), found)
+    assert not np.array_equal(found, other)
     engine.close()
 
 
