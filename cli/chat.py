@@ -22,6 +22,7 @@ from .chat_commands import ChatState, left_out, run_command
 from .line_editor import LineEditor
 from .live import PROMPT, costs_note, open_view, running
 from .options import add_engines, add_sampling, add_speculation, read_options, speculative
+from .progress import warm_up
 
 PROMPT_SIGN = "> "
 LONGEST_LINE = 1 << 24  # characters; a chat template writes no longer conversation
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError(f"{NO_TEMPLATE} {args.bundle} --prompt TEXT")
         if llm.stale_costs:
             note(errors, costs_note(llm.stale_costs))
+        warm_up(llm, errors)
         params = replace(params, max_tokens=min(params.max_tokens, llm.bundle.manifest.max_length))
         with ChatSession(llm, args.system) as session:
             state = ChatState(session, params, "own" if config is not None else None, config is not None)

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 if TYPE_CHECKING:
     from ..builder.progress import Begin, Step
+    from ..runtime import LLM
 
 
 @contextmanager
@@ -24,3 +25,10 @@ def progress(console: Console) -> Iterator[Begin]:
             return lambda: bars.advance(task)
 
         yield begin
+
+
+def warm_up(llm: LLM, console: Console) -> None:
+    """Prepare the engines for a first request. Engines on a CPU need no preparation, and show nothing."""
+    if steps := llm.warm_up():
+        for step in track(steps, "Preparing passes", console=console):
+            step()

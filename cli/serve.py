@@ -14,6 +14,8 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ..models.errors import ConfigError
 from ..runtime.decoding.loop import MAX_RUNNING
 from ..runtime.decoding.pace import MAX_PAUSE_MS
@@ -26,6 +28,7 @@ from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.http.hosts import AllowedHosts, is_loopback
 from .live import costs_note
 from .options import add_engines, add_speculation, speculative
+from .progress import warm_up
 
 API_KEY = "DRAFTWOOD_API_KEY"
 NAMELESS = "default"  # the client's name of the key of --api-key
@@ -172,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
     with listen(args.host, args.port) as listener:
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
         llm = LLM(args.bundle, speculative(args), *engines)
+        warm_up(llm, Console(stderr=True))
         with (
             tracing(args.otlp_traces_endpoint, name) as trace,
             llm,

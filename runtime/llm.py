@@ -215,6 +215,11 @@ class LLM:
         """Whether the engines' caches grow, so that several requests can share one cache."""
         return describe_backend(self._target.spec.backend).grows
 
+    def warm_up(self) -> list[Callable[[], None]]:
+        """Steps that prepare the engines for a first request, to be called in order. None for engines on a CPU."""
+        own = (engine for engine in (self._target, self._draft) if engine is not None)
+        return [step for engine in own for step in engine.warm_up()]
+
     @property
     def costs(self) -> CostModel:
         """The measured costs of the engines, or assumed ones."""

@@ -86,6 +86,7 @@ def gpu() -> Iterator[Machine]:
 def no_faults(gpu: Machine) -> Iterator[None]:
     """The program under test does nothing wrong with the driver."""
     gpu.counts.clear()
+    gpu.ran.clear()
     gpu.launches.clear()
     yield
     faults, gpu.faults[:] = list(gpu.faults), []

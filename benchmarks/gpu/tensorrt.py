@@ -10,8 +10,10 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from unittest import mock
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from draftwood.runtime import LLM, RequestOutput, SamplingParams
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.engine import StaticEngine
+from draftwood.runtime.engines.static.rounds import StaticRounds
 
 PRECISION, TOKENS = "fp16", 96
 REQUESTS = 4
@@ -140,7 +143,32 @@ def compare_texts(bundle: Path) -> Findings:
     """Texts in half precision may differ after a near tie; one must agree for longer than a quarter."""
     _, _, shared = run_texts(bundle)
     require(max(shared) > TOKENS // 4, f"speculative and plain text part at tokens {shared}")
-    return Findings(f"equal tokens of {TOKENS}: {shared}", {"same_tokens": shared})
+    rounds, by_both = compare_rounds(bundle)
+    require(max(by_both) > TOKENS // 4, f"texts by the host's rounds and by the device's part at tokens {by_both}")
+    summary = (
+        f"equal tokens of {TOKENS}: {shared}; {rounds} rounds on the device, tokens equal to the host's: {by_both}"
+    )
+    return Findings(summary, {"same_tokens": shared, "device_rounds": rounds, "same_tokens_by_host": by_both})
+
+
+def compare_rounds(bundle: Path) -> tuple[int, list[int]]:
+    """The number of rounds that ran on the device, and how many tokens of each text are those of the host's rounds."""
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    texts = list(read_demo_prompts(REQUESTS))
+    # autospec: a function, which Python binds to its object; `side_effect` runs the rounds themselves.
+    with (
+        mock.patch.object(StaticRounds, "score", autospec=True, side_effect=StaticRounds.score) as score,
+        LLM(bundle, CONFIGS["chain of 4"]) as llm,
+    ):
+        by_device, rounds = llm.generate(texts, params), score.call_count
+        # A request for log-probabilities needs logits, which only rounds of the host bring.
+        by_host = llm.generate(texts, replace(params, logprobs=1))
+        require(score.call_count == rounds, "the rounds to compare with ran on the device, too")
+        devices = [each.device for each in (llm.engines.target, llm.engines.draft) if isinstance(each, StaticEngine)]
+        expected = all(each.runs_rounds for each in devices) and llm.engines.target.spec.max_batch == 1
+    require(bool(rounds) == expected, f"{rounds} rounds ran on the device")
+    pairs = zip(by_device, by_host, strict=True)
+    return rounds, [find_difference(one.token_ids, other.token_ids) for one, other in pairs]
 
 
 def measure_speed(bundle: Path) -> Findings:

@@ -210,8 +210,8 @@ class SpeculativeDecoder:
         controller = None
         if self._config is not None and self._costs is not None:
             experience, budget = (None, None) if sampler.params.is_seeded else (self._experience, self._budget)
-            widths = self._target.spec.widths
-            greedy, draft_context = sampler.params.greedy, None if self._proposer is None else self._proposer.context
+            widths, greedy = self._target.spec.widths, sampler.params.greedy
+            draft_context = None if self._proposer is None else self._proposer.context
             controller = self._config.controller(self._costs, widths, greedy, experience, budget, draft_context)
         self._controller = controller
         sharing = count_one if sampler.params.is_seeded else self._sharing

@@ -7,7 +7,7 @@ appends its rows at the end. `commit` keeps the accepted speculative rows, in pa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -200,6 +200,10 @@ class Engine(ABC):
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """How many of these passes, from the first on, `forward` computes in one pass of the engine: at least 1."""
         return 1
+
+    def warm_up(self) -> Sequence[Callable[[], None]]:
+        """Steps that may precede the first request, which then waits for no preparation. Most engines have none."""
+        return ()
 
     def chunk_size(self, left: int, read: int = 0) -> int:
         """How many of the `left` unread tokens of a prompt the next prefill pass should read, behind `read` tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from tensorrt_bundles import demo_bundles
 from benchmarks.gpu import tensorrt
 from benchmarks.gpu.check import KERNEL, OWN, SHARED, list_gpu_parts
 from benchmarks.gpu.report import NotPossible
+from draftwood.runtime.engines.rounds import RoundOutcome
+from draftwood.runtime.engines.static.round import Round
 
 pytestmark = pytest.mark.usefixtures("no_faults")
 
@@ -36,7 +38,8 @@ def test_every_stage_of_a_bundle_that_works(bundle: Path) -> None:
     assert found["load"].figures["memory"].keys() == {"target", "draft"}
     assert set(found["capture"].figures["differences"].values()) == {0}
     assert found["first token"].figures["milliseconds"].keys() == {"first request", "second request"}
-    assert found["texts"].figures == {"same_tokens": [12, 12]}
+    texts = found["texts"].figures
+    assert texts.pop("device_rounds") >= 2 and texts == {"same_tokens": [12, 12], "same_tokens_by_host": [12, 12]}
     assert min(found["speed"].figures.values()) > 0
 
 
@@ -46,6 +49,19 @@ def test_passes_that_are_not_captured_fail_the_stage(
     monkeypatch.setattr(gpu, "captures", False)
     with pytest.raises(AssertionError, match=r"not captured: a pass of 1 rows cannot be captured as a CUDA graph"):
         tensorrt.capture_passes(bundle)
+
+
+def test_a_device_whose_rounds_write_another_text_fails_the_stage(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Round.run
+
+    def wrong(self: Round, length: int, pending: Sequence[int]) -> RoundOutcome:
+        return run(self, length, pending)._replace(accepted=(), num_scored=0, next_token=5)
+
+    monkeypatch.setattr(Round, "run", wrong)
+    with pytest.raises(AssertionError, match=r"host's rounds and by the device's part at tokens \[0, 0\]"):
+        tensorrt.compare_texts(bundle)
 
 
 def test_a_stage_without_a_bundle_is_not_possible(

@@ -1,4 +1,4 @@
-"""Rounds by the kernels, executed from their PTX, against the host's own code."""
+"""Rounds by the kernels, which the driver in libcuda's place executes from their PTX, against the host's own code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_driver.machine import Machine
 from fakes import FakeCache
-from ptx.faults import Fault
 from scripted_rounds import COLUMNS, VOCABULARY, DeviceRounds, Ranker, RankingEngine
 
+from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round.images import HEADER, KERNELS, image
 from draftwood.runtime import SamplingParams
 from draftwood.runtime.decoding.device import acceptance_of, tree_of
 from draftwood.runtime.engines.passes import run
 from draftwood.runtime.engines.rounds import RoundShape
+from draftwood.runtime.engines.static import cuda
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
@@ -26,6 +28,8 @@ from draftwood.runtime.speculation.growers.gsd import NO_MERGER
 from draftwood.runtime.speculation.growers.specdecpp import Fixed
 from draftwood.runtime.speculation.proposer import DraftProposer
 from draftwood.runtime.speculation.verifier import Acceptance, match_best
+
+pytestmark = pytest.mark.usefixtures("no_faults")
 
 SHAPES = [RoundShape(1, 1, 1), RoundShape(4, 4, 1), RoundShape(3, 5, 2), RoundShape(5, 15, 4), RoundShape(4, 6, 3)]
 PROMPT = (3, 1, 4, 1, 5)
@@ -60,16 +64,19 @@ class HostRounds:
         return tree, acceptance
 
 
-def compared(shape: RoundShape, ties: bool = False, kept_tokens: tuple[int, ...] = (), seed: int = 1) -> int:
+def compared(
+    gpu: Machine, shape: RoundShape, ties: bool = False, kept_tokens: tuple[int, ...] = (), seed: int = 1
+) -> int:
     """Six rounds of the host and of the device, in turn; the first one is queued, the others are replayed. Returns the
     number of accepted tokens."""
     draft = Ranker(seed, 6, ties)
     target = Ranker(seed + 100, 6, ties, draft, kept_tokens)
     host, device = (
         HostRounds(shape, target, draft, kept_tokens),
-        DeviceRounds(shape, target, draft, PROMPT, kept_tokens),
+        DeviceRounds(gpu, shape, target, draft, PROMPT, kept_tokens),
     )
     accepted = 0
+    gpu.counts.clear()
     for _ in range(6):
         tree, acceptance = host.run()
         outcome = device.run()
@@ -80,29 +87,29 @@ def compared(shape: RoundShape, ties: bool = False, kept_tokens: tuple[int, ...]
         assert acceptance_of(outcome) == acceptance
         assert device.pending == host.pending
         accepted += len(acceptance.rows)
-    assert device.device.launches["synchronize"] == 6 and device.device.launches["replay"] == 5
+    assert gpu.counts["wait"] == 6 and gpu.counts["graph"] == 5
     return accepted
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-def test_rounds_are_those_of_the_host(shape: RoundShape, ties: bool) -> None:
+def test_rounds_are_those_of_the_host(shape: RoundShape, ties: bool, gpu: Machine) -> None:
     """Trees, accepted paths, caches, and what the draft has not read. Equal values are ordered as the host orders
     them."""
-    assert compared(shape, ties) > 2
+    assert compared(gpu, shape, ties) > 2
 
 
-def test_a_trimmed_draft_proposes_tokens_of_the_target() -> None:
+def test_a_trimmed_draft_proposes_tokens_of_the_target(gpu: Machine) -> None:
     kept = tuple(sorted(np.random.default_rng(0).choice(VOCABULARY, COLUMNS, replace=False).tolist()))
-    assert compared(RoundShape(3, 5, 2), kept_tokens=kept) > 2
+    assert compared(gpu, RoundShape(3, 5, 2), kept_tokens=kept) > 2
 
 
 @pytest.mark.full
-def test_rounds_of_many_shapes() -> None:
+def test_rounds_of_many_shapes(gpu: Machine) -> None:
     rng = np.random.default_rng(0)
     for seed in range(60):
         depth, width = int(rng.integers(1, 7)), int(rng.integers(1, 6))
-        compared(RoundShape(depth, int(rng.integers(1, 25)), width), bool(rng.integers(2)), seed=seed)
+        compared(gpu, RoundShape(depth, int(rng.integers(1, 25)), width), bool(rng.integers(2)), seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +125,14 @@ def test_rounds_of_many_shapes() -> None:
     ],
 )
 def test_a_kernel_that_differs_would_be_noticed(
-    kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+    kernel: str, old: str, new: str, gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = image(kernel)
     changed = original._replace(text=original.text.replace(old, new))
     assert changed.text != original.text
-    monkeypatch.setattr("host_device.image", lambda name: changed if name == kernel else image(name))
-    with pytest.raises((AssertionError, Fault)):
-        compared(RoundShape(3, 5, 2), ties=True)
+    monkeypatch.setattr(cuda, "image", lambda name: changed if name == kernel else image(name))
+    with gpu.expecting(), pytest.raises((AssertionError, EngineError)):
+        compared(gpu, RoundShape(3, 5, 2), ties=True)
 
 
 def test_the_images_are_compiled_from_these_kernels() -> None:

@@ -1,5 +1,6 @@
-"""Language models that are functions of their context, for rounds: by the host, over `fakes`, and by the kernels on a
-host device, whose caches hold each row's token and position. A wrong mask, position or commit changes a prediction."""
+"""Language models that are functions of their context, for rounds: by the host, over `fakes`, and by the kernels on the
+driver in libcuda's place. Caches hold each row's token and position there, so that a wrong mask, position or commit
+changes a prediction."""
 
 from __future__ import annotations
 
@@ -8,15 +9,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from cuda_driver.machine import Machine
+from cuda_driver.memory import Span, array_at
 from fakes import FakeCache, FakeEngine
-from host_device import HostDevice, HostMemory, array_at
 from numpy.typing import NDArray
 
 from draftwood.models import bindings
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
 from draftwood.runtime.engines.rounds import RoundOutcome, RoundShape
-from draftwood.runtime.engines.static.device import CacheGeometry, Stream
+from draftwood.runtime.engines.static.cuda import CudaDevice
+from draftwood.runtime.engines.static.device import CacheGeometry, DeviceMemory, Stream
 from draftwood.runtime.engines.static.round import PENDING, CachePlace, Names, Round
 
 CAPACITY, WORDS = 160, 3
@@ -68,9 +71,9 @@ class RankingEngine(FakeEngine):
 
 
 class DeviceCache(NamedTuple):
-    """A cache on a host device: every row holds a token and its position."""
+    """A cache on the device: every row holds a token and its position."""
 
-    memory: HostMemory
+    memory: DeviceMemory
     ranker: Ranker
 
     @property
@@ -97,26 +100,28 @@ class DeviceCache(NamedTuple):
 class DevicePass:
     """A RoundPass over such a cache."""
 
-    def __init__(self, device: HostDevice, cache: DeviceCache, shape: PassShape) -> None:
+    def __init__(self, machine: Machine, device: CudaDevice, cache: DeviceCache, shape: PassShape) -> None:
         sizes = {"T": shape.width, "S": shape.columns, "R": shape.outputs, "B": 1, "N": 1, "4": 4}
         sizes["K"] = cache.ranker.columns
         items = (*bindings.inputs(bindings.COMPACT), bindings.TOP_IDS, bindings.TOP_LOGPROBS)
         self._layout = Layout.packed({i.name: (i.dtype, tuple(sizes[axis] for axis in i.shape)) for i in items})
-        self.shape, self._device, self._cache = shape, device, cache
+        self.shape, self._machine, self._cache = shape, machine, cache
         self._memory = device.allocate(self._layout.nbytes)
         array_at(self._memory.address, (self._layout.nbytes,), np.uint8)[:] = 1  # what an earlier pass has left
+        places = (self._memory.address, self._layout.nbytes), (cache.memory.address, GEOMETRY.nbytes)
+        self._spans = [Span(start, start + nbytes) for start, nbytes in places]
         self._bound = False
 
     def address(self, name: str) -> int:
         return self._memory.address + self._layout.fields[name].offset
 
     def bind(self) -> None:
-        assert not self._device.is_recording
+        self._machine.answer(self._machine.enter, "a binding", True)
         self._bound = True
 
     def enqueue(self, stream: Stream) -> None:
         assert self._bound
-        self._device.submit("enqueue", stream, self._run)
+        self._machine.enqueue("a program", self._run, ((), self._spans), stream)
 
     def is_capturable(self, stream: Stream) -> bool:
         return True
@@ -145,12 +150,18 @@ def widths(rows: int) -> int:
 
 
 class DeviceRounds:
-    """Rounds of one shape over a host device; `text` has been read by the target, without its last token."""
+    """Rounds of one shape; `text` has been read by the target, without its last token."""
 
     def __init__(
-        self, shape: RoundShape, target: Ranker, draft: Ranker, text: Sequence[int], kept_tokens: Sequence[int] = ()
+        self,
+        machine: Machine,
+        shape: RoundShape,
+        target: Ranker,
+        draft: Ranker,
+        text: Sequence[int],
+        kept_tokens: Sequence[int] = (),
     ) -> None:
-        self.device = HostDevice(rounds=True)
+        self._machine, self.device = machine, CudaDevice()
         self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
         for each in self.caches:
             each.write(0, text[:-1], range(len(text) - 1))
@@ -177,7 +188,7 @@ class DeviceRounds:
     def _pass(self, cache: int, rows: int, first: int, last_only: bool = False) -> DevicePass:
         width = widths(rows)
         shape = PassShape(width, mask_columns(width, first + width, 99), 1 if last_only else width)
-        return DevicePass(self.device, self.caches[cache], shape)
+        return DevicePass(self._machine, self.device, self.caches[cache], shape)
 
     def run(self) -> RoundOutcome:
         """A round; afterwards both caches hold what it has accepted."""

@@ -1,4 +1,4 @@
-"""The interfaces of a GPU and of a compiled program that a static engine needs. Tests implement them on the host.
+"""The interfaces of a GPU and of a compiled program that a static engine needs.
 
 Addresses are numbers. Work is queued on streams and runs in order. A host array given to `upload` or `download` must
 not change until `synchronize` has returned.
@@ -48,7 +48,7 @@ class RowMove(NamedTuple):
 
 
 class Device(Protocol):
-    """A GPU, or a replacement for tests."""
+    """A GPU."""
 
     @property
     def number(self) -> int:

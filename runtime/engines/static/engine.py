@@ -6,7 +6,8 @@ defines the interfaces of program and device. `tensorrt.py` and `cuda.py` implem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ class StaticEngine(Engine):
         self.has_queued_moves = False  # whether commits are queued that no pass has waited for
         self._executions: dict[PassShape, Execution] = {}
         self._pool: StaticPool | None = None
+        self._warm: list[CacheMemory] = []  # what `warm_up` has made, while no cache uses it
 
     @property
     def pool(self) -> StaticPool:
@@ -82,6 +84,34 @@ class StaticEngine(Engine):
 
     def new_cache(self) -> KVCache:
         return StaticKVCache(self) if self.spec.max_batch == 1 else self.pool.new_cache()
+
+    def warm_up(self) -> list[Callable[[], None]]:
+        """See Engine.warm_up: a pass of each width, with one output row as for prompts, and with all. It makes the
+        program's context and kernels, and captures its graph. Graphs contain addresses: an engine for one sequence
+        keeps one cache's memory for them, which its caches then take in turn."""
+        if self.spec.max_batch == 1:
+            self._warm.append(CacheMemory(self, is_warm=True))
+        shapes = [(width, outputs) for width in self.spec.pass_widths for outputs in sorted({1, width})]
+        return [partial(self._prepare, width, outputs) for width, outputs in shapes]
+
+    def _prepare(self, width: int, outputs: int) -> None:
+        """Run a pass over an empty cache."""
+        cache, rows = self.new_cache(), np.arange(width)
+        batch = TokenBatch.pad(np.zeros_like(rows), rows, np.tri(width, dtype=np.bool_), width, outputs == 1)
+        self.forward([Pass(self, batch, cache)])
+        cache.close()
+
+    def lend(self) -> CacheMemory:
+        """Memory for a cache, that of `warm_up` if no other cache uses it."""
+        try:
+            return self._warm.pop()
+        except IndexError:  # not checked before: another thread could take it in between
+            return CacheMemory(self)
+
+    def take_back(self, memory: CacheMemory) -> None:
+        """The memory of a closed cache. Only that of `warm_up` is kept."""
+        if memory.is_warm and not self.closed:
+            self._warm.append(memory)
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """See Engine.num_joint: 1, or the passes that fit the widest pass of an engine for several sequences."""
@@ -119,6 +149,7 @@ class StaticEngine(Engine):
             if not self.closed:
                 self.device.synchronize(self.stream)  # rows of a commit may be on their way
                 self._executions.clear()
+                self._warm.clear()
                 self._pool = None
                 self.program.close()
             self.closed = True
@@ -164,12 +195,13 @@ class StaticKVCache(GrowingKVCache):
 
     def _allocate(self, capacity: int) -> None:
         check_growth(self._spec, capacity)
-        self._memory = CacheMemory(self._engine)
+        self._memory = self._engine.lend()
 
     def _resize(self, capacity: int, used: int) -> None:
         check_growth(self._spec, capacity)
 
     def _free(self) -> None:
+        self._engine.take_back(self._memory)
         del self._memory
 
     def _move(self, rows: NDArray[np.int64]) -> None:

@@ -223,7 +223,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         while_capturing(lambda each: each._engine.device.synchronize(each._engine.stream)),
         "cuStreamSynchronize while a stream is captured",
     ),
-    "shapes bound in a capture": (while_capturing(StaticPass._bind), "a binding of input_ids while a stream"),
+    "shapes bound in a capture": (while_capturing(StaticPass.bind), "a binding of input_ids while a stream"),
     "a capture of all threads": (global_capture, "cuMemAlloc while a stream is captured"),
     "graphs of another cache": (graphs_of_another_cache, "freed memory"),
     "pageable memory": (pageable, "memory that nobody allocated"),

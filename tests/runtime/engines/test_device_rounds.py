@@ -1,4 +1,5 @@
-"""Rounds that run on the device as a whole, over the stand-in for TensorRT: their kernels run from their PTX."""
+"""Rounds that run on the device as a whole, over a stand-in for TensorRT's package: the driver in libcuda's place
+executes their kernels from their PTX."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from bundling import DEMO
+from cuda_driver.machine import Machine
 from engine_parts import random_text
 
 from draftwood.models import bindings
@@ -18,30 +20,37 @@ from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Observer, Round
 from draftwood.runtime.engines.rounds import RoundShape
+from draftwood.runtime.engines.static.cuda import CudaDevice
+from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from tests.runtime.engines import test_tensorrt_engine as stand_in
 
 machine = stand_in.machine
+pytestmark = pytest.mark.usefixtures("no_faults")
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 PROMPT = random_text(30)
 CHAIN = SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
 TREE = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=9, max_draft_len=3, frontier_width=3)
-
-
 DEEP = replace(CHAIN, max_draft_len=6)
 
 
 class Pair:
-    """Both engines of the demo on one stand-in device."""
+    """Both engines of the demo on one GPU."""
 
     def __init__(self, machine: stand_in.HostMachine) -> None:
-        self.device = machine.device
         self.target, self.draft = (machine.open(DEMO / role, role) for role in bindings.ROLES)
 
     def decoder(self, config: SpeculativeConfig | None, rounds: bool = True) -> SpeculativeDecoder:
-        self.device.runs_rounds = rounds
+        """rounds: whether the GPU is of a kind that runs them."""
+        for engine in (self.target, self.draft):
+            device_of(engine).compute_capability = "8.9" if rounds else "7.5"
         return SpeculativeDecoder(self.target, self.draft, config, 400, ())
+
+
+def device_of(engine: StaticEngine) -> CudaDevice:
+    assert isinstance(engine.device, CudaDevice)
+    return engine.device
 
 
 @pytest.fixture
@@ -66,27 +75,27 @@ def text(*arguments: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
-def test_the_text_and_the_proposals_are_those_of_the_host(config: SpeculativeConfig, pair: Pair) -> None:
+def test_the_text_and_the_proposals_are_those_of_the_host(config: SpeculativeConfig, pair: Pair, gpu: Machine) -> None:
     """With one wait of the host and one copy each way for a round, once its graph is captured."""
     by_host, by_device = SpecDecodeStats(), SpecDecodeStats()
     expected = text(pair.decoder(config, rounds=False), GREEDY, by_host)
     tokens, rounds = list[int](), 0
-    before = Counter(pair.device.launches)
+    before = Counter(gpu.calls)
     for chunk in generation(pair.decoder(config), GREEDY, by_device):
         tokens += chunk
-        asked = Counter(pair.device.launches) - before
-        before = Counter(pair.device.launches)
-        if pair.device.done["verify"] > rounds:
+        asked = Counter(gpu.calls) - before
+        before = Counter(gpu.calls)
+        if gpu.ran["verify"] > rounds:
             rounds += 1
             if rounds > 1:
-                assert asked == {"replay": 1, "synchronize": 1}
+                assert asked == {"graph": 1, "wait": 1}
     assert tokens == expected and rounds > 2
     assert by_device.accepted_per_round == by_host.accepted_per_round
     assert (by_device.num_draft_tokens, by_device.target_passes) == (by_host.num_draft_tokens, by_host.target_passes)
-    assert pair.device.done["pending_inputs"] == pair.device.done["verify"] == rounds
+    assert gpu.ran["pending_inputs"] == gpu.ran["verify"] == rounds
 
 
-def test_rounds_of_two_texts_in_turn(pair: Pair) -> None:
+def test_rounds_of_two_texts_in_turn(pair: Pair, gpu: Machine) -> None:
     """They share the engines' executions, whose bindings the host's passes change in between; one text's first rounds
     run on the host, whose last commit of the draft is still queued when a round on the device begins."""
     expected = text(pair.decoder(CHAIN, rounds=False))
@@ -98,16 +107,18 @@ def test_rounds_of_two_texts_in_turn(pair: Pair) -> None:
     assert found == [expected, expected]
     once = decoders[0]
     host_first = text(once, replace(GREEDY, logprobs=1, max_tokens=9))
-    before = pair.device.done["verify"]
-    assert [host_first, text(once)] == [expected[:9], expected] and pair.device.done["verify"] > before
+    before = gpu.ran["verify"]
+    assert [host_first, text(once)] == [expected[:9], expected] and gpu.ran["verify"] > before
 
 
-def test_a_round_that_cannot_be_captured_is_queued(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_that_cannot_be_captured_is_queued(
+    pair: Pair, gpu: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = text(pair.decoder(CHAIN, rounds=False))
-    pair.device.captures = False
+    monkeypatch.setattr(gpu, "captures", False)
     assert text(pair.decoder(DEEP)) == expected
     assert sum("a round of" in message for message in caplog.messages) == 1
-    assert pair.device.launches["verify"] == pair.device.done["verify"] > 1
+    assert [launched.name for launched in gpu.launches].count("verify") == gpu.ran["verify"] > 1
 
 
 OTHERS = {
@@ -126,20 +137,20 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_rounds_stay_on_the_host(name: str, pair: Pair) -> None:
+def test_other_rounds_stay_on_the_host(name: str, pair: Pair, gpu: Machine) -> None:
     config, params = OTHERS[name]
     expected = text(pair.decoder(config, rounds=False), params)
     assert text(pair.decoder(config), params) == expected
-    assert pair.device.done["verify"] == 0
+    assert gpu.ran["verify"] == 0
 
 
-def test_an_observer_gets_its_rounds_from_the_host(pair: Pair) -> None:
+def test_an_observer_gets_its_rounds_from_the_host(pair: Pair, gpu: Machine) -> None:
     seen: list[Round] = []
     text(pair.decoder(CHAIN), GREEDY, SpecDecodeStats(), seen.append)
-    assert seen and pair.device.done["verify"] == 0
+    assert seen and gpu.ran["verify"] == 0
 
 
-def test_a_round_has_room_in_masks_and_caches(machine: stand_in.HostMachine, pair: Pair) -> None:
+def test_a_round_has_room_in_masks_and_caches(pair: Pair) -> None:
     decoder = pair.decoder(CHAIN)
     caches = pair.target.new_cache(), pair.draft.new_cache()
     rounds = pair.target.rounds(caches[0], pair.draft, caches[1])
@@ -158,9 +169,8 @@ def test_a_round_has_room_in_masks_and_caches(machine: stand_in.HostMachine, pai
     decoder.close()
 
 
-def test_engines_on_different_devices_run_no_rounds(pair: Pair, machine: stand_in.HostMachine) -> None:
-    machine.device = machine.package.device = stand_in.HostGpu()
-    machine.device.runs_rounds = pair.device.runs_rounds = True
-    other = machine.open(DEMO / bindings.DRAFT, bindings.DRAFT)
-    assert pair.target.rounds(pair.target.new_cache(), other, other.new_cache()) is None
-    assert pair.target.rounds(pair.target.new_cache(), pair.draft, pair.draft.new_cache()) is not None
+def test_engines_on_different_devices_run_no_rounds(pair: Pair) -> None:
+    caches = pair.target.new_cache(), pair.draft.new_cache()
+    assert pair.target.rounds(caches[0], pair.draft, caches[1]) is not None
+    device_of(pair.draft).number = 1
+    assert pair.target.rounds(caches[0], pair.draft, caches[1]) is None

@@ -1,4 +1,5 @@
-"""What a round asks of the driver: launches, copies, bytes and waits, as the driver in libcuda's place counts them.
+"""What a round asks of a GPU: passes, kernels, launches, copies, bytes and waits, counted by the driver in libcuda's
+place.
 
 `docs/gpu.md` has the same table.
 """
@@ -6,19 +7,23 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 from bundling import ROOT
-from cuda_driver.machine import Machine
+from cuda_driver.machine import ZEROING, Machine
 from tensorrt_bundles import OpenLLM, demo_bundles
 
 from draftwood.runtime import SamplingParams, SpeculativeConfig
+from draftwood.runtime.engines.static.cuda import CudaDevice
 
 pytestmark = pytest.mark.usefixtures("no_faults")
 
 PROMPT, SHORT, LONG = "def fibonacci(n):\n", 12, 84
+HOST, DEVICE = "host", "device"
+ON_THE_DEVICE = ("chain of 4", "tree of 15, depth 5")
 CONFIGS = {
     "plain": None,
     "chain of 4": SpeculativeConfig("chain", budget="fixed", max_draft_len=4),
@@ -28,20 +33,32 @@ CONFIGS = {
         "topk", merge="gsd", budget="fixed", max_total_draft_tokens=24, max_draft_len=6
     ),
 }
+PROGRAM, COPIES = "a program", ("an upload", "a download")
+
+
+class Case(NamedTuple):
+    """A proposal of CONFIGS. by: which of host and device runs the rounds."""
+
+    name: str
+    temperature: float
+    requests: int
+    by: str
 
 
 class Round(NamedTuple):
-    """Mean counts of a round of all requests together. bytes: to the device and back."""
+    """Mean counts of a round of all requests together, with what captured graphs contain. launches: calls that queue a
+    pass or a graph. waits: of the host. up, down: bytes to the device and back."""
 
     passes: float
-    moves: float
+    kernels: float
+    launches: float
     copies: float
     waits: float
     up: float
     down: float
 
     def row(self) -> str:
-        numbers = " | ".join(f"{value:.1f}" for value in self[:4])
+        numbers = " | ".join(f"{value:.1f}" for value in self[:5])
         return f"{numbers} | {self.up / 1000:.1f} | {self.down / 1000:.1f}"
 
 
@@ -51,27 +68,33 @@ def opened(tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Iterator[O
         yield open_llm
 
 
-def count(opened: OpenLLM, gpu: Machine, name: str, temperature: float, requests: int) -> Round:
+def count(opened: OpenLLM, gpu: Machine, case: Case, long: int = LONG) -> Round:
     """Between a short text and a longer one, so that no prompt counts. A pass that is not captured yet has the same
-    counts."""
+    counts; a round has not, so a first text is not counted."""
+    name, temperature, requests, by = case
 
-    def generated(tokens: int) -> tuple[int, dict[str, int]]:
+    def generated(tokens: int) -> tuple[int, Counter[str]]:
         params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=3, ignore_eos=True)
         gpu.counts.clear()
+        gpu.ran.clear()
         outputs = llm.generate([PROMPT] * requests, params)
-        return max(each.stats.num_drafts or each.stats.num_tokens for each in outputs), dict(gpu.counts)
+        return max(each.stats.num_drafts or each.stats.num_tokens for each in outputs), gpu.counts + gpu.ran
 
-    with opened(requests, CONFIGS[name]) as llm:
-        (few, before), (many, after) = generated(SHORT), generated(LONG)
+    with pytest.MonkeyPatch.context() as patch:
+        if by == HOST:
+            patch.setattr(CudaDevice, "runs_rounds", False)
+        with opened(requests, CONFIGS[name]) as llm:
+            _, (few, before), (many, after) = generated(SHORT), generated(SHORT), generated(long)
 
     def per_round(*names: str) -> float:
-        return sum(after.get(name, 0) - before.get(name, 0) for name in names) / (many - few)
+        return sum(after[name] - before[name] for name in names) / (many - few)
 
-    copies = per_round("graph", "upload", "download")  # a graph contains the copy of its inputs
+    no_kernels = {ZEROING, PROGRAM, *COPIES}
     return Round(
+        per_round(PROGRAM),
+        per_round(*(name for name in gpu.ran if name not in no_kernels)),
         per_round("graph", "enqueue"),
-        per_round("launch"),
-        copies,
+        per_round(*COPIES),
         per_round("wait"),
         per_round("upload bytes"),
         per_round("download bytes"),
@@ -79,25 +102,30 @@ def count(opened: OpenLLM, gpu: Machine, name: str, temperature: float, requests
 
 
 CASES = [
-    (name, temperature, requests)
+    Case(name, temperature, requests, by)
     for requests in (1, 8)
     for temperature in (0.0, 0.6)
     for name in CONFIGS
     if (name != "drawn tree of 15" or temperature) and (name != "DAG of 24, depth 6" or not temperature)
+    for by in (HOST, DEVICE)
+    if by == HOST or (name in ON_THE_DEVICE and not temperature and requests == 1)
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "temperature", "requests"), CASES)
-def test_the_documented_counts(name: str, temperature: float, requests: int, opened: OpenLLM, gpu: Machine) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_documented_counts(case: Case, opened: OpenLLM, gpu: Machine) -> None:
     text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    label = f"| {name} | {temperature:g} | {requests} | "
+    label = f"| {case.name} | {case.temperature:g} | {case.requests} | {case.by} | "
     found = re.search(re.escape(label) + r"(.*) \|", text)
-    expected = count(opened, gpu, name, temperature, requests)
+    expected = count(opened, gpu, case)
     assert found is not None and found[1] == expected.row(), label + expected.row()
 
 
-def test_a_chain_waits_once_for_each_pass(opened: OpenLLM, gpu: Machine) -> None:
-    """No pass needs more than a launch, a copy each way and a wait."""
-    found = count(opened, gpu, "chain of 4", 0.0, 1)
-    assert found.passes == found.waits == found.copies / 2 and found.moves == 0
+def test_the_host_waits_once_for_each_pass_or_once_for_each_round(opened: OpenLLM, gpu: Machine) -> None:
+    """Rounds of a chain. Neither needs more than a launch, a copy each way and a wait. A text's last rounds, which are
+    shorter than the chain, are the host's."""
+    by_host, by_device = (count(opened, gpu, Case("chain of 4", 0.0, 1, by), SHORT + 28) for by in (HOST, DEVICE))
+    assert by_host.passes == by_host.launches == by_host.waits == by_host.copies / 2 > 4 and by_host.kernels == 0
+    assert by_device.launches == by_device.waits == by_device.copies / 2 < 1.2
+    assert by_device.passes > 4 and by_device.kernels > 10

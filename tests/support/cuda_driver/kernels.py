@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ class Kernel(NamedTuple):
     run: Callable[[Launched, Memory], None]
 
 
+@functools.cache
 def ptx_kernel(text: str) -> Kernel:
     """Raises ValueError for text without a kernel."""
     program = parse(text)

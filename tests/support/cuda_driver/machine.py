@@ -44,13 +44,14 @@ class Function(NamedTuple):
 
 
 class Machine:
-    """One device. counts: launches, waits, copies and their bytes, by name. captures: whether work can be captured at
-    all. images: modules of host functions by the bytes of their image. takes_ptx: whether PTX is loaded."""
+    """One device. counts: launches, waits, copies and their bytes, by name. ran: names of the work that was queued,
+    inside graphs too. captures: whether work can be captured at all. images: modules of host functions by the bytes of
+    their image. takes_ptx: whether PTX is loaded."""
 
     def __init__(self, seed: int = 0, total: int = 1 << 32) -> None:
         self.memory, self.streams = Memory(total), Streams(seed)
         self.faults: list[str] = []
-        self.counts: Counter[str] = Counter()
+        self.counts, self.ran = Counter[str](), Counter[str]()
         self.launches: list[Launched] = []
         self.images: dict[bytes, tuple[Kernel, ...]] = {}
         self.captures = self.takes_ptx = True
@@ -132,6 +133,8 @@ class Machine:
                 self.memory.require(span, PINNED if block is not None and block.kind == PINNED else DEVICE, work.name)
         self.streams.submit(works, stream)
         self.counts["captured" if capturing else count] += 1
+        if not capturing:
+            self.ran.update(work.name for work in works)
 
     def synchronize(self, stream: int) -> None:
         """The host waits. Waits for memory that is zeroed are counted apart."""
