@@ -29,7 +29,9 @@ REMEMBERED = 64  # number of latest estimates that are kept: clients choose the 
 SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
 CONTEXT_STEP = 64  # tokens of context after which costs are looked up again
 PLAIN_DEPTH = 0
-HELD = 7  # further rounds for which plain decoding stays planned when requests share passes
+HELD, MOST_HELD = 7, 31  # further rounds for which plain decoding stays planned when requests share passes: at first,
+# and where it was planned again and again
+FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
 class RoundPlan(NamedTuple):
@@ -89,7 +91,8 @@ class Controller:
         self._budget = DraftBudget() if budget is None else budget
         self._remaining = self._offered = shapes.depth  # tokens of the text; greatest depth that was offered
         self._unread_seconds = 0.0
-        self._held, self._held_for = 0, (0, 0)  # rounds for which the last plan stays, and what it was made for
+        self._held, self._hold = 0, HELD  # rounds for which the last plan stays, and for which the next one will
+        self._held_for = 0, 0, 0  # the sharing, the greatest depth and the state of the budget that it was made for
         self._patience = 0.0  # plain rounds before a probe
         self._plan = RoundPlan(PLAIN_DEPTH, 0, 1.0, 0.0, 1.0, probe=False)
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
@@ -106,16 +109,27 @@ class Controller:
         """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
-        held_for = sharing, min(remaining, self._shapes.depth)
-        if self._held and self._held_for == held_for and self._experience.plain_rounds + 1 <= self._patience:
+        if self._held and self._stays(remaining, sharing):
             self._held -= 1
             self._experience.plain_rounds += 1
             return self._plan
         self._plan = self._new_plan(context, remaining, sharing, unread)
         # Where many share passes, a new plan for each would take longer than their plain rounds should.
-        self._held = HELD if sharing > 1 and not self._plan.depth else 0
-        self._held_for = held_for
+        if sharing > 1 and not self._plan.depth:
+            self._held, self._hold = self._hold, min(2 * self._hold + 1, MOST_HELD)
+        else:
+            self._held, self._hold = 0, HELD
+        self._held_for = sharing, min(remaining, self._shapes.depth), self._budget.changes
         return self._plan
+
+    def _stays(self, remaining: int, sharing: int) -> bool:
+        """Whether the plain rounds that were planned are still the best: nearly as many requests share the passes,
+        there is no more room than there was, no other proposals were chosen for all together, and no probe is due."""
+        planned_sharing, planned_depth, changes = self._held_for
+        alike = abs(sharing - planned_sharing) <= FEW * planned_sharing
+        narrow = min(remaining, self._shapes.depth) <= planned_depth
+        due = self._experience.plain_rounds + 1 > self._patience
+        return alike and narrow and changes == self._budget.changes and not due
 
     def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
         self._price(context, sharing)
