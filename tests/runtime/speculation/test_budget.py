@@ -28,6 +28,8 @@ COSTLY_DRAFT = CostModel(passes(6.0, 0.3), passes(3.0, 0.3), HostCosts(0.1, 0.5,
 MACHINES = {"small": SMALL, "memory-bound": MEMORY_BOUND, "costly draft": COSTLY_DRAFT}
 COUNTS = (1, 4, 16, 32, 64)
 CONTEXT = 60
+# Milliseconds of processor time of a new plan, and of an offer with its part of a choice for all.
+PLAN, OFFER = 0.02, 0.06
 
 
 def seconds_of(costs: CostModel, plans: Sequence[RoundPlan]) -> float:
@@ -42,11 +44,25 @@ def seconds_of(costs: CostModel, plans: Sequence[RoundPlan]) -> float:
     return total + host + costs.greedy.plain * (len(plans) - len(drafting))
 
 
+class Timed(Controller):
+    """Adds up what its plans cost on the host, in milliseconds."""
+
+    planning = 0.0
+
+    def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
+        self.planning += PLAN
+        return super()._new_plan(context, remaining, sharing, unread)
+
+    def offer(self) -> Offer:
+        self.planning += OFFER
+        return super().offer()
+
+
 def speed(costs: CostModel, acceptances: Sequence[float], rounds: int = 150) -> float:
     """Tokens per second over those of plain decoding, of as many requests with chains of these acceptances, which know
-    nothing before."""
+    nothing before. The time of planning is included."""
     rng, budget, experience = np.random.default_rng(0), DraftBudget(), Experience()
-    controllers = [Controller(costs, CHAIN, True, experience, budget) for _ in acceptances]
+    controllers = [Timed(costs, CHAIN, True, experience, budget) for _ in acceptances]
     tokens = seconds = 0.0
     for _ in range(rounds):
         plans = [each.plan(CONTEXT, 1000, len(acceptances)) for each in controllers]
@@ -57,6 +73,7 @@ def speed(costs: CostModel, acceptances: Sequence[float], rounds: int = 150) -> 
                 accepted = int(np.cumprod(rng.random(plan.depth) < acceptance).sum())
                 tokens += accepted
                 controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
+    seconds += sum(each.planning for each in controllers)
     plain = [RoundPlan(0, 0, 1.0, 0.0, 1.0, probe=False)] * len(acceptances)
     return tokens / seconds * seconds_of(costs, plain) / len(plain)
 
