@@ -14,6 +14,7 @@ the table does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -21,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .budget import DraftBudget, Offer
-from .cost import CostModel
+from .cost import CostModel, HostCosts, PassCosts
 from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
 SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
-CONTEXT_STEP = 64  # tokens of context after which costs are looked up again
+CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
 PLAIN_DEPTH = 0
 HELD, MOST_HELD = 7, 31  # further rounds for which plain decoding stays planned when requests share passes: at first,
 # and where it was planned again and again
@@ -257,29 +258,51 @@ class Controller:
         priced = context // CONTEXT_STEP, sharing
         if priced == self._priced:
             return
-        self._priced, shapes = priced, self._shapes
+        self._priced = priced
         self._found.clear()
+        behind = priced[0] * CONTEXT_STEP
+        read = min(behind, self._draft_context or behind)
+        found = prices_of(self._costs.target, self._costs.draft, self._host, self._shapes, behind, read, sharing)
+        self._seconds, self._plain_seconds, self._draft_alone = found
 
-        target, draft, widest = self._costs.target.shared(context, sharing), None, 0
-        if self._costs.draft is not None and shapes.frontier:  # a prompt lookup has no draft passes
-            read = min(context, self._draft_context or context)
-            draft, widest = self._costs.draft.shared(read, sharing), self._costs.draft.widths[-1]
 
-        def part(
-            together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]
-        ) -> NDArray[np.float64]:
-            return together(rows * sharing) / sharing
+class Prices(NamedTuple):
+    """Seconds of every plan [kinds and sizes, depths], of a plain token, and of a draft pass of 1, 2, ... rows of a
+    single request."""
 
-        self._plain_seconds = float(part(target, np.array(1))) + self._host.plain
-        self._draft_alone = [0.0] if draft is None else draft(np.arange(1, widest + 1)).tolist()
-        depths = np.arange(1, shapes.depth + 1)
-        sizes = np.array([1] * shapes.chain + list(shapes.sizes))
-        tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
-        tokens[: int(shapes.chain)] = depths
-        tokens += shapes.given
-        verify = part(target, tokens + 1) + self._host.round + self._host.token * tokens
-        self._seconds = verify
-        if draft is not None:
-            first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
-            further = part(draft, np.minimum(sizes, shapes.frontier))
-            self._seconds = first + (depths - 1) * further[:, None] + verify
+    seconds: NDArray[np.float64]
+    plain: float
+    draft_alone: list[float]
+
+
+@lru_cache(maxsize=512)
+def prices_of(
+    target_costs: PassCosts,
+    draft_costs: PassCosts | None,
+    host: HostCosts,
+    shapes: Shapes,
+    context: int,
+    read: int,
+    sharing: int,
+) -> Prices:
+    """See Controller._price. read: tokens of the context that the draft attends to. Cached, because requests that share
+    passes have the same prices."""
+    target, draft, widest = target_costs.shared(context, sharing), None, 0
+    if draft_costs is not None and shapes.frontier:  # a prompt lookup has no draft passes
+        draft, widest = draft_costs.shared(read, sharing), draft_costs.widths[-1]
+
+    def part(together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return together(rows * sharing) / sharing
+
+    depths = np.arange(1, shapes.depth + 1)
+    sizes = np.array([1] * shapes.chain + list(shapes.sizes))
+    tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
+    tokens[: int(shapes.chain)] = depths
+    tokens += shapes.given
+    seconds = part(target, tokens + 1) + host.round + host.token * tokens
+    plain = float(part(target, np.array(1))) + host.plain
+    if draft is None:
+        return Prices(seconds, plain, [0.0])
+    first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
+    further = part(draft, np.minimum(sizes, shapes.frontier))
+    return Prices(first + (depths - 1) * further[:, None] + seconds, plain, draft(np.arange(1, widest + 1)).tolist())
