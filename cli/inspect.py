@@ -21,13 +21,13 @@ from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import stored_costs
-from ..runtime.decoding.loop import MAX_RUNNING
 from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, format_of_weight, slot_bytes
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.compatibility import TensorRTPlan
 from ..runtime.text.tokenizer import read_template
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
 
+REQUESTS = 8  # whose memory is shown
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
@@ -38,9 +38,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--requests",
         type=positive,
-        default=MAX_RUNNING,
+        default=REQUESTS,
         metavar="N",
-        help=f"show the memory that N requests at a time need (default {MAX_RUNNING})",
+        help=f"show the memory that N requests at a time need (default {REQUESTS})",
     )
     parser.add_argument("--chat-template", action="store_true", help="print the chat template, and nothing else")
     parser.add_argument("--open", action="store_true", help="open the engines, too: for bundles that you trust")
@@ -135,7 +135,7 @@ def costs_of(bundle: EngineBundle) -> Costs:
     return Costs(ELSEWHERE if found else HERE, found)
 
 
-def describe(bundle: EngineBundle, requests: int = MAX_RUNNING) -> Table:
+def describe(bundle: EngineBundle, requests: int = REQUESTS) -> Table:
     """The bundle as a table, one column per engine. requests: at a time, whose memory is shown."""
     manifest = bundle.manifest
     table = Table(title=escape(printable(f"{bundle.folder}  ({manifest.builder})")), title_justify="left")

@@ -19,7 +19,7 @@ from .bundle.costs import assumed_costs, read_costs, stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
 from .decoding.decoder import SpeculativeDecoder
-from .decoding.loop import Job, drive
+from .decoding.loop import MAX_TURNS, Job, drive
 from .decoding.round import Observer
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend, slot_bytes
@@ -244,6 +244,11 @@ class LLM:
                 pool.share_prefixes(prefix_cache_slots)
             pools.append(pool)
         return SharedEngines(Engines(pools[0], pools[1] if len(pools) > 1 else None), tuple(pools), budget)
+
+    @property
+    def max_running(self) -> int | None:
+        """The most requests that may run at a time; None where caches grow, and memory alone limits them."""
+        return None if self.is_pooled else self.max_batch or MAX_TURNS
 
     @property
     def max_batch(self) -> int | None:

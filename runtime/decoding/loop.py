@@ -20,7 +20,8 @@ from .pace import Pace
 from .scheduler import Scheduler
 from .stats import SpecDecodeStats
 
-MAX_RUNNING = 8  # default number of jobs that run at a time
+MAX_RUNNING = 32  # default number of jobs that run at a time
+MAX_TURNS = 8  # jobs at a time on engines that join no passes: more of them would take memory and save no time
 UNBOUNDED = CacheBudget(None, 0, 0)
 
 

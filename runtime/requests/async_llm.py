@@ -58,8 +58,9 @@ class AsyncLLM(EngineThread):
     ) -> None:
         """The caller closes the LLM.
 
-        max_running: requests that run at a time; a TensorRT plan may lower it. max_waiting: further requests that may
-        wait. kv_cache_bytes: memory for all caches; lowers max_running to the number of requests whose full caches fit.
+        max_running: requests that run at a time; engines with caches of a fixed size may lower it. max_waiting: further
+        requests that may wait. kv_cache_bytes: memory for all caches; lowers max_running to the number of requests
+        whose full caches fit.
         None takes a share of the memory that is available now (see `memory.CACHE_SHARE`); requests whose caches do not
         fit then wait. prefix_cache_slots: the slots to which each shared cache may grow in order to keep the rows of
         ended requests for later prompts with the same prefix. Running requests replace these rows when they need the
@@ -71,7 +72,7 @@ class AsyncLLM(EngineThread):
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
         if kv_cache_bytes is not None:
             max_running = min(max_running, count_affordable(llm, kv_cache_bytes))
-        max_running = min(max_running, llm.max_batch or max_running)
+        max_running = min(max_running, llm.max_running or max_running)
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
         pace = Pace(llm.costs, max_pause_ms)
         self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)

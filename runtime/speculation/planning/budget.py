@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from .cost import CostModel
 
 PRICES = np.geomspace(0.25, 6.0, 24)  # of a second, in what plain decoding yields in it
-HELD = 4  # rounds for which a choice stays: estimates change slowly, and a choice for all takes a while
+HELD, MOST_HELD = 4, 16  # plans for which a choice stays: a choice for all takes a while. Twice as long each time that
+# the same is chosen again: nothing is learned while nobody drafts
 PLAIN = 0  # the first choice of every offer
 
 
@@ -47,6 +48,24 @@ class Choice(NamedTuple):
     speed_up: float
 
 
+class Price(NamedTuple):
+    """The tokens that a second must yield, infinite where all decode plainly, and the seconds of another row of a
+    target pass and of a draft pass."""
+
+    tokens: float
+    row: float
+    drafted: float
+
+
+class Solution(NamedTuple):
+    """The numbers of all requests' choices, the price at which each is worth most, and the speed of all together over
+    that of plain decoding."""
+
+    numbers: list[int]
+    price: Price
+    speed_up: float
+
+
 class Member(Protocol):
     """A request that takes part."""
 
@@ -55,34 +74,64 @@ class Member(Protocol):
 
 
 class DraftBudget:
-    """The requests of one loop, and what each of them proposes next."""
+    """The requests of one loop, and what each of them proposes next. changes: how often the requests were given other
+    choices than before."""
 
     def __init__(self) -> None:
         self._contexts: dict[Member, int] = {}
-        self._chosen: dict[Member, Choice] = {}
-        self._rounds: dict[Member, int] = {}  # for which the choice still holds
+        self._numbers: dict[Member, int] = {}  # of their choices
+        self._left: dict[Member, int] = {}  # plans for which the choice still holds
+        self._held = HELD
+        self.changes = 0
+        self._solution: Solution | None = None
 
     def choose(self, member: Member, context: int, sharing: int, costs: CostModel) -> Choice:
         """What `member` proposes next, behind `context` tokens. sharing: number of requests that share passes. Those
-        that are no members are taken to be like the members."""
-        joined = member not in self._contexts
+        that are no members are taken to be like the members. A new member chooses at the price of the others until
+        there is a new one: requests that start together would else need as many solutions for all."""
         self._contexts[member] = context
-        if joined or not self._rounds[member]:
-            members = list(self._contexts)
-            mean = sum(self._contexts.values()) // len(members)
-            choices = allocate([each.offer() for each in members], sharing / len(members), costs, mean)
-            self._chosen = dict(zip(members, choices, strict=True))
-            self._rounds = dict.fromkeys(members, HELD)
-        self._rounds[member] -= 1
-        return self._chosen[member]
+        if self._solution is None or self._left.get(member) == 0:
+            self._solution = self._solve(sharing, costs)
+        elif member not in self._numbers:
+            self._numbers[member] = worth_most(member.offer(), self._solution.price)
+            self._left[member] = self._held = HELD
+        self._left[member] -= 1
+        return Choice(self._numbers[member], self._solution.speed_up)
+
+    def _solve(self, sharing: int, costs: CostModel) -> Solution:
+        members = list(self._contexts)
+        mean = sum(self._contexts.values()) // len(members)
+        solution = allocate([each.offer() for each in members], sharing / len(members), costs, mean)
+        numbers = dict(zip(members, solution.numbers, strict=True))
+        same = numbers == self._numbers
+        self._held = min(2 * self._held, MOST_HELD) if same else HELD
+        self.changes += not same
+        self._numbers, self._left = numbers, dict.fromkeys(members, self._held)
+        return solution
 
     def leave(self, member: Member) -> None:
         """Take a request out that has ended."""
-        for kept in (self._contexts, self._chosen, self._rounds):
+        for kept in (self._contexts, self._numbers, self._left):
             kept.pop(member, None)
+        if not self._contexts:
+            self._solution = None
 
 
-def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: int) -> list[Choice]:
+def worth_most(offer: Offer, price: Price) -> int:
+    """The number of the choice that is worth most at a price."""
+    if price.tokens == np.inf:
+        return PLAIN
+    return int((offer.tokens - price.tokens * seconds_of(offer, price.row, price.drafted)).argmax())
+
+
+def seconds_of(offer: Offer, row: float, drafted: float) -> NDArray[np.float64]:
+    """Of every choice, by the seconds of another row of either engine's pass."""
+    further = np.maximum(offer.depths - 1, 0) * offer.frontier
+    seconds: NDArray[np.float64] = offer.rows * row + (2 * (offer.depths > 0) + further) * drafted + offer.host
+    return seconds
+
+
+def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: int) -> Solution:
     """A choice for every request, so that all together yield the most tokens per second.
 
     weight: requests for which each offer stands. context: mean of committed tokens. Costs are those of joint passes, in
@@ -103,10 +152,8 @@ def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: 
     tokens, rows, host = np.zeros(len(prices)), np.zeros(len(prices)), np.zeros(len(prices))
     drafted = np.zeros((len(prices), deepest))
     for index, offer in enumerate(offers):
-        further = np.maximum(offer.depths - 1, 0) * offer.frontier
-        seconds = offer.rows * s + (2 * (offer.depths > 0) + further) * d + offer.host
         found = chosen[index]
-        found[1:] = (offer.tokens - prices[1:, None] * seconds).argmax(1)
+        found[1:] = (offer.tokens - prices[1:, None] * seconds_of(offer, s, d)).argmax(1)
         tokens += weight * offer.tokens[found]
         rows += weight * offer.rows[found]
         host += weight * offer.host[found]
@@ -117,4 +164,6 @@ def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: 
         seconds = seconds + np.where(drafted > 0, draft(np.maximum(drafted, 1)), 0.0).sum(1)
     speeds = tokens / seconds
     best = int(speeds.argmax())
-    return [Choice(int(index), float(speeds[best] / plain_speed)) for index in chosen[:, best]]
+    return Solution(
+        chosen[:, best].tolist(), Price(float(prices[best]), float(s), d), float(speeds[best] / plain_speed)
+    )

@@ -14,6 +14,7 @@ the table does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -21,15 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .budget import DraftBudget, Offer
-from .cost import CostModel
+from .cost import CostModel, HostCosts, PassCosts
 from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
 SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
-CONTEXT_STEP = 64  # tokens of context after which costs are looked up again
+CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
 PLAIN_DEPTH = 0
-HELD = 7  # further rounds for which plain decoding stays planned when requests share passes
+HELD, MOST_HELD = 7, 31  # further rounds for which plain decoding stays planned when requests share passes: at first,
+# and where it was planned again and again
+FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
 class RoundPlan(NamedTuple):
@@ -89,7 +92,8 @@ class Controller:
         self._budget = DraftBudget() if budget is None else budget
         self._remaining = self._offered = shapes.depth  # tokens of the text; greatest depth that was offered
         self._unread_seconds = 0.0
-        self._held, self._held_for = 0, (0, 0)  # rounds for which the last plan stays, and what it was made for
+        self._held, self._hold = 0, HELD  # rounds for which the last plan stays, and for which the next one will
+        self._held_for = 0, 0, 0  # the sharing, the greatest depth and the state of the budget that it was made for
         self._patience = 0.0  # plain rounds before a probe
         self._plan = RoundPlan(PLAIN_DEPTH, 0, 1.0, 0.0, 1.0, probe=False)
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
@@ -106,16 +110,27 @@ class Controller:
         """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
-        held_for = sharing, min(remaining, self._shapes.depth)
-        if self._held and self._held_for == held_for and self._experience.plain_rounds + 1 <= self._patience:
+        if self._held and self._stays(remaining, sharing):
             self._held -= 1
             self._experience.plain_rounds += 1
             return self._plan
         self._plan = self._new_plan(context, remaining, sharing, unread)
         # Where many share passes, a new plan for each would take longer than their plain rounds should.
-        self._held = HELD if sharing > 1 and not self._plan.depth else 0
-        self._held_for = held_for
+        if sharing > 1 and not self._plan.depth:
+            self._held, self._hold = self._hold, min(2 * self._hold + 1, MOST_HELD)
+        else:
+            self._held, self._hold = 0, HELD
+        self._held_for = sharing, min(remaining, self._shapes.depth), self._budget.changes
         return self._plan
+
+    def _stays(self, remaining: int, sharing: int) -> bool:
+        """Whether the plain rounds that were planned are still the best: nearly as many requests share the passes,
+        there is no more room than there was, no other proposals were chosen for all together, and no probe is due."""
+        planned_sharing, planned_depth, changes = self._held_for
+        alike = abs(sharing - planned_sharing) <= FEW * planned_sharing
+        narrow = min(remaining, self._shapes.depth) <= planned_depth
+        due = self._experience.plain_rounds + 1 > self._patience
+        return alike and narrow and changes == self._budget.changes and not due
 
     def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
         self._price(context, sharing)
@@ -243,29 +258,51 @@ class Controller:
         priced = context // CONTEXT_STEP, sharing
         if priced == self._priced:
             return
-        self._priced, shapes = priced, self._shapes
+        self._priced = priced
         self._found.clear()
+        behind = priced[0] * CONTEXT_STEP
+        read = min(behind, self._draft_context or behind)
+        found = prices_of(self._costs.target, self._costs.draft, self._host, self._shapes, behind, read, sharing)
+        self._seconds, self._plain_seconds, self._draft_alone = found
 
-        target, draft, widest = self._costs.target.shared(context, sharing), None, 0
-        if self._costs.draft is not None and shapes.frontier:  # a prompt lookup has no draft passes
-            read = min(context, self._draft_context or context)
-            draft, widest = self._costs.draft.shared(read, sharing), self._costs.draft.widths[-1]
 
-        def part(
-            together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]
-        ) -> NDArray[np.float64]:
-            return together(rows * sharing) / sharing
+class Prices(NamedTuple):
+    """Seconds of every plan [kinds and sizes, depths], of a plain token, and of a draft pass of 1, 2, ... rows of a
+    single request."""
 
-        self._plain_seconds = float(part(target, np.array(1))) + self._host.plain
-        self._draft_alone = [0.0] if draft is None else draft(np.arange(1, widest + 1)).tolist()
-        depths = np.arange(1, shapes.depth + 1)
-        sizes = np.array([1] * shapes.chain + list(shapes.sizes))
-        tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
-        tokens[: int(shapes.chain)] = depths
-        tokens += shapes.given
-        verify = part(target, tokens + 1) + self._host.round + self._host.token * tokens
-        self._seconds = verify
-        if draft is not None:
-            first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
-            further = part(draft, np.minimum(sizes, shapes.frontier))
-            self._seconds = first + (depths - 1) * further[:, None] + verify
+    seconds: NDArray[np.float64]
+    plain: float
+    draft_alone: list[float]
+
+
+@lru_cache(maxsize=512)
+def prices_of(
+    target_costs: PassCosts,
+    draft_costs: PassCosts | None,
+    host: HostCosts,
+    shapes: Shapes,
+    context: int,
+    read: int,
+    sharing: int,
+) -> Prices:
+    """See Controller._price. read: tokens of the context that the draft attends to. Cached, because requests that share
+    passes have the same prices."""
+    target, draft, widest = target_costs.shared(context, sharing), None, 0
+    if draft_costs is not None and shapes.frontier:  # a prompt lookup has no draft passes
+        draft, widest = draft_costs.shared(read, sharing), draft_costs.widths[-1]
+
+    def part(together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return together(rows * sharing) / sharing
+
+    depths = np.arange(1, shapes.depth + 1)
+    sizes = np.array([1] * shapes.chain + list(shapes.sizes))
+    tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
+    tokens[: int(shapes.chain)] = depths
+    tokens += shapes.given
+    seconds = part(target, tokens + 1) + host.round + host.token * tokens
+    plain = float(part(target, np.array(1))) + host.plain
+    if draft is None:
+        return Prices(seconds, plain, [0.0])
+    first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
+    further = part(draft, np.minimum(sizes, shapes.frontier))
+    return Prices(first + (depths - 1) * further[:, None] + seconds, plain, draft(np.arange(1, widest + 1)).tolist())

@@ -8,7 +8,7 @@ import pytest
 from controllers import CHAIN, DEAR_DRAFT, TREES, choices, settled
 from costs import FREE, passes, table
 
-from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.controller import CONTEXT_STEP, Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
 
@@ -82,11 +82,11 @@ def test_a_probe_waits_until_it_has_been_saved_for(
     controller = Controller(
         CostModel(target, draft, host, host, {}), CHAIN._replace(given=given, frontier=frontier), greedy=True
     )
-    plans = [controller.plan(100, 100, sharing)]
+    plans = [controller.plan(2 * CONTEXT_STEP, 100, sharing)]
     while not plans[-1].probe:
-        plans.append(controller.plan(100, 100, sharing))
+        plans.append(controller.plan(2 * CONTEXT_STEP, 100, sharing))
     probe, plain = plans[-1], plans[0].seconds
-    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.1 + host.plain)
+    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.128 + host.plain)
     delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
     drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
     assert len(plans) == math.floor(100 * (drafted + max(0.0, delay)) / plain) + 1
