@@ -16,7 +16,7 @@ import pytest
 from bundling import built
 from checkpoints import write_checkpoint, write_tokenizer
 from serving import with_chat_template
-from terminal import CTRL_C, CTRL_D, Terminal, in_terminal
+from terminal import CTRL_D, Terminal, in_terminal
 
 from draftwood.cli.chat_commands import COMMANDS
 from draftwood.cli.main import main
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(endless: Path, tmp_path: Path) -
         terminal.wait_for(SIGN)
         terminal.type("hello\n")
         terminal.wait_for("tokens/s")
-        terminal.type(CTRL_C)
+        terminal.press_ctrl_c()
         assert "stopped, and what was written stays in the conversation" in terminal.wait_for(SIGN)
         file = tmp_path / "saved.json"
         say(terminal, f"/save {file}")
@@ -131,20 +131,22 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(endless: Path, tmp_path: Path) -
         say(terminal, "/set max_tokens 5")
         assert "5 tokens" in say(terminal, "go on")
         assert "error" not in say(terminal, "/stats")
-        terminal.type(f"half a line{CTRL_C}")
+        terminal.type("half a line")
+        terminal.wait_for("half a line")
+        terminal.press_ctrl_c()
         assert "ctrl-C again, or ctrl-D, leaves" in terminal.wait_for(SIGN)
         say(terminal, "/stats")  # a line in between: the next ctrl-C is a first one again
-        terminal.type(CTRL_C)
+        terminal.press_ctrl_c()
         terminal.wait_for(SIGN)
-        terminal.type(CTRL_C)
+        terminal.press_ctrl_c()
         assert terminal.wait_for_end() == 0
     with in_terminal(["chat", str(endless), *GREEDY], tmp_path) as terminal:
         terminal.wait_for(SIGN)
         terminal.type("hello\n")
         terminal.wait_for("tokens/s")
-        terminal.type(CTRL_C)
+        terminal.press_ctrl_c()
         terminal.wait_for(SIGN)
-        terminal.type(CTRL_C)
+        terminal.press_ctrl_c()
         assert terminal.wait_for_end() == 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 PATIENCE_S = 120  # how long a test waits for an output before it fails; nothing is measured by it
+LOST_S = 30  # without any output: then a ctrl-C was lost
 
 
 class Terminal:
@@ -29,6 +30,13 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._controller, text.encode())
+
+    def press_ctrl_c(self) -> None:
+        """Interrupt the command, and wait until it shows something. Python's readline does not notice a signal that comes
+        between its prompt and its wait for a key; a user then presses again."""
+        self.type(CTRL_C)
+        while not select.select([self._controller], [], [], LOST_S)[0]:
+            self.type(CTRL_C)
 
     def wait_for(self, text: str) -> str:
         """Wait until a text is shown behind the one that was waited for last; returns all up to its end."""

@@ -109,7 +109,8 @@ def test_the_readme_has_lines_that_can_be_copied(tiny_bundle: Path, tmp_path: Pa
     command = ["triton", str(tiny_bundle), "--output", str(tmp_path), "--gpus", "0,1"]
     assert main(command) == 0
     text = (tmp_path / "draftwood" / "README.md").read_text()
-    for line in (f"tritonserver --model-repository={tmp_path} ", '"device=0,1"', f" -v {tiny_bundle}:", "[gpu]"):
+    server = f"tritonserver --model-repository={tmp_path} "
+    for line in (server, '"device=0,1"', f" -v {tiny_bundle}:", "[gpu,structured]"):
         assert line in text
     assert '"client": "me"' in text
 
