@@ -32,8 +32,8 @@ class Terminal:
         os.write(self._controller, text.encode())
 
     def press_ctrl_c(self) -> None:
-        """Interrupt the command, and wait until it shows something. Python's readline does not notice a signal that comes
-        between its prompt and its wait for a key; a user then presses again."""
+        """Interrupt the command, and wait until it shows something. Python's readline does not notice a signal between
+        its prompt and its wait for a key; a user then presses again."""
         self.type(CTRL_C)
         while not select.select([self._controller], [], [], LOST_S)[0]:
             self.type(CTRL_C)
