@@ -22,6 +22,7 @@ include_patterns = [
     "docs/*.md",
     "benchmarks/*.md",
     "models/demo/*.md",
+    "models/demo/smollm2/*.md",
     "deploy/dynamo/*.md",
     "package/*.md",
     "examples/*.md",
