@@ -18,9 +18,10 @@ from bundling import ROOT
 
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 
+DRAFT = "models/demo/smollm2"
 PAGES = sorted(
     page
-    for folder in ("", "docs", "benchmarks", "models/demo", "deploy/dynamo", "examples", "package")
+    for folder in ("", "docs", "benchmarks", "models/demo", DRAFT, "deploy/dynamo", "examples", "package")
     for page in (ROOT / folder).glob("*.md")
 )
 GENERATED = ROOT / "docs" / "options.md"
