@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from os.path import relpath
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -123,7 +124,7 @@ class PeerProcess:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
         except OSError as error:  # the program has ended
-            raise PeerError(f"ended without an answer; see {self._log}") from error
+            raise PeerError(f"ended without an answer; see {relpath(self._log)}") from error
         return Generation(**self._read())
 
     def processor_seconds(self) -> float:
@@ -140,8 +141,8 @@ class PeerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise PeerError(f"ended without an answer; see {self._log}")
+            raise PeerError(f"ended without an answer; see {relpath(self._log)}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"{answer['error']}; see {self._log}")
+            raise PeerError(f"{answer['error']}; see {relpath(self._log)}")
         return answer
