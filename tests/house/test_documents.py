@@ -102,7 +102,6 @@ def test_the_reference_has_every_option_and_field() -> None:
     assert all(len(re.findall(r"(?<!\\)\|", row)) in (3, 4, 5) for row in rows)
 
 
-@pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     if find_spec("furo") is None or find_spec("myst_parser") is None:
         pytest.skip("needs sphinx, furo and myst-parser: make docs installs them")
