@@ -25,8 +25,6 @@ SCRIPTS = {
 }
 NOTEBOOK = "rounds.ipynb"
 NEEDS = {"structured.py": "llguidance", "openai_client.py": "openai"}
-SAMPLE = ("generate.py", "methods.py", NOTEBOOK)  # the others take longer together; make full runs them
-ALL = [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.full], id=name) for name in (*SCRIPTS, NOTEBOOK)]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,7 @@ def test_every_example_is_run_and_listed() -> None:
     assert all(f"| [`{name}`]({name}) |" in page for name in files)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*SCRIPTS, NOTEBOOK])
 def test_an_example_runs(name: str, bundle: Path, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
