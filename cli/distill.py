@@ -62,6 +62,15 @@ def add_parser(commands: Any) -> None:
     ):
         parser.add_argument(f"--{name}", type=kind, default=hidden, help=help)
     parser.add_argument(
+        "--from",
+        dest="start",
+        type=Path,
+        default=hidden,
+        metavar="OLDER_DRAFT",
+        help="a draft of an earlier distillation for this target, with which the training begins; it has the sizes and "
+        "the vocabulary",
+    )
+    parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",

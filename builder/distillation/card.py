@@ -83,7 +83,8 @@ def card(origin: Origin, config: LlamaConfig, trimmed: int | None, figures: Mapp
         ),
         "",
         f"Trained for {figures['training_minutes']:.0f} minutes on {figures['tokens_seen']:,} tokens, repeated ones "
-        "included. `distillation.json` has all figures, `acceptance.svg` the curve.",
+        f"included{start_note(figures.get('started_from', {}))}. `distillation.json` has all figures, "
+        "`acceptance.svg` the curve.",
         "",
         "    draftwood build --target TARGET --draft THIS_FOLDER --output BUNDLE",
         "",
@@ -105,4 +106,14 @@ def vocabulary_note(config: LlamaConfig, trimmed: int | None) -> str:
         f"It reads the target's {config.vocab_size:,} tokens and writes {trimmed:,} of them, the most frequent ones: "
         "`draft_vocab_size` in config.json and `d2t` in the weights say which (output i is token i + d2t[i]). The "
         "output of speculative decoding stays exact."
+    )
+
+
+def start_note(earlier: Mapping[str, Any]) -> str:
+    """Of a draft with which the training began: its figures, see start.py."""
+    if not {"text_tokens", "tokens_seen", "training_minutes"} <= earlier.keys():
+        return ", with an earlier draft as its start" if earlier else ""
+    return (
+        f". It began with an earlier draft, which was trained for {earlier['training_minutes']:.0f} minutes on "
+        f"{earlier['tokens_seen']:,} tokens, of {earlier['text_tokens']:,} tokens of other text"
     )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
 from ...models.plain_files import read_object
 from ...plugins.native.library import available
@@ -33,9 +34,10 @@ from .conversation import layout_of, questions_of
 from .distributions import COLUMNS
 from .draft import FIGURES, Report, write_draft
 from .network import DraftNetwork, DraftShape, initialise
-from .options import SIZES, DistillOptions
+from .options import LAYERS, SIZES, VOCABULARY, DistillOptions
 from .plot import acceptance_svg
 from .shards import ANSWER, ANSWER_TEMPERATURES, TextStore, WrittenText
+from .start import Start, read_start
 from .state_files import locked, read_seconds, write_json, write_text
 from .target import TextTarget, compile_target, open_tokenizer
 from .text import TextCounts, TextLimits, TextWriter
@@ -72,15 +74,18 @@ class DistillResult(NamedTuple):
 def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> DistillResult:  # noqa: B008 - a NamedTuple
     """Write text, train, and write the draft. Raises CheckpointError and ConfigError."""
     target = Checkpoint(local_folder(options.target, MODEL, begin))
-    shape = DraftShape(options.layers, *(getattr(options, name) for name in SIZES))
-    shape.config(target.config)  # refuses impossible sizes before hours of text
+    start = read_start(options.start, target) if options.start is not None else None
+    shape = DraftShape(
+        LAYERS if options.layers is None else options.layers, *(getattr(options, name) for name in SIZES)
+    )
+    config = shape.config(target.config) if start is None else start.config  # impossible ones are refused before text
     if options.output.exists() and not replaceable(options.output, FIGURES):
         raise ConfigError(f"{options.output} exists and is no distilled draft: choose another --output")
     write_training_text(options, target, begin, watch)
     if not options.training_seconds:
         return DistillResult(options.output, {})
     with locked(options.folder / "training"), torch_settings(options.threads):
-        return train(options, target, shape, begin, watch)
+        return train(options, target, config, start, begin, watch)
 
 
 def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begin, watch: Watch) -> None:
@@ -112,23 +117,33 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
         write_json(folder / TEXT_SECONDS, {"seconds": options.text_seconds})
 
 
-def train(options: DistillOptions, target: Checkpoint, shape: DraftShape, begin: Begin, watch: Watch) -> DistillResult:
+def train(
+    options: DistillOptions, target: Checkpoint, config: LlamaConfig, start: Start | None, begin: Begin, watch: Watch
+) -> DistillResult:
     """Train on the stored texts, and write the draft whenever it has become better."""
     store = TextStore(options.folder / "texts", target.config.vocab_size, COLUMNS)
     advance = begin(Step("Reading the texts", 1))
     counts = expected_counts(store.read(), target.config.vocab_size)
-    kept = kept_tokens(counts, options.vocabulary, special_tokens(options, target, begin))
+    if start is None:
+        kept = kept_tokens(
+            counts,
+            VOCABULARY if options.vocabulary is None else options.vocabulary,
+            special_tokens(options, target, begin),
+        )
+    else:
+        kept = start.kept
     held_out = held_out_batches(store, options.context)
     advance()
-    config = replace(shape.config(target.config), draft_context=options.context)
-    network = DraftNetwork(config, options.context, kept)
+    network = DraftNetwork(replace(config, draft_context=options.context), options.context, kept)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(network, options.learning_rate, device, is_half_fast(device))
     file = options.folder / "training" / CHECKPOINT
     if file.is_file():
         trainer.load(file)
-    else:
+    elif start is None:
         initialise(network, target, options.seed)
+    else:
+        start.load(network)
     batches = training_batches(store, options.batch, options.context, options.seed + trainer.progress.steps)
     schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
     origin = origin_of(target.path)
@@ -136,7 +151,8 @@ def train(options: DistillOptions, target: Checkpoint, shape: DraftShape, begin:
 
     def publish(found: Acceptance) -> dict[str, Any]:
         states = some_states(network, held_out) if options.full_vocabulary else None
-        report = Report(figures_of(trainer, found, coverage), acceptance_svg(trainer.progress.curve))
+        figures = figures_of(trainer, found, coverage) | ({} if start is None else {"started_from": start.earlier})
+        report = Report(figures, acceptance_svg(trainer.progress.curve))
         return write_draft(options.output, network, target, origin, report, states)
 
     figures = dict[str, Any]()

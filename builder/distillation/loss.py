@@ -34,7 +34,7 @@ class Reachable(NamedTuple):
         return (self.probs.sum(-1) + self.tails).clamp_min(LEAST)
 
     def at(self, rows: Tensor) -> Reachable:
-        """The places of a mask, bool [N]."""
+        """The places of a mask, bool [N], or of indices, int64 [M]."""
         return Reachable(*(tensor[rows] for tensor in self))
 
 
@@ -57,9 +57,10 @@ class LossParts(NamedTuple):
 
 def distillation_loss(logits: Tensor, target: Reachable) -> LossParts:
     """logits: [N, outputs] of the draft."""
-    logits = logits.float()
-    total = logits.logsumexp(-1, keepdim=True)
-    q_log = logits.gather(-1, target.places) - total
+    has_written = target.written >= 0
+    columns = torch.cat((target.places, target.written.clamp_min(0)[:, None]), -1)
+    compared = logits.log_softmax(-1, torch.float32).gather(-1, columns)
+    q_log, own = compared[:, :-1], compared[:, -1]
     known = target.probs > 0
     q = q_log.exp().masked_fill(~known, 0.0)
     q_rest = (1 - q.sum(-1)).clamp_min(LEAST)
@@ -68,7 +69,5 @@ def distillation_loss(logits: Tensor, target: Reachable) -> LossParts:
     terms = torch.where(known, p * (p.clamp_min(1e-30).log() - q_log), 0.0).sum(-1)
     rest = torch.where(p_rest > 0, p_rest * (p_rest.clamp_min(1e-30).log() - q_rest.log()), 0.0)
     variation = 0.5 * ((p - q).abs().sum(-1) + (p_rest - q_rest).abs())
-    has_written = target.written >= 0
-    own = logits.gather(-1, target.written.clamp_min(0)[:, None]) - total
-    entropy = -(own[:, 0] * has_written).sum() / has_written.sum().clamp_min(1)
+    entropy = -(own * has_written).sum() / has_written.sum().clamp_min(1)
     return LossParts((mass * (terms + rest)).mean(), (mass * variation).mean(), entropy)

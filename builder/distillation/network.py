@@ -105,13 +105,14 @@ class DraftNetwork(torch.nn.Module):
         hidden: Tensor = self.llama.model.norm(rows[batch.scored])
         return hidden
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """Logits [N, len(kept)]."""
-        return functional.linear(hidden, self.llama.model.embed_tokens.weight[self.kept])
+    def projection(self) -> Tensor:
+        """The embedding's rows [len(kept), hidden_size] of the tokens that it writes."""
+        rows: Tensor = self.llama.model.embed_tokens.weight[self.kept]
+        return rows
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [N, len(kept)] of the scored places."""
-        return self.project(self.hidden(batch))
+        return functional.linear(self.hidden(batch), self.projection())
 
 
 class Principal(NamedTuple):

@@ -12,6 +12,7 @@ from ...models.fields import MOST
 TEXT_SHARE = 0.6  # of the minutes, for writing text
 LEAST_MINUTES, MOST_MINUTES = 0.1, 60 * 24 * 30.0
 MOST_THREADS, MOST_REQUESTS = 64, 256
+LAYERS, VOCABULARY = 2, 8192
 SIZES = ("hidden", "heads", "kv_heads", "head_dim", "intermediate")
 
 
@@ -22,9 +23,11 @@ class DistillOptions:
     target: Hugging Face folder, GGUF file or id on the Hub. output: the draft's folder. minutes: for text and training
     together, over all runs with this state. text_minutes: the part for text; None takes TEXT_SHARE. Training takes the
     rest. questions: of the user, to answer instead of the target's own. state: folder of texts and checkpoints; None
-    takes one beside the output. layers, hidden, heads, kv_heads, head_dim, intermediate: the draft's sizes; None
-    chooses by the target's. vocabulary: the number of tokens that the draft writes. full_vocabulary: write the draft
-    for programs that cannot load a trimmed one. requests: texts written at a time. context: tokens of a training
+    takes one beside the output. start: a draft that an earlier distillation for this target wrote; the training begins
+    with it instead of random numbers, and with its sizes and tokens. layers, hidden, heads, kv_heads, head_dim,
+    intermediate: the draft's sizes; None takes LAYERS, and chooses the others by the target's. vocabulary: the number
+    of tokens that the draft writes; None takes VOCABULARY. full_vocabulary: write the draft for programs that cannot load
+    a trimmed one. requests: texts written at a time. context: tokens of a training
     sequence. batch: sequences of a step. threads: of the engine and of torch; 0 chooses. learning_rate: the highest.
     """
 
@@ -34,13 +37,14 @@ class DistillOptions:
     text_minutes: float | None = None
     questions: tuple[str, ...] = ()
     state: Path | None = None
-    layers: int = 2
+    start: Path | None = None
+    layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     intermediate: int | None = None
-    vocabulary: int = 8192
+    vocabulary: int | None = None
     full_vocabulary: bool = False
     requests: int = 48
     context: int = 512
@@ -66,8 +70,11 @@ class DistillOptions:
             ("seed", 0, 2**32 - 1),
         ):
             value = getattr(self, name)
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} must be {least} to {most}, not {value}")
+        for name in ("layers", *SIZES, "vocabulary"):
+            if self.start is not None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} cannot be given beside --from: the draft in {self.start} has its own")
         if not 0 < self.learning_rate <= 1 or not math.isfinite(self.learning_rate):
             raise ConfigError(f"learning_rate must be above 0 and at most 1, not {self.learning_rate}")
 

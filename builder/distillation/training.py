@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 
 from ...models.errors import ConfigError
 from ...models.typed import typed
@@ -27,6 +28,7 @@ DECAY = 0.01  # weight decay of the layers' matrices
 CLIP = 1.0
 ENTROPY_SHARE = 0.1  # of the loss: cross entropy of the written tokens, which tells about tokens of the tail
 MEASURED_SECONDS = 120.0  # between two estimates, each with a checkpoint
+PLACES = 256  # whose logits are in memory at a time, in a training step
 MATRIX_RATE = 13  # Muon's learning rate over AdamW's: its updates are orthogonal, so that each has the same size
 
 
@@ -83,23 +85,39 @@ class Trainer:
 
     def step(self, batch: Batch, rate: float) -> float:
         """One update; returns the divergence of this batch. rate: the factor on the learning rate."""
-        batch = batch.to(self._device)
-        scored = batch.scored
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
-            logits = self.network(batch)
-        target = reachable(
-            batch.ids[scored], batch.logprobs[scored], batch.tails[scored], batch.written[scored], self.network.place_of
-        )
-        parts = distillation_loss(logits, target)
-        loss = (1 - ENTROPY_SHARE) * parts.divergence + ENTROPY_SHARE * parts.entropy
         self.network.llama.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        divergence = self._backward(batch.to(self._device))
         torch.nn.utils.clip_grad_norm_(self.network.llama.parameters(), CLIP)
         for optimizer, highest in ((self._muon, MATRIX_RATE * self._rate), (self._adamw, self._rate)):
             for group in optimizer.param_groups:
                 group["lr"] = highest * rate
             optimizer.step()  # type: ignore[no-untyped-call]
-        return float(parts.divergence.detach())
+        return divergence
+
+    def _backward(self, batch: Batch) -> float:
+        """Add a batch's gradients; returns its divergence. The loss takes PLACES places at a time, whose logits stay in
+        a processor's cache: on a CPU this takes half of the time of all [N, outputs] logits at once."""
+        scored = batch.scored
+        target = reachable(
+            batch.ids[scored], batch.logprobs[scored], batch.tails[scored], batch.written[scored], self.network.place_of
+        )
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
+            hidden, projection = self.network.hidden(batch), self.network.projection()
+        states, rows = (tensor.detach().requires_grad_() for tensor in (hidden, projection))
+        has_written = (target.written >= 0).sum().clamp_min(1)
+        divergence = torch.zeros((), device=self._device)
+        for places in torch.arange(len(states), device=self._device).split(PLACES):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
+                logits = functional.linear(states[places], rows)
+            part = target.at(places)
+            parts = distillation_loss(logits, part)
+            share = len(places) / len(states)
+            entropy_share = (part.written >= 0).sum() / has_written
+            loss = (1 - ENTROPY_SHARE) * parts.divergence * share + ENTROPY_SHARE * parts.entropy * entropy_share
+            loss.backward()  # type: ignore[no-untyped-call]
+            divergence += parts.divergence.detach() * share
+        torch.autograd.backward([hidden, projection], [states.grad, rows.grad])
+        return float(divergence)
 
     def run(
         self, batches: Iterator[Batch], held_out: Sequence[Batch], schedule: Schedule, text_tokens: Callable[[], int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +277,6 @@ def test_impossible_sizes_are_refused_before_any_text(target: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("hidden", [64, 576, 960, 2048, 8192])
 def test_default_sizes_suit_the_target(target: Path, hidden: int) -> None:
-    from dataclasses import replace
-
     config = DraftShape().config(replace(Checkpoint(target).config, hidden_size=hidden))
     assert config.hidden_size <= hidden and config.num_heads % config.num_kv_heads == 0
     assert config.hidden_size % 32 == config.intermediate_size % 32 == 0

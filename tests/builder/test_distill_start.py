@@ -1,0 +1,91 @@
+"""A training that begins with a draft of an earlier distillation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from distilling import COLUMNS, distilled, options, write_target
+from safetensors.torch import load_file, save_file
+
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.distillation import distill as distill_module
+from draftwood.builder.distillation.acceptance import estimate
+from draftwood.builder.distillation.network import DraftNetwork
+from draftwood.builder.distillation.shards import TextStore
+from draftwood.builder.distillation.start import NAMED, read_start
+from draftwood.models.errors import ConfigError
+
+UNSIZED = {"hidden": None, "vocabulary": None}  # the earlier draft has its own sizes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for several threads."""
+    with distill_module.torch_settings(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("distill") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trimmed draft, with its state beside it."""
+    folder = tmp_path_factory.mktemp("draft") / "draft"
+    distilled(options(target, folder))
+    return folder
+
+
+def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_path: Path) -> None:
+    """Its first estimate, in the state of the earlier one, is that of the earlier draft; the rest is as usual."""
+    state = tmp_path / "state"
+    shutil.copytree(draft.with_name("draft.state") / "texts", state / "texts")
+    given = options(target, tmp_path / "next", state=state, text_minutes=0, start=draft, **UNSIZED)
+    figures = distilled(given).figures
+    earlier = json.loads((draft / "distillation.json").read_text())
+    assert figures["vocabulary"] == 64 and figures["hidden"] == 32
+    assert figures["started_from"] == {name: earlier[name] for name in NAMED}
+    assert "began with an earlier draft" in (tmp_path / "next" / "README.md").read_text()
+    first = json.loads((state / "training.json").read_text())["curve"][0]["loss"]
+    assert first == pytest.approx(estimate_of(draft, target, state), rel=1e-3)  # both are rounded to bf16
+    assert (
+        load_file(draft / "model.safetensors")["d2t"].tolist()
+        == load_file(tmp_path / "next" / "model.safetensors")["d2t"].tolist()
+    )
+
+
+def estimate_of(draft: Path, target: Path, state: Path) -> float:
+    """The held-out loss of a finished draft."""
+    start = read_start(draft, Checkpoint(target))
+    network = DraftNetwork(start.config, 32, start.kept)
+    start.load(network)
+    return estimate(network, distill_module.held_out_batches(TextStore(state / "texts", 320, COLUMNS), 32)).loss
+
+
+def test_a_draft_that_a_training_cannot_begin_with_is_refused(draft: Path, target: Path, tmp_path: Path) -> None:
+    given = options(target, tmp_path / "next", **UNSIZED)
+    with pytest.raises(ConfigError, match="hidden cannot be given beside --from"):
+        replace(given, start=draft, hidden=32)
+    with pytest.raises(ConfigError, match="no draft that a training can begin with"):
+        distilled(replace(given, start=target))
+    other = write_checkpoint(tmp_path / "other", "gqa", vocab_size=64)
+    with pytest.raises(ConfigError, match="reads 64 tokens, and the target has 320"):
+        distilled(replace(given, start=other))
+    untied = tmp_path / "untied"
+    shutil.copytree(draft, untied)
+    tensors = load_file(untied / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.ones(64, 32, dtype=torch.bfloat16)}, untied / "model.safetensors")
+    config = json.loads((untied / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (untied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="no draft that a training can begin with"):
+        distilled(replace(given, start=untied))
+    assert not (tmp_path / "next.state").exists()
