@@ -26,9 +26,9 @@ class DistillOptions:
     takes one beside the output. start: a draft that an earlier distillation for this target wrote; the training begins
     with it instead of random numbers, and with its sizes and tokens. layers, hidden, heads, kv_heads, head_dim,
     intermediate: the draft's sizes; None takes LAYERS, and chooses the others by the target's. vocabulary: the number
-    of tokens that the draft writes; None takes VOCABULARY. full_vocabulary: write the draft for programs that cannot load
-    a trimmed one. requests: texts written at a time. context: tokens of a training
-    sequence. batch: sequences of a step. threads: of the engine and of torch; 0 chooses. learning_rate: the highest.
+    of tokens that the draft writes; None takes VOCABULARY. full_vocabulary: write the draft for programs that cannot
+    load a trimmed one. requests: texts written at a time. context: tokens of a training sequence. batch: sequences of a
+    step. threads: of the engine and of torch; 0 chooses. learning_rate: the highest.
     """
 
     target: Path
