@@ -9,7 +9,8 @@ WORK/figures.json, and the last call writes them with a picture.
 divergence: KL(fp32 || format) in nats per token, how often both have the same best token, and loss, of the running
 engines, with the rounding of activations that each of them does. The second half of every window of 1,024 tokens
 counts, as llama-perplexity has it; llama.cpp is compared with its own F32, everything else with ours.
-speed: plain greedy tokens per second behind 64 tokens of prompt, all engines in turn, medians.
+speed: plain greedy tokens per second behind 64 tokens of prompt, all engines in turn, medians; with --draft also those
+of our formats with this draft, behind the questions of --questions.
 texts: how many tokens of greedy text pass before it leaves fp32's, over many prompts: quartiles, and how many texts are
 the same to their end.
 
@@ -39,6 +40,7 @@ from scipy.special import log_softmax
 from benchmarks.precision.front_llama_cpp import LlamaCpp
 from benchmarks.precision.front_openvino import OpenVino
 from benchmarks.precision.front_peer import Complete, Decoded, Divergence, Peer, mean, score
+from benchmarks.precision.front_speculation import SUFFIX, Pair
 from benchmarks.precision.quality import score_chunks
 from benchmarks.precision.texts import LONGEST_PROMPT, SCORED, WINDOW, Texts, read_texts
 from benchmarks.tools.record import add_output, write_results
@@ -56,6 +58,7 @@ from draftwood.runtime.text.tokenizer import Tokenizer
 
 EXACT, CALIBRATED = "fp32", "int4 calibrated"
 OURS = (EXACT, "bf16", "int8", "int4", CALIBRATED)
+QUESTIONS = Path(__file__).parents[2] / "models" / "demo" / "smollm2" / "prompts.jsonl"
 PARTS = ("divergence", "speed", "texts")
 PROMPT_TOKENS, DECODED = 64, 64  # of the speed
 FIRST_TOKENS = (12, 36)  # of a peer's text, before all of it
@@ -72,6 +75,7 @@ class Settings(NamedTuple):
     texts: Texts
     threads: int
     peers: dict[str, Peer]
+    pair: Pair | None
 
 
 def main() -> None:
@@ -81,6 +85,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="for engines, texts and figures")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="build/peers/llama.cpp")
     parser.add_argument("--openvino", type=Path, metavar="DIR", help="build/peers/openvino-genai")
+    parser.add_argument("--draft", type=Path, metavar="DIR", help="also decode speculatively with this draft")
+    parser.add_argument("--questions", type=Path, default=QUESTIONS, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--only", default="", metavar="FORMATS", help="int8,Q8_0,...; default: all")
     parser.add_argument("--threads", type=int, default=2)
@@ -97,7 +103,8 @@ def main() -> None:
     if args.openvino is not None:
         found.append(OpenVino(args.openvino, args.checkpoint, args.work, args.threads))
     peers = {name: peer for peer in found for name in peer.formats}
-    settings = Settings(args.checkpoint, args.work, texts, args.threads, peers)
+    pair = Pair(args.checkpoint, args.draft, args.questions, args.work, args.threads) if args.draft else None
+    settings = Settings(args.checkpoint, args.work, texts, args.threads, peers, pair)
     names = [name for name in (*OURS, *peers) if not args.only or name in args.only.split(",")]
     file = figures_of(settings)
     figures: Figures = defaultdict(dict, json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})
@@ -216,6 +223,8 @@ def add_speeds(settings: Settings, names: Sequence[str], figures: Figures, repea
                 engine = engine_of(settings, name)
                 stack.callback(engine.close)
                 decoders[name] = partial(decode, engine)
+                if settings.pair is not None and name != CALIBRATED:
+                    decoders[name + SUFFIX] = stack.enter_context(settings.pair.decoder(name))
             else:
                 decoders[name] = stack.enter_context(settings.peers[name].decoder(name))
         for turn in track(range(repeats + 1), "Decoding in turn"):
@@ -225,6 +234,8 @@ def add_speeds(settings: Settings, names: Sequence[str], figures: Figures, repea
                     speeds[name].append(speed)
     for name in names:
         figures[name]["tokens_per_second"] = round(median(speeds[name]), 1)
+        if name + SUFFIX in speeds:
+            figures[name]["speculative_tokens_per_second"] = round(median(speeds[name + SUFFIX]), 1)
 
 
 def add_lengths(settings: Settings, names: Sequence[str], figures: Figures, tokens: int) -> None:
@@ -288,12 +299,15 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def show(figures: Figures) -> None:
-    table = Table("format", "bits", "KL prose", "KL questions", "best token", "perplexity", "tokens/s", "same tokens")
+    table = Table("format", "bits", "KL prose", "KL questions", "best token", "perplexity", "tokens/s")
+    table.add_column("speculative")
+    table.add_column("same tokens")
+    keys = ("tokens_per_second", "speculative_tokens_per_second", "same_tokens")
     for name, row in figures.items():
         prose, questions = (row.get(text, {}) for text in ("prose", "questions"))
         kinds = [f"{row.get('bits', 0):.2f}", *(f"{text.get('kl', np.nan):.4f}" for text in (prose, questions))]
         kinds += [f"{prose.get('top', np.nan):.3f}", f"{np.exp(prose.get('loss', np.nan)):.2f}"]
-        table.add_row(name, *kinds, *(str(row.get(key, "")) for key in ("tokens_per_second", "same_tokens")))
+        table.add_row(name, *kinds, *(str(row.get(key, "")) for key in keys))
     Console(width=150).print(table)
 
 
@@ -301,7 +315,7 @@ def draw(figures: Figures, peers: Sequence[Peer], picture: Path) -> None:
     """Every format that has both figures; true bits of a weight beside it."""
     canvas = new_figure(6, 4)
     axes = canvas.subplots()
-    groups = [("draftwood, native", "o", OURS), *((peer.label, peer.marker, peer.formats) for peer in peers)]
+    groups = [("draftwood, plain", "o", OURS), *((peer.label, peer.marker, peer.formats) for peer in peers)]
     for label, marker, forms in groups:
         points = sorted(
             (row["prose"]["kl"], row["tokens_per_second"], f"{name}, {row['bits']:.2f}")
@@ -312,8 +326,14 @@ def draw(figures: Figures, peers: Sequence[Peer], picture: Path) -> None:
         for index, (divergence, speed, text) in enumerate(points):
             offset = (4, -11) if index % 2 else (4, 4)  # neighbours do not cover each other
             axes.annotate(text, (divergence, speed), xytext=offset, textcoords="offset points", fontsize="small")
+    faster = [
+        (row["prose"]["kl"], row["speculative_tokens_per_second"])
+        for row in figures.values()
+        if row.get("prose", {}).get("kl", 0) > 0 and "speculative_tokens_per_second" in row
+    ]
+    axes.plot(*zip(*sorted(faster), strict=True), "*", label="draftwood, speculative") if faster else None
     axes.set_xlabel("KL divergence to fp32, nats per token of prose")
-    axes.set_ylabel("plain tokens per second")
+    axes.set_ylabel("tokens per second")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.15)  # room for the last one's text
