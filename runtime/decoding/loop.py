@@ -312,6 +312,6 @@ def drive(job: Job[C]) -> Iterator[C]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the error is a KeyboardInterrupt by the user. Python raises it in the main thread only, so elsewhere it
-    counts as an ordinary error."""
-    return isinstance(error, KeyboardInterrupt) and current_thread() is main_thread()
+    """Whether the error ends the process: a KeyboardInterrupt by the user, or the SystemExit of another signal. Python
+    raises them for signals in the main thread only, so elsewhere they count as ordinary errors."""
+    return isinstance(error, KeyboardInterrupt | SystemExit) and current_thread() is main_thread()

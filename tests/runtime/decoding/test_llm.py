@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from draftwood.runtime import (
 )
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.prompt import Prompt
 from draftwood.runtime.request_engines import SharedEngines
@@ -101,6 +102,22 @@ def test_a_list_that_fails_or_is_interrupted_leaves_no_caches(
     with pytest.raises(type(error)):
         llm.generate(["one", "two", "three"], GREEDY)
     assert len(pools) == 2 and not any(pool.caches for pool in pools)
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_in_a_shared_pass_ends_a_list(llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The exception comes once: a pass that is repeated for each request would lose it."""
+    errors, forward = [error], PooledEngine.forward
+
+    def interrupted(engine: PooledEngine, passes: Sequence[Pass]) -> list[ForwardOutput]:
+        if errors:
+            raise errors.pop()
+        return forward(engine, passes)
+
+    monkeypatch.setattr(PooledEngine, "forward", interrupted)
+    with pytest.raises(type(error)):
+        llm.generate(["one", "two", "three"], GREEDY)
+    assert not errors and len(llm.generate(["one"], GREEDY)) == 1
 
 
 def test_the_stream_is_the_result_in_parts(llm: LLM) -> None:
