@@ -186,6 +186,8 @@ class Sampler:
             return self._cut(*used.likely(scores, params.temperature, params.min_p))
         ids, weights = used.likely(scores, params.temperature, NEGLIGIBLE)
         if params.top_k > 0:
+            if len(ids) < params.top_k:
+                ids, _ = used.likely(scores, params.temperature, NEGLIGIBLE**2)
             ids = top(scores, ids, params.top_k)
             return self._cut(ids, np.exp((scores[ids].astype(np.float64) - scores[ids].max()) / params.temperature))
         every = used.weights(scores, params.temperature, self._buffer(path))
