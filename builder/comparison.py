@@ -1,8 +1,8 @@
 """Compares two backends on this machine, by one layer of random weights.
 
 No second engine of the whole model is made: all layers of a model are alike, and the time of a pass does not depend on
-the values of weights. A large layer is halved until its weights are quickly written; it still is larger than the caches
-of a core. So the comparison says which kernels compute faster, not which read a large model faster from memory.
+the values of weights. A large layer is halved until its weights are quickly written. So the comparison says which kernels
+compute faster, not which read a large model faster from memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..models.config import LlamaConfig
 from ..models.errors import EngineError
 from ..models.families import Variant
 from ..models.layers import Matrix, network_of
-from ..runtime.engines.backends import BACKENDS, WEIGHTS, Backend, Opening
+from ..runtime.engines.backends import BACKENDS, BLOCKS, WEIGHTS, Backend, Opening
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.engines.passes import prefill
@@ -36,7 +36,7 @@ TimePass = Callable[[Engine, Any, int], float]
 ROWS = (1, 8)  # of a plain round, and of a round with a usual proposal
 CONTEXT = 64
 REPEATS, UNCOUNTED = 15, 2  # the first passes bind buffers and wake threads
-MOST_PARAMETERS = 8_000_000  # of the layer
+MOST_PARAMETERS = 12_000_000  # of the layer
 MOST_NARROW = 256  # a layer is not made narrower
 VOCABULARY = 256
 
@@ -94,12 +94,17 @@ def one_layer(model: LlamaConfig) -> LlamaConfig:
         kv_heads = max(1, config.num_kv_heads // 2)
         config = replace(
             config,
-            hidden_size=config.hidden_size // 2,
-            intermediate_size=config.intermediate_size // 2,
+            hidden_size=halved(config.hidden_size),
+            intermediate_size=halved(config.intermediate_size),
             num_kv_heads=kv_heads,
             num_heads=kv_heads * (config.num_heads // config.num_kv_heads),
         )
     return config
+
+
+def halved(size: int) -> int:
+    """Half of a size, in whole blocks of every low-bit format."""
+    return size // 2 // BLOCKS[0] * BLOCKS[0]
 
 
 def num_weights(config: LlamaConfig) -> int:
