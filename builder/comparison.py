@@ -1,8 +1,8 @@
 """Compares two backends on this machine, by one layer of random weights.
 
 No second engine of the whole model is made: all layers of a model are alike, and the time of a pass does not depend on
-the values of weights. A large layer is halved until its weights are quickly written. So the comparison says which kernels
-compute faster, not which read a large model faster from memory.
+the values of weights. A large layer is halved until its weights are quickly written. So the comparison says which
+kernels compute faster, not which read a large model faster from memory.
 """
 
 from __future__ import annotations
