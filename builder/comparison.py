@@ -82,6 +82,7 @@ def one_layer(model: LlamaConfig) -> LlamaConfig:
     config = replace(
         model,
         vocab_size=VOCABULARY,
+        intermediate_size=-(-model.intermediate_size // BLOCKS[0]) * BLOCKS[0],  # low-bit formats fill up blocks
         num_layers=1,
         max_position=max(model.max_position, CONTEXT + max(ROWS)),
         rope_scaling=None,

@@ -26,7 +26,7 @@ from draftwood.runtime.engines.comparison import Comparison
 from draftwood.runtime.engines.passes import causal_batch
 
 SEVEN_BILLION = LlamaConfig(32000, 4096, 11008, 32, 32, 8, 128, 4096, 1e-5, 1e4)
-SMALL = LlamaConfig(49152, 128, 256, 30, 4, 2, 32, 2048, 1e-5, 1e4, tie_embeddings=True)
+SMALL = LlamaConfig(49152, 128, 250, 30, 4, 2, 32, 2048, 1e-5, 1e4, tie_embeddings=True)
 SLOW = Comparison("native fp32", "onnxruntime fp32", (1, 8), (0.003, 0.001), (0.002, 0.002))
 
 
@@ -66,7 +66,7 @@ def test_a_layer_is_halved_until_it_is_small() -> None:
     assert config.num_heads == 4 * config.num_kv_heads and config.head_dim == 128
     assert config.hidden_size % 32 == config.intermediate_size % 32 == 0
     small = one_layer(SMALL)
-    assert (small.hidden_size, small.num_heads, small.num_kv_heads) == (128, 4, 2)
+    assert (small.hidden_size, small.intermediate_size, small.num_heads, small.num_kv_heads) == (128, 256, 4, 2)
 
 
 def test_a_faster_rival_is_said_and_stored(
