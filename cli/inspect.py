@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import stored_costs
 from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, format_of_weight, slot_bytes
 from ..runtime.engines.base import EngineSpec
+from ..runtime.engines.comparison import Comparison
 from ..runtime.engines.compatibility import TensorRTPlan
 from ..runtime.text.tokenizer import read_template
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             "memory_of_requests": {role: full_bytes(bundle, role, args.requests) for role in specs},
             "obstacles": obstacles,
             "memory": memory,
-            "costs": costs._asdict(),
+            "costs": costs._asdict() | {"compared": None if costs.compared is None else asdict(costs.compared)},
         }
         print(json.dumps(bundle.manifest.to_json() | shown))
         return 0
@@ -121,10 +123,11 @@ def open_once(bundle: EngineBundle, role: str) -> Trial:
 
 class Costs(NamedTuple):
     """The costs by which rounds are planned. source: HERE, ELSEWHERE or ASSUMED. differences: between this machine and
-    the machine of the measurement, in words."""
+    the machine of the measurement, in words. compared: the target's backend with another one, on this machine."""
 
     source: str
     differences: list[str]
+    compared: Comparison | None = None
 
 
 def costs_of(bundle: EngineBundle) -> Costs:
@@ -132,7 +135,7 @@ def costs_of(bundle: EngineBundle) -> Costs:
     measured, found = stored_costs(bundle, PROVIDER, THREADS, DRAFT_THREADS)
     if measured is None:
         return Costs(ASSUMED, [])
-    return Costs(ELSEWHERE if found else HERE, found)
+    return Costs(ELSEWHERE, found) if found else Costs(HERE, [], measured.compared)
 
 
 def describe(bundle: EngineBundle, requests: int = REQUESTS) -> Table:
@@ -180,6 +183,8 @@ def describe(bundle: EngineBundle, requests: int = REQUESTS) -> Table:
         table.add_row(name, *map(escape, cells))
     costs = costs_of(bundle)
     table.add_row("costs", costs.source)
+    if costs.compared is not None:
+        table.add_row("compared", escape(costs.compared.described))
     table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"
     template = read_template(bundle.folder)
     table.caption += "\nno chat template" if template is None else f"\nchat template of {len(template)} characters"

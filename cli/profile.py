@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ..builder.profile import CONTEXTS, Pair, measure
+from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
-from ..models.errors import BundleError
+from ..models.config import LlamaConfig
+from ..models.errors import BundleError, DraftwoodError, EngineError
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import fingerprint, write_costs
 from ..runtime.bundle.staging import advice
-from ..runtime.engines.base import Engine
+from ..runtime.engines.backends import Backend, describe_backend
+from ..runtime.engines.base import Engine, EngineSpec
+from ..runtime.engines.comparison import Comparison
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
 from .options import add_engines, add_quiet, integers
 from .progress import progress
@@ -74,6 +78,7 @@ def profile(
         engines = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
         pair = Pair(engines, bundle.manifest.max_length, machine)
         costs = measure(pair, begin, contexts, seconds=seconds)
+        costs = replace(costs, compared=beside_rival(target.spec, threads, begin, console))
     try:
         write_costs(costs, bundle.folder)
     except OSError as error:
@@ -89,6 +94,36 @@ def profile(
             soft_wrap=True,
         )
     return costs
+
+
+def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console) -> Comparison | None:
+    """Compare the target's backend with its rival, by one layer; None if it has none, or the rival is not there. Says
+    on the console why nothing was compared, or that the rival is faster."""
+    backend = describe_backend(spec.backend)
+    if not backend.rival:
+        return None
+    advance = begin(Step(f"A layer with {backend.rival}", 1))
+    try:
+        compared = compare_layers(spec.model, backend, spec.precision, threads)
+    except DraftwoodError as error:
+        compared, remark = None, f"Not compared with {backend.rival}: {error}"
+    else:
+        advice = f"Build the bundle with --backend {backend.rival}: it is faster on this machine. Measured: "
+        remark = advice + compared.described if compared.is_slower else ""
+    advance()
+    if remark:
+        console.print(remark, markup=False, highlight=False, soft_wrap=True)
+    return compared
+
+
+def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads: int = 0) -> Comparison:
+    """See `builder/comparison.py`, which is imported here: only a build needs the packages that it imports. Raises
+    EngineError if they are not installed."""
+    try:
+        from ..builder.comparison import compare
+    except ModuleNotFoundError as error:
+        raise EngineError(f"{error.name} is not installed: pip install 'draftwood[build,cpu]'") from error
+    return compare(model, backend, precision, threads)
 
 
 def bundle_draft(
@@ -125,4 +160,6 @@ def summary(costs: CostModel) -> str:
         rounds = f"{1e3 * host.plain:.2f} a plain round, {1e3 * host.round:.2f} one with a proposal"
         figures = f"{rounds}, {1e3 * host.token:.3f} a token of it"
         lines.append(f"Outside the engines at {name}: {figures}.")
+    if costs.compared is not None:
+        lines.append(f"Beside another backend, {costs.compared.described}.")
     return "\n".join(lines)

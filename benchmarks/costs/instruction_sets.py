@@ -166,13 +166,40 @@ def bench(
     best = {name: dict.fromkeys(map(str, ROWS), float("inf")) for name in builds}
     for _ in range(TURNS):
         for name, build in builds.items():
-            libraries = {"LD_LIBRARY_PATH": str((build / "bin").resolve())} if (build / "bin").is_dir() else {}
+            environment = environment_of(program, build)
             command = [str(program), *asked, "-r", str(-(-repeats // TURNS)), "-o", "json"]
-            shown = subprocess.run(command, env=os.environ | libraries, capture_output=True, text=True, check=True)
-            for test in json.loads(shown.stdout):
-                rows = str(test["n_prompt"])
-                best[name][rows] = round(min(best[name][rows], *(ns / 1e6 for ns in test["samples_ns"])), 3)
+            shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            for rows, milliseconds in least_milliseconds(shown.stdout).items():
+                best[name][rows] = min(best[name][rows], milliseconds)
     return best
+
+
+def environment_of(program: Path, build: Path) -> dict[str, str]:
+    """In which the program loads the kernels of a build. Raises SystemExit where it loads others."""
+    own = build / "bin" if (build / "bin").is_dir() else build / "build" / "bin"
+    environment = os.environ | {"LD_LIBRARY_PATH": str(own.resolve())}
+    listed = subprocess.run(["ldd", str(program)], env=environment, capture_output=True, text=True, check=True).stdout
+    if not loads_from(listed, own.resolve()):
+        raise SystemExit(f"{program} does not load libggml-cpu.so from {own}: build the target ggml-cpu there")
+    return environment
+
+
+def loads_from(listed: str, folder: Path) -> bool:
+    """Whether a program loads its kernels from this folder, by what `ldd` lists."""
+    found = [line.split("=>")[1].split()[0] for line in listed.splitlines() if "libggml-cpu" in line and "=>" in line]
+    return [Path(file).parent for file in found] == [folder]
+
+
+def least_milliseconds(shown: str) -> dict[str, float]:
+    """By rows, the least time of what llama-bench shows as JSON. Raises SystemExit unless it measured all of ROWS."""
+    least = {
+        str(test["n_prompt"]): round(min(test["samples_ns"]) / 1e6, 3)
+        for test in json.loads(shown)
+        if not test["n_gen"]
+    }
+    if least.keys() != set(map(str, ROWS)):
+        raise SystemExit(f"llama-bench measured {', '.join(least) or 'no'} rows, not {', '.join(map(str, ROWS))}")
+    return least
 
 
 def serve(contestant: Contestant, spec: EngineSpec, folder: Path, context: int, end: Connection) -> None:

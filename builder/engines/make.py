@@ -19,10 +19,10 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
 from ..parity import largest_difference, rows_of
 from ..progress import Begin, Step
-from ..quantization.formats import FORMATS, HALF, Quantized, QuantizedCheckpoint, RoundedCheckpoint
+from ..quantization.formats import Quantized, RoundedCheckpoint, Weights, stored_as
 from ..reference import Reference, Scored
 from .export import export
-from .native import Weights, write_weights
+from .native import write_weights
 from .plan import compile_plan, runs_here
 
 
@@ -40,11 +40,7 @@ class Source:
     @property
     def weights(self) -> Weights:
         """The weights that the engine stores."""
-        if form := FORMATS.get((self.backend, self.precision)):
-            return QuantizedCheckpoint(self.checkpoint, form, self.rounded)
-        if self.precision in HALF and not BACKENDS[self.backend].is_compiled:  # stored in 16 bits, multiplied as fp32
-            return RoundedCheckpoint(self.checkpoint, self.precision)
-        return self.checkpoint
+        return stored_as(self.checkpoint, BACKENDS[self.backend], self.precision, self.rounded)
 
 
 def engine_spec(source: Source, options: BuildOptions, max_length: int) -> EngineSpec:

@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.acceptance_head import TrainedHead
 from ...models.layers import EMBEDDING_WEIGHT, Matrix, network_of
 from ...models.rope import rope_tables
 from ...plugins.native.packing import (
@@ -35,11 +34,12 @@ from ...runtime.engines.native.weights import (
     Stored,
     expected_tensors,
 )
-from ..checkpoints.checkpoint import Checkpoint
 from ..parallel import in_parts
-from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, widened
+from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, Weights, widened
 
-Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
+if TYPE_CHECKING:  # its module imports torch, which packing weights does not need
+    from ...models.acceptance_head import TrainedHead
+
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 Read = Callable[[], NDArray[Any]]
 

@@ -27,7 +27,7 @@ from ...models import bindings
 from ...models.errors import ConfigError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ...plugins.native.cache import open_kernels
-from ...runtime.engines.backends import BACKENDS, BLOCKS
+from ...runtime.engines.backends import BACKENDS, BLOCKS, Backend
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.source import Blocks
 from ..engines.graph import GraphWriter
@@ -233,6 +233,20 @@ class RoundedCheckpoint:
     def half(self, name: str) -> NDArray[Any]:
         """A matrix in 16 bits. Raises CheckpointError as the source does."""
         return converted(self.source.tensor(stored_name(self.source, name)), self.dtype)
+
+
+Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
+
+
+def stored_as(
+    checkpoint: Checkpoint, backend: Backend, precision: str, rounded: Mapping[str, Quantized] = MappingProxyType({})
+) -> Weights:
+    """A checkpoint as an engine of a backend stores it. rounded: see QuantizedCheckpoint."""
+    if form := FORMATS.get((backend.name, precision)):
+        return QuantizedCheckpoint(checkpoint, form, rounded)
+    if precision in HALF and not backend.is_compiled:  # stored in 16 bits, multiplied as fp32
+        return RoundedCheckpoint(checkpoint, precision)
+    return checkpoint
 
 
 def layer_of(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 6  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 7  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -100,6 +100,16 @@ class Cache(Structure):
     ]
 
 
+DRAW = np.dtype(  # `struct draw`: what a pass computes of an output row's softmax, see kernels/engine.h
+    [
+        *((name, np.float64) for name in ("temperature", "share", "total")),
+        *((name, np.uint64) for name in ("sums", "weights", "ids")),
+        *(("peak", np.float32), ("room", np.int32), ("count", np.int32)),
+    ],
+    align=True,
+)
+
+
 class Pass(Structure):
     """`struct pass`."""
 
@@ -107,7 +117,8 @@ class Pass(Structure):
         *((name, c_int32) for name in ("rows", "outputs", "length", "start", "columns", "top")),
         *((name, c_void_p) for name in ("tokens", "positions", "output_rows", "mask")),
         ("cache", Cache),
-        *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots")),
+        *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots", "draw_outputs", "draws")),
+        ("drawn", c_int32),
     ]
 
 
@@ -159,6 +170,8 @@ class NativeLibrary:
         self._brief = ctypes.PyDLL(str(path.resolve()))
         self._brief.draftwood_softmax.restype = c_double
         self._brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, c_void_p]
+        self._brief.draftwood_weigh.restype = None
+        self._brief.draftwood_weigh.argtypes = [c_void_p, c_int, c_float, c_double, c_void_p]
         self._brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
 
     def open(self, model: Model, rows: int, threads: int) -> int:
@@ -243,6 +256,14 @@ class NativeLibrary:
         if math.isnan(found):
             raise KernelError("a logit is NaN or infinite")
         return float(found), sums
+
+    def weigh(
+        self, some: NDArray[np.float32], peak: float, temperature: float, weights: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """Write the weights of some of a row's logits [N] to `weights` [N], the same bits as from `softmax` of the
+        row, whose largest logit is `peak`; returns them. All are numbers or -inf."""
+        self._brief.draftwood_weigh(address(some), len(some), peak, temperature, address(weights))
+        return weights
 
     def likely(
         self, logits: NDArray[np.float32], temperature: float, share: float, room: int = FEW

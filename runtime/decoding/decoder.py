@@ -10,7 +10,7 @@ from ..engines.base import Engine, ForwardOutput
 from ..engines.passes import Passes, Steps, forward, prefill_passes
 from ..engines.rounds import RoundEngine, RoundShape
 from ..sampling.random import RandomStreams
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import Sampler, ScoredRows
 from ..sampling.softmax import softmax_of
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
@@ -286,14 +286,15 @@ class SpeculativeDecoder:
     def _verify(self, request: RequestState, tree: TokenTree) -> Passes[tuple[ForwardOutput, Acceptance]]:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
-            batch = tree.to_batch(self._target.spec, self._cache.length, self._needs_best(request))
+            needs_best, wanted = self._needs_best(request), request.sampler.wanted
+            batch = tree.to_batch(self._target.spec, self._cache.length, needs_best, wanted)
             output = yield from forward(self._target, batch, self._cache)
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])
-        logits, sampler, streams = output.logits, request.sampler, request.streams
+        scored, streams = ScoredRows(request.sampler, output.logits, output.softmaxes), request.streams
         if len(tree) == 1 or self._config is None:
-            return output, Acceptance([], sampler.choose(logits[0], [], streams.target))
-        return output, self._config.verifier(request.greedy)(tree, logits, sampler, streams)
+            return output, Acceptance([], scored.choose(0, [], streams.target))
+        return output, self._config.verifier(request.greedy)(tree, scored, streams)
 
     def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Keep the cache rows of the accepted path, in both engines."""

@@ -21,6 +21,7 @@ from ...plugins.native.compile import CompilerError
 from ...plugins.native.library import BLOCK, FUSED, X86, KernelError, available
 from ...plugins.native.packing import whole_panels
 from .base import Engine, EngineSpec
+from .comparison import Comparison
 from .compatibility import TensorRTPlan
 from .native import weights as native
 from .native.weights import check_weights
@@ -63,7 +64,7 @@ class Backend:
     panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
     padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
     on the same threads. most_threads: threads of one engine. providers: whether it can compute on other devices than
-    the CPU.
+    the CPU. rival: the backend with which a measurement of costs compares it; none for "".
 
     open: opens an engine. check_file: compares a file with a spec and opens nothing. check_machine: checks that this
     machine has what an engine needs, given the plan if there is one. All three raise EngineError that names the fix.
@@ -91,6 +92,7 @@ class Backend:
     shares_threads: bool = False
     most_threads: int = 1024  # as in plugins/native/kernels/threads.h
     providers: bool = False
+    rival: str = ""
 
     @property
     def is_compiled(self) -> bool:
@@ -182,6 +184,7 @@ NATIVE = Backend(
     panels=True,
     pads=False,
     shares_threads=True,
+    rival=ONNXRUNTIME.name,
 )
 TENSORRT = Backend(
     name="tensorrt",
@@ -254,14 +257,20 @@ def describe_backend(name: str) -> Backend:
     return BACKENDS.get(name, UNLISTED)
 
 
-def choose_backend() -> Choice:
-    """Choose the native engine where its kernels compile and were found fast, and ONNX Runtime otherwise."""
-    if platform.machine() not in X86:
-        return Choice(ONNXRUNTIME.name, "the native kernels were timed on x86 alone: --backend native takes them here")
-    if missing := FUSED - available(()):
+def choose_backend(compared: Callable[[], Comparison]) -> Choice:
+    """Choose the native engine where its kernels compile and were found fast, and ONNX Runtime otherwise. compared:
+    compares the two here, on a processor for which nothing was measured before."""
+    known = platform.machine() in X86
+    if known and (missing := FUSED - available(())):
         return Choice(ONNXRUNTIME.name, f"this processor has no {', '.join(sorted(missing))}")
     try:
         check_native(None)
     except EngineError:
         return Choice(ONNXRUNTIME.name, "there is no C compiler: pip install 'draftwood[native]' brings one")
-    return Choice(NATIVE.name, "there is a C compiler, and the processor has AVX2 or more")
+    if known:
+        return Choice(NATIVE.name, "there is a C compiler, and the processor has AVX2 or more")
+    try:
+        found = compared()
+    except EngineError as error:
+        return Choice(ONNXRUNTIME.name, f"the native kernels cannot be compared with it here ({error})")
+    return Choice(ONNXRUNTIME.name if found.is_slower else NATIVE.name, f"measured here, {found.described}")

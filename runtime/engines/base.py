@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
+from ..sampling.softmax import Softmax, Wanted
 from .compatibility import TensorRTPlan
 
 if TYPE_CHECKING:  # rounds.py imports this module
@@ -77,7 +78,8 @@ class TokenBatch:
     the caller reads `top_ids` and `top_logprobs`, not the logits; the logits of an engine that has these outputs are
     then undefined. cache_only: the caller reads no output. slots: int64 [num_tokens], the cache slots into which a
     cache that `places` rows writes them; S is then the number of slots up to the last one in use. None: the
-    rows follow the others.
+    rows follow the others. wanted: by output row, what the caller will ask of the row's softmax, for engines that
+    compute it in the pass; it may be shorter than the rows.
     """
 
     token_ids: NDArray[np.int64]
@@ -88,6 +90,7 @@ class TokenBatch:
     ranking_only: bool = False
     cache_only: bool = False
     slots: NDArray[np.int64] | None = None
+    wanted: tuple[Wanted | None, ...] = ()
 
     @classmethod
     def pad(
@@ -124,13 +127,15 @@ class ForwardOutput(NamedTuple):
     logits: float32 [R, V]. top_ids: int64 [R, K], and top_logprobs: float32 [R, K]: the columns of the most probable
     tokens under the unprocessed distribution, best first; None on an engine without these outputs. Of a trimmed draft V
     is the number of kept tokens, and DraftVocabulary says which token a column is. acceptance: float32 [R], the
-    probability that the target accepts the row's own token; None where the draft has no acceptance head.
+    probability that the target accepts the row's own token; None where the draft has no acceptance head. softmaxes: of
+    rows for which `TokenBatch.wanted` was computed; may be shorter than the rows.
     """
 
     logits: NDArray[np.float32]
     top_ids: NDArray[np.int64] | None
     top_logprobs: NDArray[np.float32] | None
     acceptance: NDArray[np.float32] | None = None
+    softmaxes: Sequence[Softmax | None] = ()
 
     def rows(self, indices: Sequence[int]) -> ForwardOutput:
         """A copy of the results of these rows."""

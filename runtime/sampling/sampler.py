@@ -18,7 +18,7 @@ from .constraint import Constraint
 from .params import SamplingParams, require
 from .processing import Processing, checked
 from .random import RandomStream
-from .softmax import NumpySoftmax, Softmax, Weights, best
+from .softmax import NumpySoftmax, Softmax, Wanted, Weights, best
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
@@ -88,29 +88,46 @@ class Sampler:
         """Append tokens to the output."""
         self.processing.commit(tokens)
 
-    def choose(self, logits: NDArray[np.float32], path: Sequence[int], stream: RandomStream) -> int:
-        """The next token after `path`, from logits [V]."""
+    @property
+    def wanted(self) -> Wanted | None:
+        """What `choose` and `weights` will ask of the softmax of a row of logits; None if an engine cannot know it in
+        its pass, because the request changes the logits first, or if they ask nothing."""
+        params = self.params
+        if params.greedy or self.follows_path:
+            return None
+        share = params.min_p or (NEGLIGIBLE if self._truncates else 0.0)
+        return Wanted(params.temperature, not (params.min_p > 0 or params.top_k > 0), share)
+
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        path: Sequence[int],
+        stream: RandomStream,
+        softmax: Softmax | None = None,
+    ) -> int:
+        """The next token after `path`, from logits [V]. softmax: see `weights`."""
         if self.params.greedy:
             return best(self._scores(logits, path))
         if self._truncates:
-            ids, probs = self._truncate(self._scores(logits, path), path)
+            ids, probs = self._truncate(self._scores(logits, path), path, softmax)
             return int(ids[stream.categorical(probs)])
-        return self.weights(logits, path).draw(stream)
+        return self.weights(logits, path, softmax).draw(stream)
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Probabilities [V] float64 of the token after `path`; one-hot when greedy."""
-        weights, total = self.weights(logits, path)[:2]
-        return np.asarray(weights, np.float64) / total
+        weights = self.weights(logits, path)
+        return np.asarray(weights.values, np.float64) / weights.total
 
-    def weights(self, logits: NDArray[np.float32], path: Sequence[int]) -> Weights:
-        """The same up to a factor, in a buffer that the next call with a path of this length overwrites."""
+    def weights(self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None) -> Weights:
+        """The same up to a factor, in a buffer that the next call with a path of this length overwrites. softmax: of
+        this row, which its engine has prepared for the `wanted` settings."""
         scores, weights = self._scores(logits, path), self._buffer(path)
         if not (self.params.greedy or self._truncates):
-            return self._softmax.weights(scores, self.params.temperature, weights)
-        ids, probs = self._truncate(scores, path)
+            return self._known(softmax).weights(scores, self.params.temperature, weights)
+        ids, probs = self._truncate(scores, path, softmax)
         weights.fill(0.0)
         weights[ids] = probs
-        return Weights(weights, 1.0)
+        return Weights(1.0, weights.__getitem__)
 
     def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
         """The distribution from which the draft draws the token after `path`, above temperature 0: `distribution`
@@ -153,27 +170,34 @@ class Sampler:
             self._buffers.append(np.empty(self._vocab_size, self._softmax.dtype))
         return self._buffers[len(path)]
 
-    def _truncate(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> Candidates:
+    def _known(self, softmax: Softmax | None) -> Softmax:
+        """The softmax of a row: that of `weights`, unless the request has changed the row's logits."""
+        return self._softmax if softmax is None or self.follows_path else softmax
+
+    def _truncate(
+        self, scores: NDArray[np.floating[Any]], path: Sequence[int], softmax: Softmax | None = None
+    ) -> Candidates:
         """The distribution of processed scores [V] after temperature, min-p, top-k and top-p; if greedy, the best token
-        alone. Only likely tokens are sorted, which is nearly always enough."""
-        params = self.params
+        alone. Only likely tokens are sorted, which is nearly always enough. softmax: see `weights`."""
+        params, used = self.params, self._known(softmax)
         if params.greedy:
             return Candidates(np.array([best(scores)]), np.ones(1))
         if params.min_p > 0:
-            return self._likely(scores, params.min_p)
+            return self._cut(*used.likely(scores, params.temperature, params.min_p))
+        ids, weights = used.likely(scores, params.temperature, NEGLIGIBLE)
         if params.top_k > 0:
-            ids = np.sort(largest(scores, params.top_k))
-            peak = scores[best(scores)]
-            return self._cut(ids, np.exp((scores[ids].astype(np.float64) - peak) / params.temperature))
-        every, total = self._softmax.weights(scores, params.temperature, self._buffer(path))[:2]
-        ids, weights = self._softmax.likely(scores, params.temperature, NEGLIGIBLE)
-        if weights.sum() < params.top_p * total:
-            ids, weights = np.arange(len(every)), np.asarray(every, np.float64)
-        kept = nucleus(weights, params.top_p * total)
+            if len(ids) < params.top_k:
+                ids, _ = used.likely(scores, params.temperature, NEGLIGIBLE**2)
+            ids = top(scores, ids, params.top_k)
+            return self._cut(ids, np.exp((scores[ids].astype(np.float64) - scores[ids].max()) / params.temperature))
+        every = used.weights(scores, params.temperature, self._buffer(path))
+        if weights.sum() < params.top_p * every.total:
+            ids, weights = np.arange(len(scores)), np.asarray(every.values, np.float64)
+        kept = nucleus(weights, params.top_p * every.total)
         return Candidates(ids[kept], weights[kept] / weights[kept].sum())
 
     def _likely(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
-        """The same for a given `min_p`, which is positive."""
+        """The draft's distribution over the tokens that are likely by `min_p`, which is positive."""
         return self._cut(*self._softmax.likely(scores, self.params.temperature, min_p))
 
     def _cut(self, ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Candidates:
@@ -186,6 +210,32 @@ class Sampler:
             kept = nucleus(weights, params.top_p * weights.sum())
             ids, weights = ids[kept], weights[kept]
         return Candidates(ids, weights / weights.sum())
+
+
+class ScoredRows:
+    """A request's settings for the rows of one pass. `Sampler.weights` and `Sampler.choose` by row."""
+
+    def __init__(self, sampler: Sampler, logits: NDArray[np.float32], softmaxes: Sequence[Softmax | None] = ()) -> None:
+        """logits: [rows, V]. softmaxes: of rows which the engine has prepared; there may be fewer than rows."""
+        self._sampler, self._logits, self._softmaxes = sampler, logits, softmaxes
+
+    def weights(self, row: int, path: Sequence[int]) -> Weights:
+        return self._sampler.weights(self._logits[row], path, self._softmax(row))
+
+    def choose(self, row: int, path: Sequence[int], stream: RandomStream) -> int:
+        return self._sampler.choose(self._logits[row], path, stream, self._softmax(row))
+
+    def _softmax(self, row: int) -> Softmax | None:
+        return self._softmaxes[row] if row < len(self._softmaxes) else None
+
+
+def top(scores: NDArray[np.floating[Any]], likely: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Indices, ascending, of the `count` largest scores; the first of equal scores are taken. likely: ascending, of
+    scores that are larger than all others; those of all others are looked at only where these are too few."""
+    if len(likely) < count:
+        return np.sort(largest(scores, count))
+    values = scores[likely]
+    return likely[at_least(values, np.partition(values, -count)[-count], count)]
 
 
 def log_softmax(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:

@@ -1,12 +1,14 @@
 """Softmax of a row of logits, up to a factor: the distribution of a token before truncation.
 
 Verification needs a softmax over the whole vocabulary for every row of an accepted path. Therefore an engine may
-provide a faster one than numpy's (`HasSoftmax`).
+provide a faster one than numpy's (`HasSoftmax`), and may compute what a request will ask of it (`Wanted`) in the pass
+that scores the row.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,26 +23,45 @@ NO_NUMBERS = (
 )
 
 
-class Weights(NamedTuple):
-    """Probabilities [V] up to a factor, and their sum. runs: the sums of runs of `length` tokens, the last of which may
-    be shorter, where they are known."""
+Columns = NDArray[np.int64] | slice
+EVERY = slice(None)
 
-    values: NDArray[np.floating[Any]]
+
+class Weights(NamedTuple):
+    """Probabilities of V tokens up to a factor, and their sum. of: returns those of some columns; those of EVERY column
+    stand in a buffer that the next call overwrites. runs: the sums of runs of `length` tokens, the last of which may be
+    shorter, where they are known."""
+
     total: float
+    of: Callable[[Columns], NDArray[np.floating[Any]]]
     runs: NDArray[np.float64] | None = None
     length: int = 0
+
+    @property
+    def values(self) -> NDArray[np.floating[Any]]:
+        """Those of all tokens [V]."""
+        return self.of(EVERY)
 
     def draw(self, stream: RandomStream) -> int:
         """Draw a token; the values are then overwritten. First its run, if sums are known: nothing else needs another
         look at the whole vocabulary."""
-        values = self.values
         if self.runs is None or len(self.runs) < 2:
+            values = self.values
             values /= self.total
             return stream.categorical(values)
         run = stream.categorical(self.runs / self.total)
         first = run * self.length
-        chosen = values[first : first + self.length].astype(np.float64)
+        chosen = self.of(slice(first, first + self.length)).astype(np.float64)
         return first + stream.categorical(chosen / chosen.sum())
+
+
+class Wanted(NamedTuple):
+    """What a request will ask of the softmax of a row: at this temperature the weights of all tokens, if `weights`, and
+    the tokens that are at least `share` times as probable as the best one, if `share` is above 0."""
+
+    temperature: float
+    weights: bool
+    share: float
 
 
 class Softmax(Protocol):
@@ -84,7 +105,7 @@ class NumpySoftmax:
             np.subtract(logits, peak, out=values, dtype=np.float64, casting="same_kind")
             np.divide(values, temperature, out=values, dtype=np.float64, casting="same_kind")
         np.exp(values, out=values)
-        return Weights(values, float(values.sum(dtype=np.float64)))
+        return Weights(float(values.sum(dtype=np.float64)), values.__getitem__)
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float

@@ -8,13 +8,13 @@ with the settings of the request. Each verifier is lossless only for the kinds o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..sampling.random import RandomStream, RandomStreams
-from ..sampling.sampler import Candidates, Sampler
+from ..sampling.sampler import Candidates, ScoredRows
 from ..sampling.softmax import Weights
 from .graph.token_tree import TokenTree
 
@@ -30,21 +30,17 @@ class Acceptance(NamedTuple):
 
 
 class Verifier(Protocol):
-    def __call__(
-        self, tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
-    ) -> Acceptance:
-        """Accept rows of `tree` by the target's logits [rows, V]."""
+    def __call__(self, tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
+        """Accept rows of `tree` by the rows that the target has scored."""
 
 
-def sample_and_match(
-    tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
-) -> Acceptance:
+def sample_and_match(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
     """Draw a token from the target at each row, and go to the child with this token, as long as there is one.
 
     Exact for every tree: all tokens are the target's own draws; the tree only decides how many of them one pass finds.
     (SpecExec, OPT-Tree, EAGLE-2.)
     """
-    return match_path(tree, lambda row, path: sampler.choose(logits[row], path, streams.target))
+    return match_path(tree, lambda row, path: target.choose(row, path, streams.target))
 
 
 def match_best(tree: TokenTree, best: NDArray[np.int64]) -> Acceptance:
@@ -68,9 +64,7 @@ def match_path(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Acce
         path.append(token)
 
 
-def recursive_rejection(
-    tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
-) -> Acceptance:
+def recursive_rejection(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
     """Recursive rejection sampling: DySpec (2410.11744) Algorithm 3, SpecInfer's and Sequoia's loop.
 
     For children drawn without replacement, in draw order. R is the residual distribution of the target, D the draft's.
@@ -83,7 +77,7 @@ def recursive_rejection(
     path: list[int] = []
     while children[row]:
         ids, offers = offers_at(tree, row, children[row])
-        R = Residual(sampler.weights(logits[row], path), ids)
+        R = Residual(target.weights(row, path), ids)
         for child, y, D in offers:
             if streams.accept.bernoulli(min(1.0, R.probs[y] / D[y])):
                 row = child
@@ -93,12 +87,10 @@ def recursive_rejection(
             return Acceptance(rows, R.draw(streams.target))
         rows.append(row)
         path.append(tree.token_ids[row])
-    return Acceptance(rows, sampler.choose(logits[row], path, streams.target))
+    return Acceptance(rows, target.choose(row, path, streams.target))
 
 
-def traversal_verification(
-    tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
-) -> Acceptance:
+def traversal_verification(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
     """Traversal verification (2505.12398): as above, but from the leaves up. A token that would be rejected alone may
     still be accepted together with the tokens below it. Not for merged graphs, whose branches share their draws.
 
@@ -112,9 +104,9 @@ def traversal_verification(
         if not children[row]:
             if row and not streams.accept.bernoulli(pi):
                 return None
-            return Acceptance([], sampler.choose(logits[row], path, streams.target))
+            return Acceptance([], target.choose(row, path, streams.target))
         ids, offers = offers_at(tree, row, children[row])
-        R = Residual(sampler.weights(logits[row], path), ids)
+        R = Residual(target.weights(row, path), ids)
         for child, y, D in offers:
             found = visit(child, min(1.0, pi * R.probs[y] / D[y]), [*path, tree.token_ids[child]])
             if found is not None:
@@ -129,9 +121,7 @@ def traversal_verification(
     return found
 
 
-def block_verification(
-    tree: TokenTree, logits: NDArray[np.float32], sampler: Sampler, streams: RandomStreams
-) -> Acceptance:
+def block_verification(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
     """Block verification (2403.10444, Algorithm 2) of a drawn chain x_1..x_γ. On average it accepts at least as many
     tokens as rejection sampling.
 
@@ -145,11 +135,11 @@ def block_verification(
     residuals: list[Residual] = []
     for i, x in enumerate(path):
         Q = tree.draft_probs[i]
-        P, at = Residual(sampler.weights(logits[i], path[:i]), Q.ids), Q.place(x)
+        P, at = Residual(target.weights(i, path[:i]), Q.ids), Q.place(x)
         p.append(min(1.0, p[i] * P.probs[at] / Q.probs[at]))
         residuals.append(P)
     if streams.accept.bernoulli(p[gamma]):
-        return Acceptance(list(range(1, gamma + 1)), sampler.choose(logits[gamma], path, streams.target))
+        return Acceptance(list(range(1, gamma + 1)), target.choose(gamma, path, streams.target))
     tau = gamma - 1
     while not streams.accept.bernoulli(residuals[tau].reject(tree.draft_probs[tau].probs, p[tau])):  # h_0 = 1
         tau -= 1
@@ -163,15 +153,14 @@ class Residual:
     """
 
     def __init__(self, weights: Weights, ids: NDArray[np.int64]) -> None:
-        """weights: p up to a factor; the array is overwritten. ids [K]: all tokens that may be offered."""
-        others, total = weights.values, weights.total
-        offered = others[ids].astype(np.float64)
-        others[ids] = 0.0
+        """weights: p up to a factor; their buffer is overwritten. ids [K]: all tokens that may be offered."""
+        self._ids, self._weights, total = ids, weights, weights.total
+        offered = weights.of(ids).astype(np.float64)
         weight = float(offered.sum())
         rest = total - weight
         if rest < CANCELLED * total:
-            rest = float(others.sum(dtype=np.float64))
-        self._ids, self._others, self._weight = ids, others, rest
+            rest = float(self._others().sum(dtype=np.float64))
+        self._weight = rest
         self.probs = offered / (weight + rest)  # R [K] of `ids`
         self._R_others = rest / (weight + rest)  # R of all other tokens together
 
@@ -188,11 +177,17 @@ class Residual:
 
     def draw(self, stream: RandomStream) -> int:
         """Draw a token from R. The object cannot be used afterwards."""
-        R = self._others
+        R = self._others()
         if self._weight > 0:
             R *= self._R_others / self._weight
         R[self._ids] = self.probs
         return stream.categorical(R)
+
+    def _others(self) -> NDArray[np.floating[Any]]:
+        """The weights of all tokens [V] that are not offered, zero at the others."""
+        values = self._weights.values
+        values[self._ids] = 0.0
+        return values
 
 
 def offers_at(

@@ -17,10 +17,12 @@ import pytest
 from bundling import ROOT
 
 from draftwood.cli.main import main
+from draftwood.models.errors import EngineError
 from draftwood.plugins.native.compile import CompilerError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines import backends
 from draftwood.runtime.engines.backends import Choice
+from draftwood.runtime.engines.comparison import Comparison
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 
@@ -51,7 +53,7 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     shown = json.loads(capsys.readouterr().out)
     assert shown["bits_per_weight"] == {"target": 32, "draft": 32}
     assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}
-    assert shown["costs"] == {"source": "measured here", "differences": []}
+    assert (shown["costs"]["source"], shown["costs"]["differences"]) == ("measured here", [])
     assert main(["generate", str(bundle), "--prompt", "hello", "--budget", "fixed", *GREEDY]) == 0
     text, summary = capsys.readouterr()
     assert text.endswith("\n") and "acceptance" in summary
@@ -63,7 +65,7 @@ def test_a_build_chooses_its_backend_and_says_so(
     command = ["build", "--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft"), "--no-profile"]
     chosen = (Choice("onnxruntime", "it rains"), Choice("native", "the sun shines"))
     for backend, reason in chosen:
-        monkeypatch.setattr("draftwood.cli.build.choose_backend", lambda: Choice(backend, reason))  # noqa: B023
+        monkeypatch.setattr("draftwood.cli.build.choose_backend", lambda compared: Choice(backend, reason))  # noqa: B023
         assert main([*command, "--output", str(tmp_path / backend)]) == 0
         assert f"Backend {backend}: {reason}\n" in capsys.readouterr().out
         manifest = EngineBundle.open(tmp_path / backend).manifest
@@ -76,18 +78,28 @@ def test_the_choice_depends_on_processor_and_compiler(monkeypatch: pytest.Monkey
     def no_compiler() -> None:
         raise CompilerError("none")
 
+    def not_asked() -> Comparison:
+        raise AssertionError("the kernels are known to be fast on x86")
+
+    def not_there() -> Comparison:
+        raise EngineError("onnx_ir is not installed")
+
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(backends, "available", lambda wanted: {"avx", "avx2"})
-    assert backends.choose_backend() == ("onnxruntime", "this processor has no f16c, fma")
+    assert backends.choose_backend(not_asked) == ("onnxruntime", "this processor has no f16c, fma")
     monkeypatch.setattr(backends, "available", lambda wanted: {"avx", "avx2", "f16c", "fma"})
     monkeypatch.setattr(backends, "check_available", lambda: None)
-    assert backends.choose_backend().backend == "native"
-    monkeypatch.setattr(backends, "check_available", no_compiler)
-    backend, reason = backends.choose_backend()
-    assert backend == "onnxruntime" and "pip install 'draftwood[native]'" in reason
+    assert backends.choose_backend(not_asked).backend == "native"
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    backend, reason = backends.choose_backend()
-    assert backend == "onnxruntime" and "--backend native" in reason
+    for own, backend in ((1.1, "native"), (1.2, "onnxruntime")):
+        found = Comparison("native fp32", "onnxruntime fp32", (1, 8), (0.5, own), (1.0, 1.0))
+        chosen = backends.choose_backend(lambda: found)  # noqa: B023
+        assert chosen == (backend, f"measured here, {found.described}") and f"0.50 at 1 row, {own:.2f} at" in chosen[1]
+    backend, reason = backends.choose_backend(not_there)
+    assert backend == "onnxruntime" and "cannot be compared" in reason and "onnx_ir is not installed" in reason
+    monkeypatch.setattr(backends, "check_available", no_compiler)
+    backend, reason = backends.choose_backend(not_asked)
+    assert backend == "onnxruntime" and "pip install 'draftwood[native]'" in reason
 
 
 def test_json_is_one_object_and_speculation_changes_nothing(

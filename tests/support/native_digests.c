@@ -69,6 +69,8 @@ static void digest_sampling(int size) {
         const double total = draftwood_softmax(logits, size, temperature, weights, sums);
         take(&total, sizeof total), take(weights, size * sizeof(float));
         take(sums, (size + RUN - 1) / RUN * sizeof *sums);
+        draftwood_weigh(logits, size, 20, temperature, weights);
+        take(weights, size * sizeof(float));
     }
     tell("softmax", size);
     free(logits), free(weights), free(sums);

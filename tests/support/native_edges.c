@@ -38,6 +38,14 @@ static void check_sampling(int size, enum kind kind, double temperature) {
     double *sums = malloc((size + RUN - 1) / RUN * sizeof *sums);
     const double total = draftwood_softmax(logits, size, temperature, weights, sums);
     check(numbers_only ? total >= 0.999 && total <= size * 1.001 : isnan(total), "softmax", size);
+    float peak = -INFINITY;
+    for (int at = 0; at < size; at++) peak = logits[at] > peak ? logits[at] : peak;
+    for (int first = 0; numbers_only && first < size; first += 1 + size / 3) {
+        float *some = malloc((size - first) * sizeof(float));
+        draftwood_weigh(logits + first, size - first, peak, temperature, some);
+        check(!memcmp(some, weights + first, (size - first) * sizeof(float)), "weights of some", size);
+        free(some);
+    }
     for (int room = 0; room <= size; room += room < 2 ? 1 : size) {
         int64_t *ids = malloc(room * sizeof *ids);
         double *chances = malloc(room * sizeof *chances);
@@ -181,7 +189,23 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
         float *logprobs = malloc((size_t)rows * top * sizeof(float)), *accepted = malloc(rows * sizeof(float));
         struct pass pass = {rows, rows, length, length, columns, top, tokens, positions, outputs, mask, cache, logits,
                             shape.blocks ? accepted : NULL, logprobs, ids};
+        int64_t *drawn = malloc(sizeof *drawn), *likely = malloc(sizeof *likely);
+        double *sums = malloc((shape.vocab + RUN - 1) / RUN * sizeof *sums), *chances = malloc(sizeof *chances);
+        struct draw *draw = malloc(sizeof *draw);
+        *draw = (struct draw){0.7, 1e-4, 0, sums, chances, likely, 0, 1};
+        *drawn = rows - 1;
+        pass.draws = draw, pass.draw_outputs = drawn, pass.drawn = 1;
         check(draftwood_forward(engine, &pass) == 0, "forward", rows);
+        float *weights = malloc(shape.vocab * sizeof(float)), *last = logits + (size_t)(rows - 1) * shape.vocab;
+        const double total = draw->total;
+        check(draftwood_softmax(last, shape.vocab, 0.7, weights, sums) == total && draw->count >= 1, "a draw", rows);
+        free(weights);
+        for (int sign = 0; sign < 2; sign++) {
+            *drawn = sign ? -1 : rows;
+            check(draftwood_forward(engine, &pass) == 4, "a draw of no row", rows);
+        }
+        pass.drawn = 0;
+        free(drawn), free(likely), free(sums), free(chances), free(draw);
         for (int at = 0; at < rows * shape.vocab; at++) check(isfinite(logits[at]), "logits", rows);
         for (int row = 0; row < rows; row++)
             for (int at = 0; at < top; at++) {

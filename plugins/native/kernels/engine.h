@@ -3,10 +3,10 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 6 /* of these structures; see library.py */
+#define INTERFACE 7 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 11 /* at most */
-#define PHASES_BESIDE 6 /* and one for each block of the head of SpecDec++ */
+#define PHASES_BESIDE 7 /* and one for each block of the head of SpecDec++ */
 #define SHARES 2 /* of a matrix, for each thread */
 #define PARTS_OF_SCORES 4 /* for each thread, where one unit of attention is computed by several */
 #define LEAST_PART 16 /* panels */
@@ -27,8 +27,19 @@ struct model {
     struct matrix head;
 };
 
+/* What a token is drawn from. Of the row's softmax at this temperature, where `sums` is not null: sums, their total and
+ * the row's largest logit; where `ids` is not null: the tokens that are at least `share` times as probable as the best,
+ * and their weights, see sampling.h. */
+struct draw {
+    double temperature, share, total;
+    double *sums, *weights;
+    int64_t *ids;
+    float peak;
+    int32_t room, count;
+};
+
 /* cache: of all layers. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. slots: where the rows of
- * the pass go; null: from `start` on. */
+ * the pass go; null: from `start` on. draws: [drawn], of the outputs `draw_outputs`. */
 struct pass {
     int32_t rows, outputs, length, start, columns, top;
     const int64_t *tokens, *positions, *output_rows;
@@ -36,7 +47,9 @@ struct pass {
     struct cache cache;
     float *logits, *acceptance, *logprobs;
     int64_t *ids;
-    const int64_t *slots;
+    const int64_t *slots, *draw_outputs;
+    struct draw *draws;
+    int32_t drawn;
 };
 
 struct engine {

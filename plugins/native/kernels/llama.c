@@ -186,6 +186,8 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
     for (int output; pass->ids && (output = claim(cursor, pass->outputs)) >= 0;)
         rank(pass->logits + (size_t)output * columns, columns, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
+    for (int index; (index = claim(cursor, pass->drawn)) >= 0;)
+        prepare_draw(pass->logits + (size_t)pass->draw_outputs[index] * columns, columns, pass->draws + index);
     if (pass->acceptance) judge(cursor, engine, pass);
 }
 
@@ -240,6 +242,8 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
     }
     for (int output = 0; output < pass->outputs; output++)
         if (pass->output_rows[output] < 0 || pass->output_rows[output] >= pass->rows) return 4;
+    for (int index = 0; index < pass->drawn; index++)
+        if (pass->draw_outputs[index] < 0 || pass->draw_outputs[index] >= pass->outputs) return 4;
     struct job job = {engine, pass};
     pthread_mutex_lock(&engine->team->pass);
     const int enough = make_room(engine, pass->cache.capacity);

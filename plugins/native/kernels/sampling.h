@@ -1,6 +1,7 @@
-/* From a row of logits to what a token is drawn from, on the caller's own thread. */
+/* From a row of logits to what a token is drawn from: of one row on the caller's own thread, or in a pass. */
 #pragma once
 #include <math.h>
+#include "engine.h"
 #include "ranking.h"
 
 /* e^((logits - peak) / temperature) of a vector of columns; `numbers` becomes NaN where a logit is.
@@ -14,19 +15,21 @@ INLINE f32 weighed(f32 column, float peak, float factor, f32 *numbers) {
     return from_on(power, FAINT, normal_power_of_two(limited));
 }
 
-/* weights [size] = e^((logits - their largest) / temperature); sums [size / RUN, rounded up]: of every RUN of them;
- * returns the sum of all. NaN when a logit is NaN or plus infinity, or all are minus infinity: then the weights mean
- * nothing. */
-double draftwood_softmax(const float *logits, int size, double temperature, float *weights, double *sums) {
-    const float peak = highest(logits, size), factor = factor_of(temperature);
+/* sums [size / RUN, rounded up]: of every RUN of the row's weights, e^((logits - their largest) / temperature); returns
+ * the sum of all. weights [size]: where they are stored, or null. peak: the largest logit. NaN when a logit is NaN or
+ * plus infinity, or all are minus infinity: then the other results mean nothing. */
+INLINE double sum_weights(const float *logits, int size, double temperature, float *weights, double *sums,
+                          float *peak) {
+    const float factor = factor_of(temperature);
     f32 numbers = {0};
     double total = 0;
-    if (!isfinite(peak)) return NAN;
+    *peak = highest(logits, size);
+    if (!isfinite(*peak)) return NAN;
     for (int first = 0; first < size; first += RUN) {
         f32 sum[PARTS] = {{0}};
         for (int from = first, part = 0; from < first + RUN && from < size; from += WIDTH, part = (part + 1) % PARTS) {
-            const f32 weight = weighed(columns(logits, from, size), peak, factor, &numbers);
-            store_some(weights + from, weight, size - from);
+            const f32 weight = weighed(columns(logits, from, size), *peak, factor, &numbers);
+            if (weights) store_some(weights + from, weight, size - from);
             sum[part] += weight;
         }
         double of_run = 0;
@@ -36,6 +39,20 @@ double draftwood_softmax(const float *logits, int size, double temperature, floa
     for (int lane = 0; lane < WIDTH; lane++)
         if (isnan(numbers[lane])) return NAN;
     return total;
+}
+
+/* weights [size] = e^((logits - their largest) / temperature); sums and the result: see sum_weights. */
+double draftwood_softmax(const float *logits, int size, double temperature, float *weights, double *sums) {
+    float peak;
+    return sum_weights(logits, size, temperature, weights, sums, &peak);
+}
+
+/* weights [count] of some of a row's columns, which are numbers; peak: the largest of the row. */
+void draftwood_weigh(const float *some, int count, float peak, double temperature, float *weights) {
+    const float factor = factor_of(temperature);
+    f32 numbers = {0};
+    for (int from = 0; from < count; from += WIDTH)
+        store_some(weights + from, weighed(columns(some, from, count), peak, factor, &numbers), count - from);
 }
 
 /* ids, weights [room]: the same of those alone that are at least `share` times as probable as the best, in their order,
@@ -62,4 +79,12 @@ int draftwood_likely(const float *logits, int size, double temperature, double s
         }
     }
     return count;
+}
+
+/* What a pass computes of a row of logits for the drawing of a token, as far as there is room for it. */
+static void prepare_draw(const float *logits, int size, struct draw *draw) {
+    if (draw->sums) draw->total = sum_weights(logits, size, draw->temperature, NULL, draw->sums, &draw->peak);
+    if (draw->ids)
+        draw->count =
+            draftwood_likely(logits, size, draw->temperature, draw->share, draw->room, draw->ids, draw->weights);
 }

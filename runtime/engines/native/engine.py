@@ -21,21 +21,19 @@ from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import (
     FORMATS,
-    RUN,
     Cache,
     KernelError,
     Layer,
     Matrix,
     Model,
-    NativeLibrary,
     Pass,
     address,
 )
 from ....plugins.native.packing import PANEL, whole_panels
-from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Weights
 from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import cores
+from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
 
 # Types of a cache's numbers, by precision.
@@ -74,6 +72,12 @@ class NativeKVCache(GrowingKVCache):
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
 
+    def prepared(self, outputs: int) -> PreparedRows:
+        """Buffers for what such a pass prepares of these rows."""
+        if outputs not in self._prepared:
+            self._prepared[outputs] = PreparedRows(self.results(outputs).logits)
+        return self._prepared[outputs]
+
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision
         slots, dtype = whole_panels(capacity), STORED[stored]
@@ -85,6 +89,7 @@ class NativeKVCache(GrowingKVCache):
         form = FORMATS.index(stored or "fp32")
         self.structure = Cache(address(self.keys), address(self.values), *scales, slots, form)
         self._results: dict[int, Results] = {}
+        self._prepared: dict[int, PreparedRows] = {}
 
     def _resize(self, capacity: int, used: int) -> None:
         keys, values, scales = self.keys, self.values, self.scales
@@ -99,42 +104,7 @@ class NativeKVCache(GrowingKVCache):
         self._engine.move(self, rows)
 
     def _free(self) -> None:
-        del self.keys, self.values, self.scales, self.structure, self._results
-
-
-class NativeSoftmax(NumpySoftmax):
-    """A softmax in float32, which the kernels compute. numpy computes it for logits that are not contiguous float32."""
-
-    dtype: type[np.floating[Any]] = np.float32
-
-    def __init__(self, library: NativeLibrary) -> None:
-        self._library = library
-
-    def weights(
-        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
-    ) -> Weights:
-        """See Softmax.weights."""
-        if not self._reads(logits):
-            return super().weights(logits, temperature, values)
-        try:
-            return Weights(values, *self._library.softmax(logits, temperature, values), RUN)
-        except KernelError as error:
-            raise EngineError(NO_NUMBERS) from error
-
-    def likely(
-        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """See Softmax.likely."""
-        if not self._reads(logits):
-            return super().likely(logits, temperature, share)
-        try:
-            return self._library.likely(logits, temperature, share)
-        except KernelError as error:
-            raise EngineError(NO_NUMBERS) from error
-
-    @staticmethod
-    def _reads(logits: NDArray[np.floating[Any]]) -> bool:
-        return logits.dtype == np.float32 and logits.flags.c_contiguous
+        del self.keys, self.values, self.scales, self.structure, self._results, self._prepared
 
 
 class NativeEngine(SoloEngine):
@@ -177,7 +147,10 @@ class NativeEngine(SoloEngine):
         wanted.tokens, wanted.positions = address(tokens), address(positions)
         wanted.output_rows, wanted.mask = address(output_rows), address(mask)
         slots = None if batch.slots is None else np.ascontiguousarray(batch.slots)
-        wanted.slots = address(slots)
+        wanted.slots, wanted.drawn = address(slots), 0
+        asked = batch.wanted[: wanted.outputs]
+        if any(asked):
+            cache.prepared(outputs).ask(asked, wanted)
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
@@ -186,7 +159,8 @@ class NativeEngine(SoloEngine):
             except KernelError as error:
                 raise EngineError(str(error)) from error
         cache.speculative = cache.speculative + rows if slots is None else mask.shape[1]
-        return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, results.acceptance)
+        softmaxes = cache.prepared(outputs).answers(asked, self.softmax) if any(asked) else ()
+        return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, results.acceptance, softmaxes)
 
     def close(self) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
-from ...sampling.softmax import Softmax, softmax_of
+from ...sampling.softmax import Softmax, Wanted, softmax_of
 from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
 from .placement import PANEL, Placement, Run, place
@@ -188,6 +188,7 @@ class PooledEngine(Engine):
         first = 0
         wanted: list[int] = []  # rows whose output is read
         parts: list[slice] = []  # the part of `wanted` of each pass
+        asked: list[Wanted | None] = []  # by row of `wanted`
         new_slots = []
         for (_, batch, _, output_read), cache, slots in zip(passes, caches, placed.slots, strict=True):
             count = len(slots)
@@ -201,11 +202,14 @@ class PooledEngine(Engine):
             first += count
             parts.append(slice(len(wanted), len(wanted) + (first - begin if output_read else 0)))
             wanted += range(begin, first) if output_read else ()
+            asked += [*batch.wanted, *[None] * (first - begin - len(batch.wanted))] if output_read else ()
         output_rows = (
             passes[0].batch.output_rows if len(passes) == 1 else self._pad_output_rows(wanted or [rows - 1], width)
         )
         every = np.concatenate(placed.slots)
-        together = TokenBatch(token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted)
+        together = TokenBatch(
+            token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted, wanted=tuple(asked)
+        )
         if self._storage.places:
             together = replace(together, slots=every)
         output = self._engine.score(together, self._storage)
@@ -327,4 +331,5 @@ def slice_output(output: ForwardOutput, rows: slice) -> ForwardOutput:
         None if output.top_ids is None else output.top_ids[rows],
         None if output.top_logprobs is None else output.top_logprobs[rows],
         None if output.acceptance is None else output.acceptance[rows],
+        output.softmaxes[rows],
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...engines.base import EngineSpec, TokenBatch
 from ...sampling.sampler import Candidates
+from ...sampling.softmax import Wanted
 from .token_graph import ROOT, Edge, TokenGraph
 
 
@@ -38,8 +39,12 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def to_batch(self, spec: EngineSpec, committed: int, ranking_only: bool = False) -> TokenBatch:
-        """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch."""
+    def to_batch(
+        self, spec: EngineSpec, committed: int, ranking_only: bool = False, wanted: Wanted | None = None
+    ) -> TokenBatch:
+        """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch. wanted: of the
+        softmax of rows that are verified. Most verifiers begin with the first child of every row; where a row below
+        another child is read, the host computes its softmax."""
         rows = len(self)
         lines: list[bytes] = []  # of the mask: a row attends to the rows of its parent, and to itself
         for row, parent in enumerate(self.parents):
@@ -47,7 +52,16 @@ class TokenTree:
             lines.append((above + b"\1").ljust(rows, b"\0"))
         mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(rows, rows)
         positions = committed + np.asarray(self.depths)
-        return TokenBatch.pad(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
+        batch = TokenBatch.pad(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
+        return batch if wanted is None else replace(batch, wanted=self._on_first_path(wanted))
+
+    def _on_first_path(self, wanted: Wanted) -> tuple[Wanted | None, ...]:
+        """By row, up to the end of the path of first children: `wanted` on this path."""
+        path = [0]
+        while below := self.children[path[-1]]:
+            path.append(below[0])
+        on_path = set(path)
+        return tuple(wanted if row in on_path else None for row in range(path[-1] + 1))
 
 
 def root_alone(token: int) -> TokenTree:

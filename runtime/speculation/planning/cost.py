@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ....models.config import LlamaConfig
 from ....models.layers import num_parameters
+from ...engines.comparison import Comparison
 
 MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # greatest seconds of a pass, and greatest number of rows or context tokens
 BYTES_PER_SECOND = 40e9  # assumed memory bandwidth of a machine that was not measured: a small server's
@@ -96,7 +97,7 @@ class CostModel:
     """Costs of both engines on one machine. draft: None for a bundle without one. greedy, sampled: host time at
     temperature 0 and above. machine: see `fingerprint` of `bundle/costs.py`; empty if nothing was measured. spread: for
     each pass, the upper quartile of its repeated measurements over the least; of these the median over all passes. None
-    if unknown."""
+    if unknown. compared: the target's backend with another one; None if they were not compared."""
 
     target: PassCosts
     draft: PassCosts | None
@@ -104,6 +105,7 @@ class CostModel:
     sampled: HostCosts
     machine: Mapping[str, str | int]
     spread: float | None = None
+    compared: Comparison | None = None
 
     def __post_init__(self) -> None:
         if self.spread is not None and not 0 < self.spread < math.inf:

@@ -147,7 +147,10 @@ def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
     """Rejections in a row, for offers that cover some of the tokens: R = norm(max(pi R - D, 0)) everywhere."""
     generator = np.random.default_rng(seed)
     p, ids = generator.dirichlet(np.ones(9)), generator.permutation(9)[:4]
-    drawing, residual = Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))), Residual(Weights(3 * p, 3.0), ids)
+    drawing, residual = (
+        Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))),
+        Residual(Weights(3.0, (3 * p).__getitem__), ids),
+    )
     R, pi, whole_pi = p, 1.0, 1.0
     for index in (2, 0, 3):
         _, _, remaining = drawing.draw(Scripted(index))

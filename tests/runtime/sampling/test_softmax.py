@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from draftwood.models.errors import EngineError
 from draftwood.plugins.native.library import FEW, NativeLibrary
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
-from draftwood.runtime.engines.native.engine import NativeSoftmax
+from draftwood.runtime.engines.native.softmax import NativeSoftmax
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
@@ -36,6 +36,11 @@ def native(request: pytest.FixtureRequest) -> NativeSoftmax:
     return NativeSoftmax(NativeLibrary(kernels(*request.param.split())))
 
 
+def parts(weights: Weights) -> tuple[NDArray[np.floating[Any]], float]:
+    """The weights of all tokens, and their sum."""
+    return weights.values, weights.total
+
+
 def logits_of(seed: int, vocab_size: int) -> NDArray[np.float32]:
     """Some tokens banned, some alike."""
     generator = np.random.default_rng(seed)
@@ -49,9 +54,9 @@ def logits_of(seed: int, vocab_size: int) -> NDArray[np.float32]:
 def test_weights_are_numpys(native: NativeSoftmax, seed: int, vocab_size: int, temperature: float) -> None:
     """In fp32: relative to a weight's own size as long as its exponent is small, and none for what is banned."""
     logits = logits_of(seed, vocab_size)
-    expected, total = NUMPY.weights(logits, temperature, np.empty(vocab_size))[:2]
+    expected, total = parts(NUMPY.weights(logits, temperature, np.empty(vocab_size)))
     room = np.full(vocab_size + 16, 7, np.float32)
-    found, found_total = native.weights(logits, temperature, room[:vocab_size])[:2]
+    found, found_total = parts(native.weights(logits, temperature, room[:vocab_size]))
     assert (room[vocab_size:] == 7).all()
     assert found == pytest.approx(expected, rel=2e-5, abs=1e-37)
     assert (found[np.isinf(logits)] == 0).all()
@@ -81,7 +86,7 @@ def test_likely_tokens_are_numpys(
 def test_equal_logits_weigh_the_same(native: NativeSoftmax, vocab_size: int, level: float) -> None:
     logits = np.full(vocab_size, level, np.float32)
     for temperature in (TINIEST, 1e-46, 1.0, 3.3e37, LARGEST):
-        weights, total = native.weights(logits, temperature, np.empty(vocab_size, np.float32))[:2]
+        weights, total = parts(native.weights(logits, temperature, np.empty(vocab_size, np.float32)))
         assert (weights == weights[0]).all() and total == pytest.approx(vocab_size, rel=1e-6)
         ids, likely = native.likely(logits, temperature, 0.5)
         assert ids.tolist() == list(range(vocab_size)) and (likely == 1).all()
@@ -95,7 +100,7 @@ def test_penalties_at_any_temperature(softmax: str, native: NativeSoftmax) -> No
         logits = logits.astype(np.float64)
     used: NumpySoftmax = NUMPY if softmax == "numpy" else native
     for temperature in (TINIEST, 1e-46, 1e-38, 0.5, 3.3e37, LARGEST):
-        weights, total = used.weights(logits, temperature, np.empty(50, used.dtype))[:2]
+        weights, total = parts(used.weights(logits, temperature, np.empty(50, used.dtype)))
         assert weights[logits.argmax()] == pytest.approx(1) and total >= 0.999
         assert (weights[np.isinf(logits)] == 0).all() and np.isfinite(weights).all()
         if temperature < 1e-30:
@@ -108,7 +113,7 @@ def test_weights_of_every_exponent(native: NativeSoftmax) -> None:
     """As small as normal numbers of fp32 are, and nothing below."""
     exponents = np.arange(140)
     logits = (-exponents * np.log(2)).astype(np.float32)
-    weights, _ = native.weights(logits, 1.0, np.empty(140, np.float32))[:2]
+    weights, _ = parts(native.weights(logits, 1.0, np.empty(140, np.float32)))
     assert weights[:126] == pytest.approx(0.5 ** exponents[:126].astype(np.float64), rel=2e-5, abs=0)
     assert (weights[127:] == 0).all()
 
@@ -118,7 +123,7 @@ def test_logits_far_apart(native: NativeSoftmax) -> None:
     logits = np.array([3e38, -3e38, -np.inf], np.float32)
     for temperature, second in ((1.0, 0.0), (1e38, np.exp(-6))):
         for used in (native, NUMPY):
-            weights, _ = used.weights(logits, temperature, np.empty(3, used.dtype))[:2]
+            weights, _ = parts(used.weights(logits, temperature, np.empty(3, used.dtype)))
             assert weights == pytest.approx([1, second, 0], rel=1e-5)
 
 
@@ -164,7 +169,7 @@ def test_logits_that_lie_otherwise_are_read_right(native: NativeSoftmax) -> None
     """float64, as penalties leave them, and every other number of a larger array."""
     wide = np.repeat(logits_of(3, 50), 2)
     for logits in (wide[::2], wide[::2].astype(np.float64)):
-        weights, _ = native.weights(logits, 0.7, np.empty(50, np.float32))[:2]
+        weights, _ = parts(native.weights(logits, 0.7, np.empty(50, np.float32)))
         assert weights == pytest.approx(NUMPY.weights(logits, 0.7, np.empty(50)).values, rel=1e-6)
         assert native.likely(logits, 0.7, 0.01)[0].tolist() == NUMPY.likely(logits, 0.7, 0.01)[0].tolist()
 
