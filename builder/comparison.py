@@ -72,8 +72,8 @@ def compare(
             stack.enter_context(closing(make(config, *pair, Path(folder) / pair[0].name, threads))) for pair in pairs
         ]
         times = time_in_turn(engines, seconds_of)
-    names = (f"{each.name} {kind}" for each, kind in pairs)
-    return Comparison(*names, ROWS, *times)
+    own, other = (f"{each.name} {kind}" for each, kind in pairs)
+    return Comparison(own, other, ROWS, *times)
 
 
 def one_layer(model: LlamaConfig) -> LlamaConfig:

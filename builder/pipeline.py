@@ -19,13 +19,12 @@ from ..runtime.text.tokenizer import Tokenizer
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .engines.make import Source, engine_spec, make_engine
-from .engines.native import Weights
 from .engines.plan import check_compiler
 from .kept_tokens import most_frequent
 from .options import BuildOptions, SelfDraft
 from .progress import Begin, Step
 from .quantization.calibration import calibrate, read_windows
-from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint
+from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
 from .tokenizer import check_same_vocabulary
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it

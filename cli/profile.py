@@ -106,13 +106,13 @@ def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console)
     try:
         compared = compare_layers(spec.model, backend, spec.precision, threads)
     except DraftwoodError as error:
-        compared, remark = None, f"Not compared with {backend.rival}: {error}"
-    else:
-        advice = f"Build the bundle with --backend {backend.rival}: it is faster on this machine. Measured: "
-        remark = advice + compared.described if compared.is_slower else ""
+        advance()
+        console.print(f"Not compared with {backend.rival}: {error}", markup=False, highlight=False, soft_wrap=True)
+        return None
     advance()
-    if remark:
-        console.print(remark, markup=False, highlight=False, soft_wrap=True)
+    if compared.is_slower:
+        advice = f"Build the bundle with --backend {backend.rival}: it is faster on this machine. Measured: "
+        console.print(advice + compared.described, markup=False, highlight=False, soft_wrap=True)
     return compared
 
 

@@ -64,7 +64,7 @@ class Stopwatch:
             finally:
                 self.seconds += time.thread_time() - begun
 
-        NativeEngine.score = timed  # type: ignore[method-assign]
+        NativeEngine.score = timed  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

@@ -33,8 +33,8 @@ class Reachable(NamedTuple):
         """float32 [N]: the target's probability of everything that is compared."""
         return (self.probs.sum(-1) + self.tails).clamp_min(LEAST)
 
-    def at(self, rows: Tensor) -> Reachable:
-        """The places of a mask, bool [N], or of indices, int64 [M]."""
+    def at(self, rows: Tensor | slice) -> Reachable:
+        """The places of a mask, bool [N], or of a slice."""
         return Reachable(*(tensor[rows] for tensor in self))
 
 

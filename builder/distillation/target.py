@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from ...runtime.engines.shared.memory import CacheBudget, cache_budget
 from ...runtime.engines.shared.pool import PooledEngine
 from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
+from ..comparison import compare
 from ..engines.make import Source, engine_spec, make_engine
 from ..options import BuildOptions
 from ..progress import Begin
@@ -59,7 +61,7 @@ def text_spec(checkpoint: Checkpoint, folder: Path) -> tuple[Source, EngineSpec,
     """How the target is compiled: with the kernels and the precision that are fast here. That is int8 on the native
     engine if the matrices divide into blocks; else the backend's first precision."""
     max_length = min(checkpoint.config.longest, LONGEST)
-    backend = BACKENDS[choose_backend().backend]
+    backend = BACKENDS[choose_backend(partial(compare, checkpoint.config, BACKENDS["native"], "int8")).backend]
     precision = backend.draft_precision or backend.precisions[0]
     if form := FORMATS.get((backend.name, precision)):
         try:

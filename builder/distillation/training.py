@@ -106,12 +106,13 @@ class Trainer:
         states, rows = (tensor.detach().requires_grad_() for tensor in (hidden, projection))
         has_written = (target.written >= 0).sum().clamp_min(1)
         divergence = torch.zeros((), device=self._device)
-        for places in torch.arange(len(states), device=self._device).split(PLACES):
+        for first in range(0, len(states), PLACES):
+            places = slice(first, first + PLACES)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
                 logits = functional.linear(states[places], rows)
             part = target.at(places)
             parts = distillation_loss(logits, part)
-            share = len(places) / len(states)
+            share = len(logits) / len(states)
             entropy_share = (part.written >= 0).sum() / has_written
             loss = (1 - ENTROPY_SHARE) * parts.divergence * share + ENTROPY_SHARE * parts.entropy * entropy_share
             loss.backward()  # type: ignore[no-untyped-call]

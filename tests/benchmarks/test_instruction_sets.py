@@ -18,7 +18,7 @@ LISTED = """\
 
 
 def shown(*rows: int) -> str:
-    """What llama-bench b9940 shows as JSON, less what is not read."""
+    """In the form that llama-bench shows as JSON, less what is not read."""
     samples = [[5_000_000 * count, 4_000_400 * count] for count in rows]
     tests = [{"n_prompt": count, "n_gen": 0, "samples_ns": each} for count, each in zip(rows, samples, strict=True)]
     return json.dumps(tests)

@@ -109,7 +109,14 @@ def test_a_damaged_comparison_is_refused(bundle: Path) -> None:
     file = bundle / "costs.json"
     content = json.loads(file.read_text())
     good = {"backend": "a", "other": "b", "rows": [1], "seconds": [1.0], "other_seconds": [2.0]}
-    for change in ({"rows": []}, {"seconds": [0.0]}, {"seconds": [-1.0]}, {"other_seconds": [1.0, 2.0]}, {"rows": [0]}):
+    changes: list[dict[str, Any]] = [
+        {"rows": []},
+        {"seconds": [0.0]},
+        {"seconds": [-1.0]},
+        {"other_seconds": [1.0, 2.0]},
+        {"rows": [0]},
+    ]
+    for change in changes:
         file.write_text(json.dumps(content | {"compared": good | change}))
         with pytest.raises(BundleError, match="damaged"):
             read_costs(bundle)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.engines.native import Weights, write_weights
-from draftwood.builder.quantization.formats import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint
+from draftwood.builder.engines.native import write_weights
+from draftwood.builder.quantization.formats import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint, Weights
 from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.bindings import output_names
 from draftwood.plugins.native import cache

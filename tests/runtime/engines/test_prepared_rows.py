@@ -87,7 +87,8 @@ def answers(softmax: Softmax, logits: NDArray[np.float32], wanted: Wanted) -> li
         some = [weights.of(np.array([5, 900, 2047])), weights.of(slice(1024, 1280)), weights.values.copy()]
         found += [*some, weights.runs, np.array(weights.total)]
     if wanted.share:
-        found += softmax.likely(logits, wanted.temperature, wanted.share)
+        ids, shares = softmax.likely(logits, wanted.temperature, wanted.share)
+        found += [ids, shares]
     return found
 
 
