@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,17 +79,16 @@ def scored(engine: NativeEngine, requests: Sequence[tuple[TokenTree, Wanted | No
     return pool.forward([Pass(pool, *each) for each in zip(batches, caches, strict=True)])
 
 
-def answers(softmax: Softmax, logits: NDArray[np.float32], wanted: Wanted) -> list[NDArray[np.floating]]:  # type: ignore[type-arg]
+def answers(softmax: Softmax, logits: NDArray[np.float32], wanted: Wanted) -> list[NDArray[Any]]:
     """All that a sampler or a verifier may read of a row."""
-    found: list[NDArray[np.floating]] = []  # type: ignore[type-arg]
+    found: list[NDArray[Any]] = []
     if wanted.weights:
         weights = softmax.weights(logits, wanted.temperature, np.empty(len(logits), np.float32))
         assert weights.runs is not None
         some = [weights.of(np.array([5, 900, 2047])), weights.of(slice(1024, 1280)), weights.values.copy()]
         found += [*some, weights.runs, np.array(weights.total)]
     if wanted.share:
-        ids, shares = softmax.likely(logits, wanted.temperature, wanted.share)
-        found += [ids, shares]
+        found += softmax.likely(logits, wanted.temperature, wanted.share)
     return found
 
 
