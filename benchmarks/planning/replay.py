@@ -74,7 +74,13 @@ def by_cost(costs: CostModel, widths: Sequence[int], draft_context: int | None) 
 
     def make() -> Planner:
         controller = Timed(costs, shapes, True, experience, budget, draft_context)
-        return Planner(controller.plan, controller.worth_reading, controller)
+
+
+        def plan(context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
+            held = controller.held(remaining, sharing)
+            return held or controller.plan(context, remaining, sharing, unread)
+
+        return Planner(plan, controller.worth_reading, controller)
 
     return make
 

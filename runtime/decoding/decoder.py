@@ -235,7 +235,9 @@ class SpeculativeDecoder:
             return None
         if self._proposer is None:  # the text so far says what would be proposed, and how much of it
             return request.controller.plan(request.length, len(request.look_up(max_depth)), request.sharing())
-        return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
+        sharing = request.sharing()
+        held = request.controller.held(max_depth, sharing)
+        return held or request.controller.plan(request.length, max_depth, sharing, self._proposer.unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""

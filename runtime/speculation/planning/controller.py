@@ -52,26 +52,24 @@ class RoundPlan(NamedTuple):
 
 
 class Experience:
-    """State that requests of one model pass on to later requests: the latest estimates, and the number of plain rounds
-    since the last probe. It only serves as a first guess, so requests on several threads may overwrite each other's."""
+    """What requests of one model teach each other: the estimate of all of them together, by shapes and kind, and the
+    number of plain rounds since the last probe. Requests on several threads may disturb each other's counts: they only
+    serve as a prior."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._latest: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
+        self._general: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
         self.plain_rounds = 0
 
     def estimate_for(self, shapes: Shapes, greedy: bool) -> AcceptanceEstimate:
-        """The first estimate of a new request."""
-        latest = self._latest.get((shapes, greedy))
-        return AcceptanceEstimate(shapes) if latest is None else latest.for_next_request()
-
-    def store(self, shapes: Shapes, greedy: bool, estimate: AcceptanceEstimate) -> None:
-        """Keep the estimate of the running request; the least recently stored one is dropped if there are too many."""
+        """The estimate of a new request, above that of all. The least recently used ones are dropped if there are too
+        many."""
         with self._lock:
-            self._latest.pop((shapes, greedy), None)
-            self._latest[shapes, greedy] = estimate
-            if len(self._latest) > REMEMBERED:
-                del self._latest[next(iter(self._latest))]
+            general = self._general.pop((shapes, greedy), None) or AcceptanceEstimate(shapes)
+            self._general[shapes, greedy] = general
+            if len(self._general) > REMEMBERED:
+                del self._general[next(iter(self._general))]
+        return AcceptanceEstimate(shapes, general)
 
 
 class Controller:
@@ -110,17 +108,20 @@ class Controller:
         """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
-        if self._held and self._stays(remaining, sharing):
-            self._held -= 1
-            self._experience.plain_rounds += 1
-            return self._plan
         self._plan = self._new_plan(context, remaining, sharing, unread)
-        # Where many share passes, a new plan for each would take longer than their plain rounds should.
-        if sharing > 1 and not self._plan.depth:
+        if not self._plan.depth:
             self._held, self._hold = self._hold, min(2 * self._hold + 1, MOST_HELD)
         else:
             self._held, self._hold = 0, HELD
         self._held_for = sharing, min(remaining, self._shapes.depth), self._budget.changes
+        return self._plan
+
+    def held(self, remaining: int, sharing: int) -> RoundPlan | None:
+        """The last plan if it holds for this round as well: a new one for each plain round would take too long."""
+        if not self._held or not self._stays(remaining, sharing):
+            return None
+        self._held -= 1
+        self._experience.plain_rounds += 1
         return self._plan
 
     def _stays(self, remaining: int, sharing: int) -> bool:
@@ -198,7 +199,6 @@ class Controller:
         of the tree. choices: the verifier's choices along these rows."""
         self._found.clear()
         self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
-        self._experience.store(self._shapes, self._greedy, self._estimate)
 
     def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, sharing: int) -> bool:
         """Whether `plan` is expected to be faster than plain decoding. When requests share passes, the difference must
