@@ -317,7 +317,7 @@ class SpeculativeDecoder:
         if len(tree) > 1:
             stats.record_round(len(tree) - 1, len(outcome.acceptance.rows))
             stats.num_merged_tokens += sum(tree.merged)
-        if self._proposer is not None:
+        if self._proposer is not None and (outcome.plan is None or outcome.plan.depth):
             stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
             stats.draft_seconds = self._proposer.scoring.seconds
 
