@@ -18,7 +18,7 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.planning.controller import REMEMBERED, Controller, Experience
 from draftwood.runtime.speculation.planning.cost import HostCosts
-from draftwood.runtime.speculation.planning.estimate import AcceptanceEstimate, Shapes, VerifierChoice
+from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something
@@ -47,7 +47,7 @@ def test_the_kind_follows_the_acceptance() -> None:
     for alpha in (0.95, 0.4):
         experience, shapes = Experience(), Shapes((3, 7, 15), 8, 4, True, 0)
         controller = Controller(MACHINES["flat target"], shapes, True, experience)
-        controller._estimate._chances[:] = (100, 100 * alpha), (100, 60)
+        controller._estimate._chances[:] = (1000, 1000 * alpha), (1000, 600)
         chains.append(controller.plan(0, 100).chain)
     assert chains == [True, False]
 
@@ -67,15 +67,12 @@ def test_kinds_of_request_are_forgotten_when_there_are_too_many() -> None:
     """Any client may ask for kinds of its own; those heard of last stay."""
     experience = Experience()
     shapes = [Shapes((), 8, 1, True, given) for given in range(10 * REMEMBERED)]
-    learned = AcceptanceEstimate(shapes[0])
-    learned.observe(None, 8, [], [VerifierChoice(None, 1)])
     for each in shapes:
-        experience.store(each, True, learned)
-        experience.store(shapes[0], True, learned)
-    assert len(experience._latest) == REMEMBERED
-    unknown = AcceptanceEstimate(shapes[0]).expected_accepted()[0, 0]
-    known = [experience.estimate_for(each, True).expected_accepted()[0, 0] < unknown for each in shapes]
-    assert known == [True] + [False] * (9 * REMEMBERED) + [True] * (REMEMBERED - 1)
+        experience.estimate_for(each, True).observe(None, 8, [], [VerifierChoice(None, 1)])
+        experience.estimate_for(shapes[0], True)
+    assert len(experience._general) == REMEMBERED
+    known = [shape for shape in shapes if (shape, True) in experience._general]
+    assert known == [shapes[0], *shapes[1 - REMEMBERED :]]
 
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -26,6 +26,7 @@ from .cost import CostModel, HostCosts, PassCosts
 from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
+SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
 REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
 SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
 CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
@@ -160,7 +161,8 @@ class Controller:
         # When one request probes, the others do not draft, so it shares its draft passes with none.
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
         loss += self._delay(best)
-        self._patience = loss / (PROBE_LOSS * self._plain_seconds)
+        allowed = PROBE_LOSS if sharing == 1 else SHARED_PROBE_LOSS
+        self._patience = loss / (allowed * self._plain_seconds)
         if self._experience.plain_rounds > self._patience:
             self._experience.plain_rounds = 0
             return best._replace(probe=True)
