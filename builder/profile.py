@@ -3,8 +3,8 @@
 In plain decoding every pass follows another one of the target at once. In a round with a proposal the engines
 alternate, so each engine finds the processor's caches full of the other engine's weights, and the time on the host
 before a pass is long enough for helping threads to fall asleep. The same holds here. A wider pass of the target is
-measured as a multiple of the narrowest one beside it: the speed of memory changes from minute to minute, and wide passes
-make the narrow ones after them slower. The results are medians, because other programs run at the same time.
+measured as a multiple of the narrowest one beside it: the speed of memory changes from minute to minute, and wide
+passes make the narrow ones after them slower. The results are medians, because other programs run at the same time.
 """
 
 from __future__ import annotations

@@ -77,8 +77,10 @@ class Place(NamedTuple):
         return Verified([rows[node] for node in taken], choices)
 
     def encode(self) -> str:
-        return "".join(chr(FIRST + row) for row in self.parents) + " " + "".join(
-            chr(FIRST + row) for row in (*self.path, self.chained)
+        return (
+            "".join(chr(FIRST + row) for row in self.parents)
+            + " "
+            + "".join(chr(FIRST + row) for row in (*self.path, self.chained))
         )
 
     @classmethod

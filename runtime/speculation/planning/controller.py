@@ -28,12 +28,13 @@ from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
 REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
-SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
+SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
 CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
 PLAIN_DEPTH = 0
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planned: at first, and where it was planned
 # again and again
+HELD_PROPOSAL = 3  # the same of a proposal that is no probe, of a request alone
 FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
@@ -74,9 +75,7 @@ class Experience:
                 del self._general[next(iter(self._general))]
         return AcceptanceEstimate(shapes, general)
 
-    def offer(
-        self, expected: NDArray[np.float64], shapes: Shapes, most: int, host: HostCosts, reading: float
-    ) -> Offer:
+    def offer(self, expected: NDArray[np.float64], shapes: Shapes, most: int, host: HostCosts, reading: float) -> Offer:
         """The same object for the same arguments: requests that have not drafted yet have the estimate of all."""
         key = id(expected), shapes, most, host, reading
         if key not in self._offers:
@@ -127,24 +126,25 @@ class Controller:
         if not self._plan.depth:
             self._held, self._hold = self._hold, min(2 * self._hold + 1, MOST_HELD)
         else:
-            self._held, self._hold = 0, HELD
+            self._held = HELD_PROPOSAL if sharing == 1 and not self._plan.probe else 0
+            self._hold = HELD
         self._held_for = sharing, min(remaining, self._shapes.depth), self._budget.changes
         return self._plan
 
     def held(self, remaining: int, sharing: int) -> RoundPlan | None:
-        """The last plan, if it holds for this round as well. A plain round must not pay for a new plan each time: plain
-        decoding stays planned while nearly as many requests share the passes, there is no more room than there was, no
-        other proposals were chosen for all together, and no probe is due."""
+        """The last plan, if it holds for this round as well: a round must not pay for a new plan each time. It holds
+        while nearly as many requests share the passes, there is no more room than there was and enough for its
+        proposal, no other proposals were chosen for all together, and no probe is due."""
         if not self._held:
             return None
         experience, (then_sharing, then_depth, changes) = self._experience, self._held_for
         fewer_or_more = abs(sharing - then_sharing) > FEW * then_sharing
-        deeper = remaining > then_depth < self._shapes.depth
-        due = experience.plain_rounds + 1 > self._patience
-        if fewer_or_more or deeper or due or changes != self._budget.changes:
+        other_room = remaining > then_depth < self._shapes.depth or remaining < self._plan.depth
+        due = not self._plan.depth and experience.plain_rounds + 1 > self._patience
+        if fewer_or_more or other_room or due or changes != self._budget.changes:
             return None
         self._held -= 1
-        experience.plain_rounds += 1
+        experience.plain_rounds += not self._plan.depth
         return self._plan
 
     def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:

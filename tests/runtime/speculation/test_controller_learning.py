@@ -76,7 +76,8 @@ def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
 def test_a_probe_waits_until_it_has_been_saved_for(
     sharing: int, given: int, frontier: int, row: float, host: HostCosts
 ) -> None:
-    """1 % of plain rounds' time, 0.4 % where they share passes, pays for its draft passes, and for what it delays the others beyond what it saves."""
+    """1 % of plain rounds' time, 0.4 % where they share passes, pays for its draft passes, and for what it delays the
+    others beyond what it saves."""
     seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
     target, draft = PassCosts((1, 64), (0, 1000), seconds, padded=False), passes(DEAR_DRAFT, row=0.1)
     controller = Controller(
