@@ -233,11 +233,12 @@ class SpeculativeDecoder:
         max_depth = request.tokens_left - 1
         if request.controller is None or max_depth < 1:
             return None
-        if self._proposer is None:  # the text so far says what would be proposed, and how much of it
-            return request.controller.plan(request.length, len(request.look_up(max_depth)), request.sharing())
         sharing = request.sharing()
+        if self._proposer is None:  # the text so far says what would be proposed, and how much of it
+            max_depth = len(request.look_up(max_depth))
         held = request.controller.held(max_depth, sharing)
-        return held or request.controller.plan(request.length, max_depth, sharing, self._proposer.unread)
+        unread = 1 if held or self._proposer is None else self._proposer.unread
+        return held or request.controller.plan(request.length, max_depth, sharing, unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""

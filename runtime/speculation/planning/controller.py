@@ -78,11 +78,13 @@ class Experience:
     def offer(self, expected: NDArray[np.float64], shapes: Shapes, most: int, host: HostCosts, reading: float) -> Offer:
         """The same object for the same arguments: requests that have not drafted yet have the estimate of all."""
         key = id(expected), shapes, most, host, reading
-        if key not in self._offers:
+        known = self._offers.get(key)
+        if known is None:
             if len(self._offers) >= REMEMBERED:
                 self._offers.clear()
-            self._offers[key] = expected, offer_of(expected[:, :most], shapes, host, reading)  # kept: its id is
-        return self._offers[key][1]
+            # The estimate is kept as well: nothing else has its id as long as it is.
+            known = self._offers[key] = expected, offer_of(expected[:, :most], shapes, host, reading)
+        return known[1]
 
 
 class Controller:
