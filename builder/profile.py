@@ -140,7 +140,7 @@ def measure_after(
             plain = time_pass(target, caches[TARGET], narrowest)
             if width == narrowest:
                 times[TARGET][width].append(plain)
-            for role, engine in reversed(pair.engines.items()):  # the draft first
+            for role, engine in reversed(list(pair.engines.items())):  # the draft first
                 if width in engine.spec.widths and (role, width) != (TARGET, narrowest):
                     wait(PAUSE)
                     times[role][width].append(time_pass(engine, caches[role], width))

@@ -14,7 +14,7 @@ in `decoding/loop.py`. The time is divided into its parts, so that a loss has a 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,7 +107,7 @@ class Account:
     accepted: int = 0
     drafted: int = 0
     rounds: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def speed(self) -> float:

@@ -11,6 +11,7 @@ the sum of its plans.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -103,7 +104,7 @@ def measure(folder: Path, texts: list[str], tokens: int, repeats: int, threads: 
     found = {}
     for name, stats in counts.items():
         expected = expect(costs, name, context)
-        middle = np.mean if expected is None else median
+        middle: Callable[[list[float]], Any] = np.mean if expected is None else median
         row = {part: round(1e3 * float(middle([getattr(each, part) for each in rounds[name]])), 3) for part in PARTS}
         told = 1e3 * (sum(expected) if expected is not None else stats.expected_seconds / stats.target_passes)
         found[name] = {

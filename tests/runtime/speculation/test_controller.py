@@ -168,7 +168,7 @@ def test_greedy_and_sampled_texts_have_host_costs_of_their_own() -> None:
 
 def test_as_many_tokens_as_a_round_may_accept_are_read_for_nothing() -> None:
     """One round saves less than the time of a draft pass of its own."""
-    controller = Controller(table(1.0, 0.5), CHAIN._replace(depth=1), greedy=True)
+    controller = Controller(table(1.0, 0.45), CHAIN._replace(depth=1), greedy=True)
     assert controller.plan(0, 1) == controller.plan(0, 1, unread=1)
     assert [controller.plan(0, 1, unread=unread).depth for unread in (1, 2)] == [1, 0]
 
