@@ -171,11 +171,15 @@ def test_the_estimates_of_the_latest_shapes_are_kept() -> None:
     assert not known(0, greedy=False) and not known(1)
 
 
+Shown = tuple[list[int], list[VerifierChoice]]  # accepted rows, and the verifier's choices
+
+
 def test_a_text_departs_from_what_all_have_shown() -> None:
     """One among many texts whose draft is always right, where the others' is right in three of ten rounds: for it
     alone longer proposals are expected to succeed, beyond the depth that was tried."""
     experience = Experience()
-    right, wrong = ([1], [VerifierChoice(0, 1)]), ([], [VerifierChoice(None, 1)])
+    right: Shown = ([1], [VerifierChoice(0, 1)])
+    wrong: Shown = ([], [VerifierChoice(None, 1)])
     for number in range(40):
         usual = experience.estimate_for(CHAIN, True)
         for turn in range(10):
