@@ -1,8 +1,10 @@
 """Measures the cost of passes on this machine under the conditions of a round.
 
-In a round the engines alternate, so each engine finds the processor's caches full of the other engine's weights. The
-same holds here: every measured pass of one engine follows a pass of the other. The results are medians, because other
-programs run at the same time.
+In plain decoding every pass follows another one of the target at once. In a round with a proposal the engines
+alternate, so each engine finds the processor's caches full of the other engine's weights, and the time on the host
+before a pass is long enough for helping threads to fall asleep. The same holds here. A wider pass of the target is
+measured as a multiple of the narrowest one beside it: the speed of memory changes from minute to minute, and wide
+passes make the narrow ones after them slower. The results are medians, because other programs run at the same time.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -36,6 +39,7 @@ REPEATS = 9
 BRIEF_SECONDS = 3.0  # of a build, for the passes behind one context: after these, only so many repeats as are needed
 NEEDED_REPEATS = 3  # for a median
 LONG_REPEATS = 2  # where measuring each width once takes all these seconds: long passes vary less
+PAUSE = 2e-4  # seconds on the host before a pass of a round with a proposal
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
 HOST_ROUNDS, HOST_SEEDS = 12, 3
 LOOKUPS = 24  # measured rounds with a prompt lookup
@@ -119,6 +123,9 @@ def measure_after(
     times: dict[str, dict[int, list[float]]] = {
         role: {width: [] for width in engine.spec.widths} for role, engine in pair.engines.items()
     }
+    target = pair.engines[TARGET]
+    narrowest = target.spec.widths[0]
+    beside: dict[int, list[float]] = {width: [] for width in target.spec.widths}  # passes of the narrowest width
     # The first pass of a width binds its buffers, and does not count, unless passes are long: that is little of them.
     start, first, needed = perf_counter(), 1, NEEDED_REPEATS
     for repeat in range(repeats + 1):
@@ -130,20 +137,35 @@ def measure_after(
             if enough:
                 advance()
                 continue
-            for role, engine in pair.engines.items():
-                if width not in engine.spec.widths:
-                    continue
-                elapsed = time_pass(engine, caches[role], width)
-                times[role][width].append(elapsed)
+            plain = time_pass(target, caches[TARGET], narrowest)
+            if width == narrowest:
+                times[TARGET][width].append(plain)
+            for role, engine in reversed(list(pair.engines.items())):  # the draft first
+                if width in engine.spec.widths and (role, width) != (TARGET, narrowest):
+                    wait(PAUSE)
+                    times[role][width].append(time_pass(engine, caches[role], width))
+                    if role == TARGET:
+                        beside[width].append(plain)
             if repeat:
                 advance()
+    counted = {role: {width: each[first:] for width, each in found.items()} for role, found in times.items()}
+    seconds = {role: [median(each) for each in found.values()] for role, found in counted.items()}
+    plain = median([*counted[TARGET][narrowest], *chain.from_iterable(each[first:] for each in beside.values())])
+    multiples = [
+        median(np.divide(each, beside[width][first:])) if width != narrowest else 1.0
+        for width, each in counted[TARGET].items()
+    ]
+    seconds[TARGET] = [plain * multiple for multiple in multiples]
     return {
-        role: Passes(
-            monotone([median(each[first:]) for each in by_width.values()]),
-            tuple(spread(each[first:]) for each in by_width.values()),
-        )
-        for role, by_width in times.items()
+        role: Passes(monotone(seconds[role]), tuple(map(spread, found.values()))) for role, found in counted.items()
     }
+
+
+def wait(seconds: float) -> None:
+    """Be busy for so long, as the host is between two passes."""
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        pass
 
 
 def time_pass(engine: Engine, cache: Any, width: int) -> float:
@@ -187,9 +209,9 @@ def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, Specu
         )
         return shorter, longer
     frontier = min(4, pair.engines[DRAFT].spec.max_width)
-    chain = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
+    line = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
     tree = SpeculativeConfig(max_total_draft_tokens=many, max_draft_len=4, frontier_width=frontier, budget="fixed")
-    return chain, tree
+    return line, tree
 
 
 def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float, seeds: int) -> float:

@@ -233,9 +233,12 @@ class SpeculativeDecoder:
         max_depth = request.tokens_left - 1
         if request.controller is None or max_depth < 1:
             return None
+        sharing = request.sharing()
         if self._proposer is None:  # the text so far says what would be proposed, and how much of it
-            return request.controller.plan(request.length, len(request.look_up(max_depth)), request.sharing())
-        return request.controller.plan(request.length, max_depth, request.sharing(), self._proposer.unread)
+            max_depth = len(request.look_up(max_depth))
+        held = request.controller.held(max_depth, sharing)
+        unread = 1 if held or self._proposer is None else self._proposer.unread
+        return held or request.controller.plan(request.length, max_depth, sharing, unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
@@ -316,7 +319,7 @@ class SpeculativeDecoder:
         if len(tree) > 1:
             stats.record_round(len(tree) - 1, len(outcome.acceptance.rows))
             stats.num_merged_tokens += sum(tree.merged)
-        if self._proposer is not None:
+        if self._proposer is not None and (outcome.plan is None or outcome.plan.depth):
             stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
             stats.draft_seconds = self._proposer.scoring.seconds
 

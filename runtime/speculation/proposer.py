@@ -28,6 +28,7 @@ class DraftProposer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.context = engine.spec.model.draft_context  # see LlamaConfig.draft_context
         self._vocabulary = DraftVocabulary(engine.spec)
         self._cache = engine.new_cache()
         self._text: list[int] = []  # all committed tokens
@@ -47,11 +48,6 @@ class DraftProposer:
     def unread(self) -> int:
         """The number of committed tokens that the first pass of the next round must read, the root included."""
         return self.readable(self._held) if self._outgrown else len(self._pending)
-
-    @property
-    def context(self) -> int | None:
-        """See LlamaConfig.draft_context."""
-        return self._engine.spec.model.draft_context
 
     @property
     def _held(self) -> int:

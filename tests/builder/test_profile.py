@@ -17,7 +17,7 @@ import pytest
 from costs import table
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.profile import Pair, brief_contexts, host, measure, monotone, spread
+from draftwood.builder.profile import Pair, brief_contexts, host, measure, measure_after, monotone, spread
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models.bindings import ROLES, TARGET
@@ -124,6 +124,21 @@ def test_an_interruption_does_not_change_the_time_on_the_host(monkeypatch: pytes
 
 def test_how_far_repeats_spread() -> None:
     assert spread([2.0]) == 1 and spread([4.0, 1.0, 2.0, 3.0, 1.0]) == 3
+
+
+def test_what_rows_cost_does_not_depend_on_the_minute_of_their_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that becomes slower all the time, by a factor of two and more in the end."""
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+    passes = count()
+
+    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
+        return (1 + 0.01 * next(passes)) * (10 + width)
+
+    monkeypatch.setattr("draftwood.builder.profile.time_pass", timed)
+    found = measure_after(Pair(engines, 200, {}), 8, engines[TARGET].spec.widths, 9, lambda: None)[TARGET].seconds
+    assert next(passes) > 150
+    for width, seconds in zip(engines[TARGET].spec.widths, found, strict=True):
+        assert seconds / found[0] == pytest.approx((10 + width) / 11, rel=0.03)
 
 
 def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:

@@ -93,7 +93,8 @@ class DraftBudget:
         if self._solution is None or self._left.get(member) == 0:
             self._solution = self._solve(sharing, costs)
         elif member not in self._numbers:
-            self._numbers[member] = worth_most(member.offer(), self._solution.price)
+            price = self._solution.price
+            self._numbers[member] = PLAIN if price.tokens == np.inf else worth_most(member.offer(), price)
             self._left[member] = self._held = HELD
         self._left[member] -= 1
         return Choice(self._numbers[member], self._solution.speed_up)
@@ -118,9 +119,7 @@ class DraftBudget:
 
 
 def worth_most(offer: Offer, price: Price) -> int:
-    """The number of the choice that is worth most at a price."""
-    if price.tokens == np.inf:
-        return PLAIN
+    """The number of the choice that is worth most at a finite price."""
     return int((offer.tokens - price.tokens * seconds_of(offer, price.row, price.drafted)).argmax())
 
 
@@ -146,19 +145,24 @@ def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: 
     plain_speed = number / (once + plain_host)
     prices = np.concatenate(([np.inf], plain_speed * PRICES))
 
-    deepest = max(int(offer.depths.max()) for offer in offers)
+    alike: dict[int, list[int]] = {}  # members with the same offer, which are mostly those that do not draft
+    for index, offer in enumerate(offers):
+        alike.setdefault(id(offer), []).append(index)
+    deepest = max(int(offers[members[0]].depths.max()) for members in alike.values())
     passes = np.arange(1, deepest + 1)
     chosen = np.zeros((len(offers), len(prices)), np.int64)
     tokens, rows, host = np.zeros(len(prices)), np.zeros(len(prices)), np.zeros(len(prices))
     drafted = np.zeros((len(prices), deepest))
-    for index, offer in enumerate(offers):
-        found = chosen[index]
+    for members in alike.values():
+        offer, all_of_them = offers[members[0]], weight * len(members)
+        found = np.zeros(len(prices), np.int64)
         found[1:] = (offer.tokens - prices[1:, None] * seconds_of(offer, s, d)).argmax(1)
-        tokens += weight * offer.tokens[found]
-        rows += weight * offer.rows[found]
-        host += weight * offer.host[found]
+        chosen[members] = found
+        tokens += all_of_them * offer.tokens[found]
+        rows += all_of_them * offer.rows[found]
+        host += all_of_them * offer.host[found]
         width = np.where(passes == 1, 2, offer.frontier[found][:, None])
-        drafted += weight * width * (offer.depths[found][:, None] >= passes)
+        drafted += all_of_them * width * (offer.depths[found][:, None] >= passes)
     seconds = target(rows) + host
     if draft is not None and deepest:
         seconds = seconds + np.where(drafted > 0, draft(np.maximum(drafted, 1)), 0.0).sum(1)

@@ -26,12 +26,15 @@ from .cost import CostModel, HostCosts, PassCosts
 from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
+SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
 REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
-SHARED_SPEED_UP = 1.05  # least expected speed-up of a proposal when requests share passes
+SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
 CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
 PLAIN_DEPTH = 0
-HELD, MOST_HELD = 7, 31  # further rounds for which plain decoding stays planned when requests share passes: at first,
-# and where it was planned again and again
+READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
+HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planned: at first, and where it was planned
+# again and again
+HELD_PROPOSAL = 3  # the same of a proposal that is no probe, of a request alone
 FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
@@ -52,26 +55,36 @@ class RoundPlan(NamedTuple):
 
 
 class Experience:
-    """State that requests of one model pass on to later requests: the latest estimates, and the number of plain rounds
-    since the last probe. It only serves as a first guess, so requests on several threads may overwrite each other's."""
+    """What requests of one model teach each other: the estimate of all of them together, by shapes and kind, and the
+    number of plain rounds since the last probe. Requests on several threads may disturb each other's counts: they only
+    serve as a prior."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._latest: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
+        self._general: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
+        self._offers: dict[Any, tuple[NDArray[np.float64], Offer]] = {}
         self.plain_rounds = 0
 
     def estimate_for(self, shapes: Shapes, greedy: bool) -> AcceptanceEstimate:
-        """The first estimate of a new request."""
-        latest = self._latest.get((shapes, greedy))
-        return AcceptanceEstimate(shapes) if latest is None else latest.for_next_request()
-
-    def store(self, shapes: Shapes, greedy: bool, estimate: AcceptanceEstimate) -> None:
-        """Keep the estimate of the running request; the least recently stored one is dropped if there are too many."""
+        """The estimate of a new request, above that of all. The least recently used ones are dropped if there are too
+        many."""
         with self._lock:
-            self._latest.pop((shapes, greedy), None)
-            self._latest[shapes, greedy] = estimate
-            if len(self._latest) > REMEMBERED:
-                del self._latest[next(iter(self._latest))]
+            general = self._general.pop((shapes, greedy), None) or AcceptanceEstimate(shapes)
+            self._general[shapes, greedy] = general
+            if len(self._general) > REMEMBERED:
+                del self._general[next(iter(self._general))]
+        return AcceptanceEstimate(shapes, general)
+
+    def offer(self, expected: NDArray[np.float64], shapes: Shapes, most: int, host: HostCosts, reading: float) -> Offer:
+        """The same object for the same arguments: requests that have not drafted yet have the estimate of all."""
+        key = id(expected), shapes, most, host, reading
+        known = self._offers.get(key)
+        if known is None:
+            if len(self._offers) >= REMEMBERED:
+                self._offers.clear()
+            # The estimate is kept as well: nothing else has its id as long as it is.
+            known = self._offers[key] = expected, offer_of(expected[:, :most], shapes, host, reading)
+        return known[1]
 
 
 class Controller:
@@ -103,34 +116,38 @@ class Controller:
         self._priced: tuple[int, int] | None = None  # the context (in steps) and sharing of the prices below
         self._seconds = np.zeros(shapes.grid)
         self._plain_seconds = 0.0
-        self._draft_alone: list[float] = []  # seconds of a draft pass of 1, 2, ... rows of a single request
+        self._draft_alone: list[float] = []  # see Prices
+        self._longer: list[float] = []
         self._found: dict[int, RoundPlan] = {}  # the best plan by greatest depth, until the next observation
 
     def plan(self, context: int, remaining: int, sharing: int = 1, unread: int = 1) -> RoundPlan:
         """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
-        if self._held and self._stays(remaining, sharing):
-            self._held -= 1
-            self._experience.plain_rounds += 1
-            return self._plan
         self._plan = self._new_plan(context, remaining, sharing, unread)
-        # Where many share passes, a new plan for each would take longer than their plain rounds should.
-        if sharing > 1 and not self._plan.depth:
+        if not self._plan.depth:
             self._held, self._hold = self._hold, min(2 * self._hold + 1, MOST_HELD)
         else:
-            self._held, self._hold = 0, HELD
+            self._held = HELD_PROPOSAL if sharing == 1 and not self._plan.probe else 0
+            self._hold = HELD
         self._held_for = sharing, min(remaining, self._shapes.depth), self._budget.changes
         return self._plan
 
-    def _stays(self, remaining: int, sharing: int) -> bool:
-        """Whether the plain rounds that were planned are still the best: nearly as many requests share the passes,
-        there is no more room than there was, no other proposals were chosen for all together, and no probe is due."""
-        planned_sharing, planned_depth, changes = self._held_for
-        alike = abs(sharing - planned_sharing) <= FEW * planned_sharing
-        narrow = min(remaining, self._shapes.depth) <= planned_depth
-        due = self._experience.plain_rounds + 1 > self._patience
-        return alike and narrow and changes == self._budget.changes and not due
+    def held(self, remaining: int, sharing: int) -> RoundPlan | None:
+        """The last plan, if it holds for this round as well: a round must not pay for a new plan each time. It holds
+        while nearly as many requests share the passes, there is no more room than there was and enough for its
+        proposal, no other proposals were chosen for all together, and no probe is due."""
+        if not self._held:
+            return None
+        experience, (then_sharing, then_depth, changes) = self._experience, self._held_for
+        fewer_or_more = abs(sharing - then_sharing) > FEW * then_sharing
+        other_room = remaining > then_depth < self._shapes.depth or remaining < self._plan.depth
+        due = not self._plan.depth and experience.plain_rounds + 1 > self._patience
+        if fewer_or_more or other_room or due or changes != self._budget.changes:
+            return None
+        self._held -= 1
+        experience.plain_rounds += not self._plan.depth
+        return self._plan
 
     def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
         self._price(context, sharing)
@@ -145,8 +162,9 @@ class Controller:
         self._experience.plain_rounds += 1
         # When one request probes, the others do not draft, so it shares its draft passes with none.
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
-        loss += self._delay(best, context, sharing)
-        self._patience = loss / (PROBE_LOSS * self._plain_seconds)
+        loss += self._delay(best)
+        allowed = PROBE_LOSS if sharing == 1 else SHARED_PROBE_LOSS
+        self._patience = loss / (allowed * self._plain_seconds)
         if self._experience.plain_rounds > self._patience:
             self._experience.plain_rounds = 0
             return best._replace(probe=True)
@@ -154,24 +172,10 @@ class Controller:
 
     def offer(self) -> Offer:
         """See Member.offer. Where the draft has much to read first, each proposal pays its part of that time."""
-        shapes, most = self._shapes, min(self._remaining, self._shapes.depth)
+        most, expected = min(self._remaining, self._shapes.depth), self._estimate.expected_accepted()
         self._offered = most
-        expected = 1 + self._estimate.expected_accepted()[:, :most]
-        depths = np.broadcast_to(np.arange(1, most + 1), expected.shape)
-        sizes = np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
-        tokens = np.broadcast_to(sizes, expected.shape).copy()
-        tokens[: int(shapes.chain)] = depths[0]
-        tokens += shapes.given
-        host = self._host.round + self._host.token * tokens + self._unread_seconds * expected / max(1, self._remaining)
-        drafts = depths if shapes.frontier else np.zeros_like(depths)
-        frontier = np.broadcast_to(np.minimum(sizes, max(1, shapes.frontier)), expected.shape)
-        return Offer(
-            np.concatenate(([1.0], expected.ravel())),
-            np.concatenate(([1], tokens.ravel() + 1)),
-            np.concatenate(([0], drafts.ravel())),
-            np.concatenate(([1], frontier.ravel())),
-            np.concatenate(([self._host.plain], host.ravel())),
-        )
+        reading = round(self._unread_seconds / (max(1, self._remaining) * self._plain_seconds), READING_DIGITS)
+        return self._experience.offer(expected, self._shapes, most, self._host, reading * self._plain_seconds)
 
     def leave(self) -> None:
         """End the request's part in plans for all requests."""
@@ -198,7 +202,6 @@ class Controller:
         of the tree. choices: the verifier's choices along these rows."""
         self._found.clear()
         self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
-        self._experience.store(self._shapes, self._greedy, self._estimate)
 
     def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, sharing: int) -> bool:
         """Whether `plan` is expected to be faster than plain decoding. When requests share passes, the difference must
@@ -221,12 +224,10 @@ class Controller:
         """Seconds that rounds like `plan` save over a text of `remaining` tokens."""
         return (self._plain_seconds - plan.seconds / plan.tokens) * remaining
 
-    def _delay(self, plan: RoundPlan, context: int, sharing: int) -> float:
+    def _delay(self, plan: RoundPlan) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
-        tokens = plan.size + self._shapes.given
-        passes, host = self._costs.target.shared(context, sharing), self._host
-        longer = float(np.diff(passes(np.array([sharing, sharing + tokens])))[0])
-        longer += host.round + host.token * tokens - host.plain
+        tokens, host = plan.size + self._shapes.given, self._host
+        longer = self._longer[tokens] + host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 
     def _reading_time(self, unread: int) -> float:
@@ -263,16 +264,18 @@ class Controller:
         behind = priced[0] * CONTEXT_STEP
         read = min(behind, self._draft_context or behind)
         found = prices_of(self._costs.target, self._costs.draft, self._host, self._shapes, behind, read, sharing)
-        self._seconds, self._plain_seconds, self._draft_alone = found
+        self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
 
 
 class Prices(NamedTuple):
-    """Seconds of every plan [kinds and sizes, depths], of a plain token, and of a draft pass of 1, 2, ... rows of a
-    single request."""
+    """Seconds of every plan [kinds and sizes, depths], and of a plain token. draft_alone: of a draft pass of 1, 2, ...
+    rows of a single request. longer: by which 0, 1, ... tokens of a single request make a shared pass of plain rows
+    longer."""
 
     seconds: NDArray[np.float64]
     plain: float
     draft_alone: list[float]
+    longer: list[float]
 
 
 @lru_cache(maxsize=512)
@@ -301,8 +304,31 @@ def prices_of(
     tokens += shapes.given
     seconds = part(target, tokens + 1) + host.round + host.token * tokens
     plain = float(part(target, np.array(1))) + host.plain
+    passes = target(np.arange(sharing, sharing + 1 + int(tokens.max(initial=0))))
+    longer = (passes - passes[0]).tolist()
     if draft is None:
-        return Prices(seconds, plain, [0.0])
+        return Prices(seconds, plain, [0.0], longer)
     first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
     further = part(draft, np.minimum(sizes, shapes.frontier))
-    return Prices(first + (depths - 1) * further[:, None] + seconds, plain, draft(np.arange(1, widest + 1)).tolist())
+    drafting = first + (depths - 1) * further[:, None]
+    return Prices(drafting + seconds, plain, draft(np.arange(1, widest + 1)).tolist(), longer)
+
+
+def offer_of(expected: NDArray[np.float64], shapes: Shapes, host: HostCosts, reading: float) -> Offer:
+    """What a request could propose. expected: accepted tokens [kinds and sizes, depths]. reading: seconds that the
+    draft's reading adds for every token."""
+    tokens_of = 1 + expected
+    depths = np.broadcast_to(np.arange(1, expected.shape[1] + 1), expected.shape)
+    sizes = np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
+    tokens = np.broadcast_to(sizes, expected.shape).copy()
+    tokens[: int(shapes.chain)] = depths[0]
+    tokens += shapes.given
+    drafts = depths if shapes.frontier else np.zeros_like(depths)
+    frontier = np.broadcast_to(np.minimum(sizes, max(1, shapes.frontier)), expected.shape)
+    return Offer(
+        np.concatenate(([1.0], tokens_of.ravel())),
+        np.concatenate(([1], tokens.ravel() + 1)),
+        np.concatenate(([0], drafts.ravel())),
+        np.concatenate(([1], frontier.ravel())),
+        np.concatenate(([host.plain], (host.round + host.token * tokens + reading * tokens_of).ravel())),
+    )

@@ -8,7 +8,9 @@ consists of the n most valuable nodes. The value of a node that is reached by th
 
 so that the values at depth d add up to the probability that depth d is reached. Real proposals differ: a draft with
 good confidence estimates does better, a tree that is cut short does worse. Therefore the acceptance is learned for each
-size and depth, and the two numbers only give the prior.
+size and depth, and the two numbers only give the prior. Requests of the same kind share a long memory, from which each
+of them departs as its own rounds show: a text has too few rounds to learn all of this anew, and the best of many
+uncertain estimates is mostly one that is too high.
 Rows of a tree stand in order of value. The first n rows are the tree that a budget of n would have given, and the first
 choices are the chain. Therefore one verified round shows the acceptance of every smaller proposal, too.
 """
@@ -25,11 +27,12 @@ from numpy.typing import NDArray
 
 from ..graph.token_tree import TokenTree
 
-MEMORY = 0.96  # factor on the weight of earlier rounds after each round: about 25 rounds count
-CARRIED = 0.5  # factor on the weight of a request's rounds in the next request
-FIRST_GUESS = 0.6  # α before the first observation
+MEMORY = 0.96  # factor on the weight of a request's earlier rounds after each round: about 25 rounds count
+LONG_MEMORY = 0.998  # the same of all requests together: about 500 rounds
+FIRST_GUESS = 0.5  # α before the first observation
 SAVED_GUESS = 0.3  # ρ before the first observation
-PRIOR = 5.0  # weight of the prior, in observations
+PRIOR = 4.0  # weight of the prior, in observations
+OWN_PRIOR = 10.0  # the same of what all requests together have shown
 STEPS = 40  # resolution of α and of ρ for the prior of trees
 
 
@@ -69,26 +72,37 @@ def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[VerifierChoice]
     return choices
 
 
-class AcceptanceEstimate:
-    """Acceptance counts of one request's rounds; recent rounds have more weight."""
+class Steps(NamedTuple):
+    """alpha, saved: α and ρ. Arrays [kinds and sizes, depths]: model: the probability that the next depth is reached by
+    α and ρ alone; step: by all that was learned. expected: accepted tokens."""
 
-    def __init__(self, shapes: Shapes) -> None:
-        self._shapes = shapes
+    alpha: float
+    saved: float
+    model: NDArray[np.float64]
+    step: NDArray[np.float64]
+    expected: NDArray[np.float64]
+
+
+class AcceptanceEstimate:
+    """Acceptance counts of one request's rounds, or of many requests'; recent rounds have more weight."""
+
+    def __init__(self, shapes: Shapes, general: AcceptanceEstimate | None = None) -> None:
+        """general: of all requests, which these counts depart from, and which learns from the same rounds. None for the
+        estimate of all requests itself."""
+        self._shapes, self._general = shapes, general
+        self._memory = LONG_MEMORY if general is None else MEMORY
         self._offered, self._accepted = np.zeros(shapes.grid), np.zeros(shapes.grid)
         # Rows: α, ρ. Columns: tried, succeeded.
         self._chances = np.zeros((2, 2))
-
-    def for_next_request(self) -> AcceptanceEstimate:
-        """The initial estimate of the next request: the same counts with less weight."""
-        carried = AcceptanceEstimate(self._shapes)
-        carried._offered, carried._accepted = self._offered * CARRIED, self._accepted * CARRIED
-        carried._chances = self._chances * CARRIED
-        return carried
+        self._known: Steps | None = None  # until the next observation
 
     def observe(self, size: int | None, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
         """Learn from one verified round. size: tokens of its tree, None for a chain. depth: its greatest depth."""
+        if self._general is not None:
+            self._general.observe(size, depth, accepted, choices)
+        self._known = None
         for counts in (self._offered, self._accepted, self._chances):
-            counts *= MEMORY
+            counts *= self._memory
         for rank, offered in choices:
             self._chances[0] += 1, rank == 0
             if rank != 0 and offered > 1:
@@ -102,16 +116,32 @@ class AcceptanceEstimate:
 
     def expected_accepted(self) -> NDArray[np.float64]:
         """E[accepted] [kinds and sizes, depths]: the sum over depths of the probability that the depth is reached."""
-        shapes = self._shapes
-        alpha, saved = (
-            (succeeded + PRIOR * guess) / (tried + PRIOR)
-            for (tried, succeeded), guess in zip(self._chances.tolist(), (FIRST_GUESS, SAVED_GUESS), strict=True)
-        )
-        prior = np.full(shapes.grid, alpha)
-        prior[int(shapes.chain) :] = tree_steps(round(alpha * STEPS), round(saved * STEPS), shapes)
-        step = (self._accepted + PRIOR * prior) / (self._offered + PRIOR)
-        expected: NDArray[np.float64] = np.where(prior > 0, step, 0.0).cumprod(1).cumsum(1)
-        return expected
+        return self._steps().expected
+
+    def _steps(self) -> Steps:
+        """What the counts say at present, together with the prior."""
+        if self._general is not None and not self._chances.any():
+            return self._general._steps()
+        if self._known is None:
+            general = None if self._general is None else self._general._steps()
+            guesses = (FIRST_GUESS, SAVED_GUESS) if general is None else (general.alpha, general.saved)
+            weight = PRIOR if general is None else OWN_PRIOR
+            alpha, saved = (
+                (succeeded + weight * guess) / (tried + weight)
+                for (tried, succeeded), guess in zip(self._chances.tolist(), guesses, strict=True)
+            )
+            prior = model = self._model(alpha, saved)
+            if general is not None:  # what all requests have shown, moved by the difference in α and ρ
+                prior = np.minimum(1.0, general.step * model / np.maximum(general.model, 1e-9))
+            step = np.where(model > 0, (self._accepted + weight * prior) / (self._offered + weight), 0.0)
+            self._known = Steps(alpha, saved, model, step, step.cumprod(1).cumsum(1))
+        return self._known
+
+    def _model(self, alpha: float, saved: float) -> NDArray[np.float64]:
+        """What α and ρ alone say: the probability of every step to the next depth."""
+        steps = np.full(self._shapes.grid, alpha)
+        steps[int(self._shapes.chain) :] = tree_steps(round(alpha * STEPS), round(saved * STEPS), self._shapes)
+        return steps
 
     def _observe_chain(
         self, is_chain: bool, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]

@@ -65,7 +65,8 @@ def speed(costs: CostModel, acceptances: Sequence[float], rounds: int = 150) -> 
     controllers = [Timed(costs, CHAIN, True, experience, budget) for _ in acceptances]
     tokens = seconds = 0.0
     for _ in range(rounds):
-        plans = [each.plan(CONTEXT, 1000, len(acceptances)) for each in controllers]
+        sharing = len(acceptances)
+        plans = [each.held(1000, sharing) or each.plan(CONTEXT, 1000, sharing) for each in controllers]
         seconds += seconds_of(costs, plans)
         tokens += len(plans)
         for controller, plan, acceptance in zip(controllers, plans, acceptances, strict=True):

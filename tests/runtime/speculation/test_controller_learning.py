@@ -76,7 +76,8 @@ def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
 def test_a_probe_waits_until_it_has_been_saved_for(
     sharing: int, given: int, frontier: int, row: float, host: HostCosts
 ) -> None:
-    """1 % of plain rounds' time pays for its draft passes, and for what it delays the others beyond what it saves."""
+    """1 % of plain rounds' time, 0.4 % where they share passes, pays for its draft passes, and for what it delays the
+    others beyond what it saves."""
     seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
     target, draft = PassCosts((1, 64), (0, 1000), seconds, padded=False), passes(DEAR_DRAFT, row=0.1)
     controller = Controller(
@@ -89,7 +90,7 @@ def test_a_probe_waits_until_it_has_been_saved_for(
     assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.128 + host.plain)
     delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
     drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
-    assert len(plans) == math.floor(100 * (drafted + max(0.0, delay)) / plain) + 1
+    assert len(plans) == math.floor((100 if sharing == 1 else 250) * (drafted + max(0.0, delay)) / plain) + 1
 
 
 @pytest.mark.parametrize(("delay", "probes"), [(0.0, [300, 601]), (1.0, [400, 801])])
@@ -160,9 +161,33 @@ def test_the_estimates_of_the_latest_shapes_are_kept() -> None:
     experience = Experience()
     shapes = [CHAIN._replace(depth=depth) for depth in range(1, 66)]
     for each in (*shapes[:64], shapes[0], shapes[64]):
-        estimate = AcceptanceEstimate(each)
-        estimate.observe(None, 1, [1], [VerifierChoice(0, 1)])
-        experience.store(each, True, estimate)
-    known = [experience.estimate_for(each, True)._offered.any() for each in shapes]
-    assert known == [True, False, *[True] * 63]
-    assert not experience.estimate_for(shapes[0], greedy=False)._offered.any()
+        experience.estimate_for(each, True).observe(None, 1, [1], [VerifierChoice(0, 1)])
+    fresh = [AcceptanceEstimate(each).expected_accepted()[0, 0] for each in shapes]
+
+    def known(index: int, greedy: bool = True) -> bool:
+        return bool(experience.estimate_for(shapes[index], greedy).expected_accepted()[0, 0] > fresh[index])
+
+    assert known(0) and known(2) and known(64)
+    assert not known(0, greedy=False) and not known(1)
+
+
+Shown = tuple[list[int], list[VerifierChoice]]  # accepted rows, and the verifier's choices
+
+
+def test_a_text_departs_from_what_all_have_shown() -> None:
+    """One among many texts whose draft is always right, where the others' is right in three of ten rounds: for it
+    alone longer proposals are expected to succeed, beyond the depth that was tried."""
+    experience = Experience()
+    right: Shown = ([1], [VerifierChoice(0, 1)])
+    wrong: Shown = ([], [VerifierChoice(None, 1)])
+    for number in range(40):
+        usual = experience.estimate_for(CHAIN, True)
+        for turn in range(10):
+            usual.observe(None, 1, *(right if (turn + number) % 10 < 3 else wrong))
+    before = experience.estimate_for(CHAIN, True).expected_accepted()[0]
+    assert before[0] == pytest.approx(0.3, abs=0.03) and before[3] == pytest.approx(0.43, abs=0.06)
+    special = experience.estimate_for(CHAIN, True)
+    for _ in range(20):
+        special.observe(None, 1, *right)
+    assert special.expected_accepted()[0, 0] > 0.55 and special.expected_accepted()[0, 3] > 1.1
+    assert experience.estimate_for(CHAIN, True).expected_accepted()[0, 0] < 0.38
