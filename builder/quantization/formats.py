@@ -216,8 +216,7 @@ class QuantizedCheckpoint:
 
 
 class RoundedCheckpoint:
-    """A checkpoint whose matrices are stored in 16 bits and computed with in fp32. What was trained in that type loses
-    nothing."""
+    """A checkpoint whose matrices are stored in 16 bits. The weights of what was trained in that type lose nothing."""
 
     def __init__(self, source: Checkpoint, precision: str) -> None:
         self.source, self.precision, self.dtype = source, precision, HALF[precision]
