@@ -1,11 +1,11 @@
 """The layout of a matrix for the kernels: panels of 16 outputs, in which the inputs follow each other.
 
 A panel of fp32 or fp16 is [inputs, 16]. Of bf16, pairs of neighbouring inputs lie side by side, [inputs / 2, 16, 2], as
-matrix registers take them; it is filled up to blocks of 32 inputs with zeros. Of codes, vpdpbusd takes four neighbouring
-inputs of 16 outputs at once: a panel is [inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte, [inputs / 8, 16,
-4]: a byte's low half belongs to the first four of eight inputs, its high half to the others. Codes of 8 bits are stored
-unsigned, 128 larger than they are, and their scales, one for a block of inputs, as fp16; codes of 4 bits are unsigned,
-and a block's scales of 16 outputs are followed by their offsets.
+matrix registers take them; it is filled up to blocks of 32 inputs with zeros. Of codes, vpdpbusd takes four
+neighbouring inputs of 16 outputs at once: a panel is [inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte,
+[inputs / 8, 16, 4]: a byte's low half belongs to the first four of eight inputs, its high half to the others. Codes of
+8 bits are stored unsigned, 128 larger than they are, and their scales, one for a block of inputs, as fp16; codes of 4
+bits are unsigned, and a block's scales of 16 outputs are followed by their offsets.
 """
 
 from __future__ import annotations

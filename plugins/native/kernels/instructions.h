@@ -39,9 +39,6 @@ const char *draftwood_instructions(void) {
 #if defined(__AVXVNNI__)
            "avx_vnni "
 #endif
-#if defined(__AMX_BF16__) && defined(__linux__)
-           "amx_tile amx_bf16 "
-#endif
 #if defined(__aarch64__)
            "asimd "
 #endif

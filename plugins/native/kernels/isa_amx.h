@@ -1,4 +1,5 @@
-/* Matrix registers of bf16 (AMX on Linux): sixteen rows times a panel, 32 inputs at once. Beside isa_avx512.h. */
+/* Matrix registers of bf16 (AMX on Linux): sixteen rows times a panel, 32 inputs at once. Beside isa_avx512.h, and not
+ * among instructions.h: they are only used where Linux allows it. */
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
