@@ -71,11 +71,11 @@ def test_products_are_those_of_the_oracle(
     rows=st.integers(1, 40),
     outputs=st.integers(1, 40),
     inputs=st.integers(1, 100),
-    size=st.sampled_from([0, 2, 20]),
+    size=st.sampled_from([0, 2, 8]),
     seed=st.integers(0, 1 << 30),
 )
 @example(rows=33, outputs=33, inputs=70, size=0, seed=0)
-@example(rows=5, outputs=16, inputs=64, size=20, seed=1)
+@example(rows=5, outputs=16, inputs=64, size=8, seed=1)
 def test_products_of_bf16_are_added_in_the_order_of_matrix_registers(
     rows: int, outputs: int, inputs: int, size: float, seed: int, library: NativeLibrary
 ) -> None:
@@ -85,7 +85,8 @@ def test_products_of_bf16_are_added_in_the_order_of_matrix_registers(
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(rows, inputs)) * np.exp(rng.normal(0, size, (rows, inputs)))).astype(np.float32)
     matrix = (rng.normal(size=(outputs, inputs)) * np.exp(rng.normal(0, size, (outputs, inputs)))).astype(np.float32)
-    x[rng.random(x.shape) < 0.1] = 0
+    x[rng.random(x.shape) < 0.1] *= np.float32(1e-30)
+    matrix[rng.random(matrix.shape) < 0.1] *= np.float32(1e-38)
     expected = linear_halves(rounded_halves(x), rounded_halves(matrix))
     np.testing.assert_array_equal(Packed(matrix, "bf16").times(x, library), expected)
 
