@@ -42,7 +42,7 @@ INLINE void half_tile(const int R, const int P, const float *const *rows, const 
                     u32 both;
                     memcpy(&both, weights + v / PARTS * panel + (k * PARTS + v % PARTS) * sizeof both, sizeof both);
                     weight[v] = (f32)(odd ? both & 0xffff0000u : both << 16);
-                    if (v % PARTS == 0 && (v / PARTS + k) % 2 == odd) fetch(ahead, v / PARTS * panel, k);
+                    if (v % PARTS == 0 && !odd) fetch(ahead, v / PARTS * panel, k);
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
