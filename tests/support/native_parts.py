@@ -56,6 +56,7 @@ class Packed:
     def __init__(self, matrix: NDArray[np.float32], precision: str, bias: NDArray[np.float32] | None = None) -> None:
         self._kept: list[NDArray[Any]] = []  # what the structure points to
         self.codes = self.scales = self.offsets = None
+        weights: NDArray[Any]
         if form := FORMATS.get(("native", precision)):
             stored = form.quantize("matrix", matrix)
             self.codes, self.scales, self.offsets = stored
