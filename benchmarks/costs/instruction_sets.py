@@ -23,7 +23,7 @@ import multiprocessing
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -42,7 +42,7 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.plugins.native import cache
 from draftwood.plugins.native.compile import FLAGS, PROCESSOR, compiler
-from draftwood.plugins.native.library import KernelError, NativeLibrary
+from draftwood.plugins.native.library import KernelError, NativeLibrary, available
 from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.passes import prefill
@@ -51,7 +51,9 @@ ROWS = (1, 2, 4, 8)
 CAPACITY = 256
 TURNS = 3  # of llama.cpp's builds
 HIDING = Path(__file__).parents[1] / "tools" / "without_avx512.c"
+AMX = "AVX-512 with AMX"  # differs at bf16 alone
 SETS = {  # of the native kernels
+    AMX: ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
     "AVX-512 VNNI": ("-march=x86-64-v4", "-mavx512vnni"),
     "AVX-512": ("-march=x86-64-v4",),
     "AVX2": ("-march=x86-64-v3",),
@@ -66,11 +68,15 @@ class Contestant(NamedTuple):
     kernels: Path | None = None
     hiding: Path | None = None
 
+    def has(self, precision: str) -> bool:
+        return precision in BACKENDS[self.backend].precisions and (precision == "bf16" or AMX not in self.name)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "int8", "int4"], metavar="NAME")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of a pass (default %(default)s)")
     parser.add_argument("--context", type=int, default=64, metavar="SLOTS", help="in the cache (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="of each pass (default %(default)s)")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="build/peers/llama.cpp, with llama-bench")
@@ -83,15 +89,17 @@ def main() -> None:
         contestants = list(contestants_here(folder))
         milliseconds: dict[str, dict[str, dict[str, float]]] = {}
         for precision in args.precisions:
-            able = [each for each in contestants if precision in BACKENDS[each.backend].precisions]
-            specs = {each.backend: make_file(args.checkpoint, each.backend, precision, folder) for each in able}
+            able = [each for each in contestants if each.has(precision)]
+            specs = {
+                each.backend: make_file(args.checkpoint, each.backend, precision, args.rows, folder) for each in able
+            }
             milliseconds[precision] = measure(able, specs, folder, args.context, args.repeats)
             if args.llama_cpp is not None:
                 model = LlamaCpp(args.llama_cpp, args.checkpoint, folder, 1).file(TYPES[precision])
                 program = args.llama_cpp / "build" / "bin" / "llama-bench"
                 folders = {name: build for name, build in builds.items() if build is not None}
-                milliseconds[precision] |= bench(program, folders, model, args.context, args.repeats)
-    table = Table("precision", "engine", *(f"{rows} rows" for rows in ROWS), title="processor ms of a pass")
+                milliseconds[precision] |= bench(program, folders, model, args.rows, args.context, args.repeats)
+    table = Table("precision", "engine", *(f"{rows} rows" for rows in args.rows), title="processor ms of a pass")
     for precision, engines in milliseconds.items():
         for engine, passes in engines.items():
             table.add_row(precision, engine, *(f"{value:.2f}" for value in passes.values()))
@@ -104,6 +112,8 @@ def contestants_here(folder: Path) -> Iterator[Contestant]:
     """What this processor has instructions for."""
     others = tuple(flag for flag in FLAGS if flag != PROCESSOR)
     for name, flags in SETS.items():
+        if name == AMX and "amx_bf16" not in available(("amx_bf16",)):
+            continue
         kernels = cache.kernels((*others, *flags))
         try:
             NativeLibrary(kernels)
@@ -116,7 +126,7 @@ def contestants_here(folder: Path) -> Iterator[Contestant]:
     yield Contestant("ONNX Runtime", "onnxruntime")
 
 
-def make_file(checkpoint: Path, backend: str, precision: str, folder: Path) -> EngineSpec:
+def make_file(checkpoint: Path, backend: str, precision: str, rows: Sequence[int], folder: Path) -> EngineSpec:
     """Write an engine's file, unless it is there; returns what it is."""
     from draftwood.builder.engines.make import Source, write_graph
     from draftwood.builder.engines.native import write_weights
@@ -124,7 +134,7 @@ def make_file(checkpoint: Path, backend: str, precision: str, folder: Path) -> E
     source = Source(Checkpoint(checkpoint), TARGET, None, backend, precision)
     model = source.checkpoint.config
     file = f"{precision}.{BACKENDS[backend].file}"
-    spec = EngineSpec(TARGET, backend, file, model, ROWS, CAPACITY, precision, output_names(TARGET))
+    spec = EngineSpec(TARGET, backend, file, model, tuple(rows), CAPACITY, precision, output_names(TARGET))
     if not (folder / file).exists():
         if backend == "native":
             write_weights(source.weights, CAPACITY, folder / file, None)
@@ -144,9 +154,10 @@ def measure(
         spawn.Process(target=serve, args=(each, specs[each.backend], folder, context, theirs), daemon=True).start()
         mine.recv()  # it is ready
         ends.append(mine)
-    times = {each.name: {rows: list[float]() for rows in ROWS} for each in contestants}
+    widths = next(iter(specs.values())).widths
+    times = {each.name: {rows: list[float]() for rows in widths} for each in contestants}
     for _ in range(repeats):
-        for rows in ROWS:
+        for rows in widths:
             for each, end in zip(contestants, ends, strict=True):
                 end.send(rows)
                 times[each.name][rows].append(end.recv())
@@ -159,11 +170,11 @@ def measure(
 
 
 def bench(
-    program: Path, builds: Mapping[str, Path], model: Path, context: int, repeats: int
+    program: Path, builds: Mapping[str, Path], model: Path, widths: Sequence[int], context: int, repeats: int
 ) -> dict[str, dict[str, float]]:
     """Least milliseconds by build and rows; the builds run in turn. Only the last row goes through the vocabulary."""
-    asked = ["-m", str(model), "-p", ",".join(map(str, ROWS)), "-n", "0", "-d", str(context), "-t", "1"]
-    best = {name: dict.fromkeys(map(str, ROWS), float("inf")) for name in builds}
+    asked = ["-m", str(model), "-p", ",".join(map(str, widths)), "-n", "0", "-d", str(context), "-t", "1"]
+    best = {name: dict.fromkeys(map(str, widths), float("inf")) for name in builds}
     for _ in range(TURNS):
         for name, build in builds.items():
             environment = environment_of(program, build)

@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=40, help="of a pass")
     parser.add_argument("--windows", type=int, default=4, help="of each text, at most")
+    parser.add_argument("--weights", nargs="+", default=WEIGHTS, metavar="NAME")
     add_output(parser, "precision_cache_formats")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,7 @@ def main() -> None:
         exact = opened(args.checkpoint, EXACT, args.work, args.threads, stack)[EXACT]
         model = [logprobs(exact, window) for window in track(windows, "Reading with the model in fp32")]
     figures: dict[str, Any] = {}
-    for precision in WEIGHTS:
+    for precision in args.weights:
         with ExitStack() as stack:
             engines = opened(args.checkpoint, precision, args.work, args.threads, stack)
             found = divergences(engines, windows, model)

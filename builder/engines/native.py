@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from ...models.layers import EMBEDDING_WEIGHT, Matrix, network_of
 from ...models.rope import rope_tables
 from ...plugins.native.packing import (
-    LAYOUT,
     PANEL,
     alternated,
     code_panels,
@@ -23,6 +22,7 @@ from ...plugins.native.packing import (
     half_pairs,
     half_panels,
     joined,
+    pair_panels,
     panels,
 )
 from ...runtime.engines.native.weights import (
@@ -33,6 +33,7 @@ from ...runtime.engines.native.weights import (
     METADATA,
     Stored,
     expected_tensors,
+    layout_of,
 )
 from ..parallel import in_parts
 from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, Weights, widened
@@ -121,8 +122,9 @@ class Packer:
             return contents | {f"{name}.weights": codes, f"{name}.scales": scales}
         # 16-bit floats are stored as uint16, because numpy has no bf16.
         if isinstance(checkpoint, RoundedCheckpoint):
+            pack = pair_panels if checkpoint.precision == "bf16" else panels
             return contents | {
-                f"{name}.weights": lambda: packed(join([checkpoint.half(w).view(np.uint16) for w in weights]), panels)
+                f"{name}.weights": lambda: packed(join([checkpoint.half(w).view(np.uint16) for w in weights]), pack)
             }
         return contents | {
             f"{name}.weights": lambda: packed(join([widened(checkpoint.tensor(w)) for w in weights]), panels)
@@ -168,7 +170,7 @@ def write_weights(
     expected, contents = packer.expected(), packer.contents()
     last = {layer.matrices[-1].name: index for index, layer in enumerate(network_of(packer.config).layers)}
     ends = {[name for name in expected if name.startswith(f"{matrix}.")][-1]: at for matrix, at in last.items()}
-    header: dict[str, Any] = {METADATA: {LAYOUT_KEY: LAYOUT}}
+    header: dict[str, Any] = {METADATA: {LAYOUT_KEY: layout_of(packer.precision)}}
     end = 0
     for name, stored in expected.items():
         header[name] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": (end, end + stored.nbytes)}

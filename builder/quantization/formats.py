@@ -216,8 +216,7 @@ class QuantizedCheckpoint:
 
 
 class RoundedCheckpoint:
-    """A checkpoint whose matrices are stored in 16 bits and computed with in fp32. What was trained in that type loses
-    nothing."""
+    """A checkpoint whose matrices are stored in 16 bits. The weights of what was trained in that type lose nothing."""
 
     def __init__(self, source: Checkpoint, precision: str) -> None:
         self.source, self.precision, self.dtype = source, precision, HALF[precision]
@@ -244,7 +243,7 @@ def stored_as(
     """A checkpoint as an engine of a backend stores it. rounded: see QuantizedCheckpoint."""
     if form := FORMATS.get((backend.name, precision)):
         return QuantizedCheckpoint(checkpoint, form, rounded)
-    if precision in HALF and not backend.is_compiled:  # stored in 16 bits, multiplied as fp32
+    if precision in HALF and not backend.is_compiled:  # stored in 16 bits, the rest in fp32
         return RoundedCheckpoint(checkpoint, precision)
     return checkpoint
 

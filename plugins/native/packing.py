@@ -1,10 +1,11 @@
 """The layout of a matrix for the kernels: panels of 16 outputs, in which the inputs follow each other.
 
-A panel of floats is [inputs, 16]. Of codes, vpdpbusd takes four neighbouring inputs of 16 outputs at once: a panel is
-[inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte, [inputs / 8, 16, 4]: a byte's low half belongs to the
-first four of eight inputs, its high half to the others. Codes of 8 bits are stored unsigned, 128 larger than they are,
-and their scales, one for a block of inputs, as fp16; codes of 4 bits are unsigned, and a block's scales of 16 outputs
-are followed by their offsets.
+A panel of fp32 or fp16 is [inputs, 16]. Of bf16, pairs of neighbouring inputs lie side by side, [inputs / 2, 16, 2], as
+matrix registers take them; it is filled up to blocks of 32 inputs with zeros. Of codes, vpdpbusd takes four
+neighbouring inputs of 16 outputs at once: a panel is [inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte,
+[inputs / 8, 16, 4]: a byte's low half belongs to the first four of eight inputs, its high half to the others. Codes of
+8 bits are stored unsigned, 128 larger than they are, and their scales, one for a block of inputs, as fp16; codes of 4
+bits are unsigned, and a block's scales of 16 outputs are followed by their offsets.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
+PAIR_BLOCK = 32  # inputs of bf16 whose products are added apart: kernels/bf16.h
+LEAST_HALF = 2.0**-56  # smaller numbers of bf16 count as 0: kernels/bf16.h
+LEAST_BITS = int(np.float32(LEAST_HALF).view(np.uint32)) >> 16
 LAYOUT = "2"  # of matrices in a file of weights, the same for every processor; another one with every change of it
+LAYOUTS = {"bf16": "3"}  # of precisions that changed alone
 
 
 def whole_panels(size: int) -> int:
@@ -34,6 +39,15 @@ def panels(matrix: NDArray[Any]) -> NDArray[Any]:
     """[N, K] -> [panels, K, 16]."""
     outputs = filled(matrix)
     return np.ascontiguousarray(outputs.reshape(-1, PANEL, outputs.shape[1]).transpose(0, 2, 1))
+
+
+def pair_panels(halves: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """The bits of bf16 [N, K] -> [panels, 16 * blocks, 16, 2]. Numbers that count as 0 become 0."""
+    outputs, inputs = halves.shape
+    rows = np.zeros((whole_panels(outputs), -(-inputs // PAIR_BLOCK) * PAIR_BLOCK), np.uint16)
+    rows[:outputs, :inputs] = np.where(halves & 0x7FFF < LEAST_BITS, np.uint16(0), halves)
+    pairs = rows.view(np.uint32).reshape(-1, PANEL, rows.shape[1] // 2).transpose(0, 2, 1)
+    return np.ascontiguousarray(pairs).view(np.uint16).reshape(*pairs.shape, 2)
 
 
 def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:

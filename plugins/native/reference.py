@@ -1,4 +1,5 @@
-"""What the kernels' matrices of integers compute, in numpy: the oracle of tests/plugins/test_native_kernels.py."""
+"""What the kernels' matrices of integers and of bf16 compute, in numpy: the oracle of
+tests/plugins/test_native_kernels.py."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .packing import LEAST_HALF, PAIR_BLOCK
 
 
 class Rounded(NamedTuple):
@@ -39,3 +42,24 @@ def linear(
     if offsets is not None:
         product += (x.codes.sum(-1) * x.scales.astype(np.float64)) @ offsets.T.astype(np.float64)
     return product
+
+
+def rounded_halves(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The nearest numbers of bf16, ties to even; 0 where a number is smaller than LEAST_HALF."""
+    bits = rows.view(np.uint32)
+    near = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(np.abs(rows) < LEAST_HALF, np.float32(0), near.view(np.float32))
+
+
+def linear_halves(rows: NDArray[np.float32], matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows [R, K] times a matrix [N, K], both of numbers of bf16, bit for bit, [R, N]. Of 32 inputs, products with even
+    and with odd inputs are added apart, one after the other; then both sums together, and to the sum before."""
+    result = np.zeros((len(rows), len(matrix)), np.float32)
+    for first in range(0, rows.shape[1], PAIR_BLOCK):
+        sums = [np.zeros_like(result), np.zeros_like(result)]
+        for k in range(first, min(first + PAIR_BLOCK, rows.shape[1])):
+            # A product has 16 bits and a sum 24: rounding to the 53 bits of a double first changes no result.
+            product = np.outer(rows[:, k].astype(np.float64), matrix[:, k].astype(np.float64))
+            sums[k % 2] = (sums[k % 2] + product).astype(np.float32)
+        result += sums[0] + sums[1]
+    return result

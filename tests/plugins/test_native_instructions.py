@@ -65,6 +65,14 @@ def test_lesser_instructions_of_this_processor_compute_the_same_bits(
     assert digests([str(compiled(compiler(), (f"-march={march}",), tmp_path / "digests"))]) == expected
 
 
+@pytest.mark.skipif("amx_bf16" not in available(("amx_bf16",)), reason="this processor has no matrix registers")
+def test_where_linux_refuses_matrix_registers_vectors_compute_the_same_bits(
+    expected: list[str], tmp_path: Path
+) -> None:
+    refused = ("-march=native", "-DREQUEST_PERMISSION=0xffff")  # arch_prctl has no such request
+    assert digests([str(compiled(compiler(), refused, tmp_path / "digests"))]) == expected
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("cross", "flags", "emulator"), EMULATED, ids=lambda value: " ".join(value)[-14:])
 def test_other_processors_compute_the_same_bits(

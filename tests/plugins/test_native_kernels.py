@@ -15,8 +15,8 @@ from draftwood.builder.quantization.formats import Quantized
 from draftwood.plugins.native import library as library_module
 from draftwood.plugins.native.compile import CompilerError, compile_kernels, compiler
 from draftwood.plugins.native.library import SHARES, KernelError, NativeLibrary, address
-from draftwood.plugins.native.packing import alternated, code_panels, panels
-from draftwood.plugins.native.reference import linear, rounded
+from draftwood.plugins.native.packing import LEAST_HALF, alternated, code_panels, pair_panels, panels
+from draftwood.plugins.native.reference import linear, linear_halves, rounded, rounded_halves
 
 # Every file of instructions that x86 compiles, with and without products of bytes.
 PROCESSORS = (
@@ -56,6 +56,8 @@ def test_products_are_those_of_the_oracle(
     packed, x = Packed(matrix, precision, bias), random_rows(rng, rows, 64 * blocks)
     if packed.codes is not None and packed.scales is not None:
         expected = linear(x, packed.codes, packed.scales, packed.offsets) + bias
+    elif precision == "bf16":
+        expected = rounded_halves(x).astype(np.float64) @ packed.wide.T.astype(np.float64) + bias
     else:
         expected = x.astype(np.float64) @ packed.wide.T.astype(np.float64) + bias
     # What fp32 may lose of a row: in the order of its largest product, however many there are.
@@ -64,9 +66,34 @@ def test_products_are_those_of_the_oracle(
     assert (difference <= 1e-5 * np.abs(expected) + 3e-6 * scale).all()
 
 
+@few
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 40),
+    inputs=st.integers(1, 100),
+    size=st.sampled_from([0, 2, 8]),
+    seed=st.integers(0, 1 << 30),
+)
+@example(rows=33, outputs=33, inputs=70, size=0, seed=0)
+@example(rows=5, outputs=16, inputs=64, size=8, seed=1)
+def test_products_of_bf16_are_added_in_the_order_of_matrix_registers(
+    rows: int, outputs: int, inputs: int, size: float, seed: int, library: NativeLibrary
+) -> None:
+    """Bit for bit, numbers of any size among them: so small ones that their products would be subnormal count as 0."""
+    if "fma" not in library.instructions:
+        pytest.skip("products and sums are rounded apart")
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(rows, inputs)) * np.exp(rng.normal(0, size, (rows, inputs)))).astype(np.float32)
+    matrix = (rng.normal(size=(outputs, inputs)) * np.exp(rng.normal(0, size, (outputs, inputs)))).astype(np.float32)
+    x[rng.random(x.shape) < 0.1] *= np.float32(1e-30)
+    matrix[rng.random(matrix.shape) < 0.1] *= np.float32(1e-38)
+    expected = linear_halves(rounded_halves(x), rounded_halves(matrix))
+    np.testing.assert_array_equal(Packed(matrix, "bf16").times(x, library), expected)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @few
-@given(rows=st.integers(2, 20), seed=st.integers(0, 99), data=st.data())
+@given(rows=st.integers(2, 40), seed=st.integers(0, 99), data=st.data())
 def test_a_row_has_the_same_bits_in_every_tile(
     precision: str, rows: int, seed: int, data: st.DataObject, library: NativeLibrary
 ) -> None:
@@ -151,7 +178,24 @@ def test_packing_puts_every_number_where_the_kernels_look() -> None:
     assert [int(turns[row, 0]) for row in (0, 16, 32, 48)] == [0, 1, 0, 1]
 
 
+def test_pairs_of_inputs_lie_side_by_side() -> None:
+    halves = (np.arange(17)[:, None] * 100 + np.arange(35) + 0x4000).astype(np.uint16)
+    halves[16, 34] = (int(np.float32(LEAST_HALF).view(np.uint32)) >> 16) - 1 | 0x8000  # counts as 0
+    halves[3, 7] = 0x8001
+    packed = pair_panels(halves)
+    assert packed.shape == (2, 32, 16, 2)
+    halves[16, 34] = halves[3, 7] = 0
+    for output in range(17):
+        for k in range(35):
+            assert packed[output // 16, k // 2, output % 16, k % 2] == halves[output, k]
+    assert packed.astype(np.int64).sum() == halves.astype(np.int64).sum(), "all others are 0"
+
+
 def test_the_oracle_rounds_as_it_says() -> None:
+    halves = rounded_halves(
+        np.array([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 1.1 * 2**-8), LEAST_HALF, -0.9 * LEAST_HALF], np.float32)
+    )
+    assert halves.tolist() == [1, 1 + 2**-6, -(1 + 2**-7), LEAST_HALF, 0]  # the first two: ties to even
     x = np.array([[254, 1, -3, 0], [0, 0, 0, 0]], np.float32)
     codes, scales = rounded(x, 4)
     assert codes.tolist() == [[[127, 0, -2, 0]], [[0, 0, 0, 0]]]  # 0.5 and -1.5: ties to even

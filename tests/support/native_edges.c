@@ -245,7 +245,7 @@ int main(void) {
             for (int at = 0; at < COUNT(TEMPERATURES); at++) check_sampling(SIZES[size], kind, TEMPERATURES[at]);
     for (int format = FP32; format <= INT4; format++)
         for (int size = 0; size < 8; size++)
-            for (int rows = 1; rows <= 9; rows++)
+            for (int rows = 1; rows <= 33; rows += rows < 9 ? 1 : 8)
                 check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : 32 * (size + 1), rows, format);
     const float sizes[] = {0, 1e-40f, 1e-6f, 1, 60000, 1e30f};
     for (int size = 0; size < 8; size++)
@@ -259,6 +259,7 @@ int main(void) {
     };
     for (int at = 0; at < COUNT(shapes); at++)
         for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);
+    check_passes(shapes[3], 33, 640, 2); /* wider than a tile of matrix registers */
     for (int size = LANES; size <= 4 * LANES; size += LANES) check_acceptance(size);
     for (int size = 1; size <= 70; size += 3) check_storing(size);
     struct model model = model_of(shapes[0]);

@@ -17,7 +17,7 @@ from draftwood.plugins.native import cache
 from draftwood.plugins.native.compile import FLAGS
 from draftwood.plugins.native.library import FORMATS as NAMES
 from draftwood.plugins.native.library import Matrix, NativeLibrary, address
-from draftwood.plugins.native.packing import code_panels, flat, half_pairs, half_panels, panels
+from draftwood.plugins.native.packing import code_panels, flat, half_pairs, half_panels, pair_panels, panels
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native.engine import NativeEngine
 
@@ -56,6 +56,7 @@ class Packed:
     def __init__(self, matrix: NDArray[np.float32], precision: str, bias: NDArray[np.float32] | None = None) -> None:
         self._kept: list[NDArray[Any]] = []  # what the structure points to
         self.codes = self.scales = self.offsets = None
+        weights: NDArray[Any]
         if form := FORMATS.get(("native", precision)):
             stored = form.quantize("matrix", matrix)
             self.codes, self.scales, self.offsets = stored
@@ -63,7 +64,8 @@ class Packed:
             scales = half_panels(self.scales) if self.offsets is None else half_pairs(self.scales, self.offsets)
         elif precision in HALF:
             half = matrix.astype(HALF[precision])
-            self.wide, weights, scales = half.astype(np.float32), panels(half).view(np.uint16), None
+            pack = pair_panels if precision == "bf16" else panels
+            self.wide, weights, scales = half.astype(np.float32), pack(half.view(np.uint16)), None
         else:
             self.wide, weights, scales = matrix, panels(matrix), None
         outputs, inputs = matrix.shape

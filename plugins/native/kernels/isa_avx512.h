@@ -47,9 +47,6 @@ INLINE f32 from_bytes(const int8_t *at) {
 
 /* Numbers of 16 bits as fp32. */
 INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
-INLINE f32 from_bf16(const uint16_t *at) {
-    return (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
-}
 
 /* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
  * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */

@@ -28,7 +28,6 @@ INLINE f32 from_fp16(const uint16_t *at) {
     const f32 size = (f32)((wide & 0x7fff) << 13) * 0x1p112f;
     return (f32)((u32)size | (wide & 0x8000) << 16);
 }
-INLINE f32 from_bf16(const uint16_t *at) { return (f32)(wide_words(at) << 16); }
 
 /* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
  * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */

@@ -20,7 +20,6 @@ INLINE void store_bytes(int8_t *to, i32 value) {
 
 /* Numbers of 16 bits as fp32. */
 INLINE f32 from_fp16(const uint16_t *at) { return (f32)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
-INLINE f32 from_bf16(const uint16_t *at) { return (f32)vshll_n_u16(vld1_u16(at), 16); }
 
 /* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
  * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */

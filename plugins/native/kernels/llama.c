@@ -18,7 +18,7 @@ INLINE float share_of(const f32 *squares, int size, float epsilon) {
     return 1.0f / sqrtf(sum / (float)size + epsilon);
 }
 
-/* normed = hidden / rms(hidden) * weight, rounded if `next` is of integers. */
+/* normed = hidden / rms(hidden) * weight, rounded as `next` multiplies it. */
 static void normalize(const struct model *model, const struct rows *from, int row, const float *weight,
                       const struct rows *to, int into, const struct matrix *next) {
     const float *values = from->values + (size_t)row * from->stride;
@@ -33,7 +33,7 @@ static void normalize(const struct model *model, const struct rows *from, int ro
     const float share = share_of(squares, model->hidden, model->epsilon);
     for (int k = 0; k < panels_of(model->hidden) * LANES; k += WIDTH)
         store(result + k, load(values + k) * share * load(weight + k));
-    if (next->format >= INT8) round_row(to, into, next->inputs, next->block);
+    round_row(to, into, next);
 }
 
 /* What becomes of a tile's sums: they are stored, or added to what is there, times a factor; or are gate and up in turn;
@@ -60,17 +60,18 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, float 
 /* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. */
 static void linear(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows, float *to,
                    int stride, const enum ending ending, float factor) {
-    const int panels = panels_of(matrix->outputs), tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const struct tiles tiles = tiles_of(matrix, from, rows);
+    const int panels = panels_of(matrix->outputs);
     const int shares = cursor->team->threads * SHARES, least = (panels + shares - 1) / shares;
     const int chunk = least == 1 && ending != GATE ? 1 : (least + 1) / 2 * 2; /* panels are multiplied two by two */
-    f32 sums[MOST_ROWS][VECTORS];
+    f32 sums[MOST_TILE][VECTORS];
     for (int unit; (unit = claim(cursor, (panels + chunk - 1) / chunk)) >= 0;) {
         const int end = (unit + 1) * chunk < panels ? (unit + 1) * chunk : panels;
         for (int panel = unit * chunk, step; panel < end; panel += step) {
             step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
-            for (int tile = 0; tile < tiles; tile++) {
-                const int row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
-                multiply(matrix, from, row, count, panel, step, tile, tiles, sums[0]);
+            for (int tile = 0; tile < tiles.count; tile++) {
+                const int row = tile_row(&tiles, tile), count = tile_row(&tiles, tile + 1) - row;
+                multiply(matrix, from, &tiles, tile, panel, step, sums[0]);
                 for (int r = 0; r < count; r++)
                     finish(matrix, ending, factor, panel, step, sums[r],
                            from->values + (size_t)(row + r) * from->stride, to + (size_t)(row + r) * stride);
@@ -123,10 +124,10 @@ static void remember(const struct model *model, const struct layer *layer, const
     }
 }
 
-/* Round rows for a matrix of integers; nothing to do for others. */
+/* Round rows for a matrix; nothing to do for fp32 and fp16. */
 static void round_rows(struct cursor *cursor, const struct matrix *next, const struct rows *rows, int count) {
-    if (next->format < INT8) return;
-    for (int row; (row = claim(cursor, count)) >= 0;) round_row(rows, row, next->inputs, next->block);
+    if (next->format < BF16) return;
+    for (int row; (row = claim(cursor, count)) >= 0;) round_row(rows, row, next);
 }
 
 static void transform(struct cursor *cursor, struct engine *engine, const struct pass *pass, float *scores) {
@@ -195,8 +196,11 @@ static void run(struct team *team, int thread, void *argument) {
     struct job *job = argument;
     struct cursor cursor = {team, thread, 0, 0};
     float *scores = job->engine->scores + (size_t)thread * job->engine->most_queries * odd_lines(job->engine->capacity);
+    const int registers = job->engine->normed.halves != NULL;
+    if (registers) open_registers();
     transform(&cursor, job->engine, job->pass, scores);
     project(&cursor, job->engine, job->pass);
+    if (registers) close_registers();
 }
 
 int draftwood_interface(void) { return INTERFACE; }
@@ -219,11 +223,12 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     engine->most_rows = rows;
     engine->team = open_team(threads < 1 ? 1 : threads < MOST_THREADS ? threads : MOST_THREADS);
     const int query = model->heads * model->head_dim, key = model->kv_heads * model->head_dim;
-    int enough = engine->team && allocate_rows(&engine->hidden, rows, model->hidden);
-    enough = enough && allocate_rows(&engine->normed, rows, model->hidden);
-    enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key);
-    enough = enough && allocate_rows(&engine->attended, rows, query);
-    enough = enough && allocate_rows(&engine->gated, rows, model->inner);
+    const int registers = model->head.format == BF16 && registers_allowed();
+    int enough = engine->team && allocate_rows(&engine->hidden, rows, model->hidden, 0);
+    enough = enough && allocate_rows(&engine->normed, rows, model->hidden, registers);
+    enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key, 0);
+    enough = enough && allocate_rows(&engine->attended, rows, query, registers);
+    enough = enough && allocate_rows(&engine->gated, rows, model->inner, registers);
     engine->units = allocate(((size_t)rows * (model->heads / model->kv_heads) + 1) * sizeof(int));
     if (enough) engine->most_queries = queries_at_once(model, rows, engine->team->threads);
     const size_t peaks = enough ? (size_t)engine->team->threads * (PARTS_OF_SCORES + SHARES) * engine->most_queries : 0;
@@ -261,23 +266,26 @@ int draftwood_move(const struct model *model, const struct cache *cache, int fir
 /* result [rows][outputs] = values [rows][inputs] times one matrix, on this thread; 0, or -1 without memory. */
 int draftwood_linear(const struct matrix *matrix, const float *values, int rows, float *result) {
     struct rows x = {0};
-    int enough = allocate_rows(&x, rows, matrix->inputs);
+    const int registers = matrix->format == BF16 && registers_allowed();
+    const int enough = allocate_rows(&x, rows, matrix->inputs, registers), panels = panels_of(matrix->outputs);
     for (int row = 0; enough && row < rows; row++) {
         const float *from = values + (size_t)row * matrix->inputs;
         memcpy(x.values + (size_t)row * x.stride, from, matrix->inputs * sizeof(float));
-        if (matrix->format >= INT8) round_row(&x, row, matrix->inputs, matrix->block);
+        round_row(&x, row, matrix);
     }
-    const int panels = panels_of(matrix->outputs);
-    for (int row = 0, count; enough && row < rows; row += count) {
-        count = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
+    const struct tiles tiles = tiles_of(matrix, &x, rows);
+    if (registers) open_registers();
+    for (int tile = 0; enough && tile < tiles.count; tile++) {
+        const int row = tile_row(&tiles, tile), count = tile_row(&tiles, tile + 1) - row;
         for (int panel = 0, step; panel < panels; panel += step) {
-            f32 sums[MOST_ROWS][VECTORS];
+            f32 sums[MOST_TILE][VECTORS];
             step = panels - panel < MOST_PANELS ? 1 : MOST_PANELS;
-            multiply(matrix, &x, row, count, panel, step, 0, 1, sums[0]);
+            multiply(matrix, &x, &tiles, tile, panel, step, sums[0]);
             for (int r = 0; r < count; r++)
                 finish(matrix, STORE, 1, panel, step, sums[r], NULL, result + (size_t)(row + r) * matrix->outputs);
         }
     }
+    if (registers) close_registers();
     free_rows(&x);
     return enough ? 0 : -1;
 }

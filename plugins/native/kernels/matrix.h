@@ -4,11 +4,11 @@
  * operations over the inputs, the same in every tile, so a row's result has the same bits whatever other rows a pass
  * has. */
 #pragma once
-#include "vector.h"
+#include "bf16.h"
 
 #define CODE_BLOCK 32 /* inputs that share a scale: of integers */
 
-/* [outputs, inputs]. Floats: panels [inputs][16]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
+/* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
  * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in fp16 for each block of inputs. Of 8 bits,
  * scales, [panels][inputs / block][16]: a weight is (code - 128) * scale. Of 4 bits, scales and then offsets,
  * [panels][inputs / block][2][16]: a weight is code * scale + offset. */
@@ -18,9 +18,11 @@ struct matrix {
     int32_t outputs, inputs, block, format;
 };
 
-/* Rows of activations. Integers meet `codes`, rounded by block; everything else the floats. */
+/* Rows of activations. Integers meet `codes`, rounded by block, bf16 meets `values` that were rounded, or in matrix
+ * registers `halves`; everything else meets `values`. */
 struct rows {
     float *values; /* [rows][stride] */
+    uint16_t *halves; /* [rows / 16][stride / 32][16][32] of bf16; null: no matrix registers */
     int8_t *codes; /* [rows][stride] */
     float *scales; /* [rows][stride / block]; a block's values are codes * scale */
     int32_t *sums; /* [rows][stride / block]: of the block's codes */
@@ -29,21 +31,6 @@ struct rows {
 };
 
 INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
-
-/* What a tile fetches of the next panels while it computes: processors do not look ahead over pages. Tiles of several
- * rows that meet the same panels one after the other fetch a share each, so that memory rests during none of them. */
-struct ahead {
-    const char *from;
-    size_t pace; /* bytes for each step that a tile takes over its panels */
-};
-
-INLINE struct ahead share(const void *next, size_t panel, size_t step, int tile, int tiles) {
-    return (struct ahead){(const char *)next + panel * tile / tiles, (step + tiles - 1) / tiles};
-}
-
-INLINE void fetch(struct ahead ahead, size_t panels, size_t steps) {
-    __builtin_prefetch(ahead.from + panels + steps * ahead.pace, 0, 3);
-}
 
 /* sums[r][p] += rows[r][0..inputs) * panels[p]; `panel` numbers lie between panels. Of a row, sums has VECTORS. */
 INLINE void dense_tile(const int R, const int P, const float *const *rows, const void *weights, size_t panel,
@@ -72,10 +59,11 @@ INLINE void dense_tile(const int R, const int P, const float *const *rows, const
         for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
 }
 
-/* Bytes of sixteen weights for one step of a tile: an input, or a vector of codes. */
-INLINE size_t step_bytes(int format) { return LANES * (format >= INT8 ? 4 : number_bytes(format)); }
+/* Bytes of sixteen weights for one step of a tile: an input, a pair of inputs, or a vector of codes. */
+INLINE size_t step_bytes(int format) { return LANES * (format == FP16 ? 2 : 4); }
 
 INLINE size_t panel_bytes(const struct matrix *matrix) {
+    if (matrix->format == BF16) return half_blocks(matrix->inputs) * BLOCK_BYTES;
     const int inputs_of_step = matrix->format == INT8 ? 4 : matrix->format == INT4 ? 8 : 1;
     return matrix->inputs / inputs_of_step * step_bytes(matrix->format);
 }
@@ -207,20 +195,56 @@ static void dense_products(int count, int panels, const float *const *rows, cons
 #define DENSE(R, P, FORMAT) { dense_tile(R, P, rows, weights, panel, ahead, inputs, FORMAT, sums); }
 #define FP32_TILE(R, P) DENSE(R, P, FP32)
 #define FP16_TILE(R, P) DENSE(R, P, FP16)
-#define BF16_TILE(R, P) DENSE(R, P, BF16)
 #define BYTE_TILE(R, P) DENSE(R, P, INT8)
     switch (format) {
     case FP32: EACH_TILE(count, panels, FP32_TILE) break;
     case FP16: EACH_TILE(count, panels, FP16_TILE) break;
-    case BF16: EACH_TILE(count, panels, BF16_TILE) break;
     case INT8: EACH_TILE(count, panels, BYTE_TILE) break;
     }
 }
 
-/* sums = up to MOST_ROWS rows, from `row` on, times up to MOST_PANELS panels: tile number `tile` of those that meet
- * these panels. Of a row, sums has VECTORS. */
-static void multiply(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel, int panels,
-                     int tile, int tiles, f32 *sums) {
+/* How a matrix meets rows: in `count` tiles of up to `most` rows, which begin at multiples of `step`. */
+struct tiles {
+    int rows, count, most, step;
+};
+
+static struct tiles tiles_of(const struct matrix *matrix, const struct rows *x, int rows) {
+    struct tiles tiles = {rows, 0, MOST_ROWS, 1};
+    if (x->halves && matrix->format == BF16 && rows >= REGISTERS_FROM)
+        tiles.most = MOST_TILE, tiles.step = REGISTER_ROWS;
+    tiles.count = (rows + tiles.most - 1) / tiles.most;
+    return tiles;
+}
+
+/* The first row of a tile. */
+INLINE int tile_row(const struct tiles *tiles, int tile) {
+    const int row = (tiles->rows + tiles->step - 1) / tiles->step * tile / tiles->count * tiles->step;
+    return row < tiles->rows ? row : tiles->rows;
+}
+
+/* multiply in matrix registers. */
+static void multiply_registers(const struct matrix *matrix, const struct rows *x, int row, int rows, int panel,
+                               int panels, int tile, int tiles, f32 *sums) {
+    const size_t bytes = panel_bytes(matrix), of_rows = (size_t)x->stride * REGISTER_ROWS;
+    const uint16_t *halves = x->halves + row / REGISTER_ROWS * of_rows;
+    const char *weights = (const char *)matrix->weights + panel * bytes;
+    const char *next = weights + panels * bytes + bytes * tile / tiles;
+    const int blocks = half_blocks(matrix->inputs), lines = ((int)BLOCK_BYTES / 64 + tiles - 1) / tiles;
+#define REGISTER_TILE(T, P) register_tile(T, P, halves, of_rows * 2, weights, bytes, next, lines, blocks, sums)
+    if (rows > REGISTER_ROWS && panels > 1) REGISTER_TILE(2, 2);
+    else if (rows > REGISTER_ROWS) REGISTER_TILE(2, 1);
+    else if (panels > 1) REGISTER_TILE(1, 2);
+    else REGISTER_TILE(1, 1);
+}
+
+/* sums = the rows of a tile times up to MOST_PANELS panels. Of a row, sums has VECTORS. */
+static void multiply(const struct matrix *matrix, const struct rows *x, const struct tiles *cut, int tile, int panel,
+                     int panels, f32 *sums) {
+    const int row = tile_row(cut, tile), rows = tile_row(cut, tile + 1) - row, tiles = cut->count;
+    if (cut->step > 1) {
+        multiply_registers(matrix, x, row, rows, panel, panels, tile, tiles, sums);
+        return;
+    }
     const float *values[MOST_ROWS];
     for (int r = 0; r < rows; r++) values[r] = x->values + (size_t)(row + r) * x->stride;
     for (int v = 0; v < rows * VECTORS; v++) sums[v] = (f32){0};
@@ -229,9 +253,11 @@ static void multiply(const struct matrix *matrix, const struct rows *x, int row,
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
         step = panels_at_once(rows, panels - p);
+#define BF16_TILE(R, P) { half_tile(R, P, values, weights, bytes, ahead, matrix->inputs, sums); }
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
 #define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
         switch (matrix->format) {
+        case BF16: EACH_TILE(rows, step, BF16_TILE) break;
         case INT8: EACH_TILE(rows, step, INT8_TILE) break;
         case INT4: EACH_TILE(rows, step, INT4_TILE) break;
         default:
@@ -241,8 +267,22 @@ static void multiply(const struct matrix *matrix, const struct rows *x, int row,
     }
 }
 
+/* One row in bf16: in place, and where there are matrix registers, beside the fifteen other rows that share one. */
+static void round_to_halves(const struct rows *x, int row, int inputs) {
+    float *values = x->values + (size_t)row * x->stride;
+    const size_t first = (size_t)(row / REGISTER_ROWS) * x->stride * REGISTER_ROWS;
+    for (int k = 0; k < half_blocks(inputs) * HALF_BLOCK; k += WIDTH) {
+        const f32 value = rounded_half(load(values + k));
+        store(values + k, value);
+        if (!x->halves) continue;
+        const u16 narrow = __builtin_convertvector((u32)value >> 16, u16);
+        const size_t at = first + (size_t)(k / HALF_BLOCK * REGISTER_ROWS + row % REGISTER_ROWS) * HALF_BLOCK;
+        memcpy(x->halves + at + k % HALF_BLOCK, &narrow, sizeof narrow);
+    }
+}
+
 /* One row's codes: each block of inputs is divided by its largest magnitude / 127 and rounded. Filling is zero. */
-static void round_row(const struct rows *x, int row, int inputs, int block) {
+static void round_to_codes(const struct rows *x, int row, int inputs, int block) {
     const int blocks = x->stride / block;
     for (int b = 0; b * block < inputs; b++) {
         const float *values = x->values + (size_t)row * x->stride + b * block;
@@ -262,4 +302,10 @@ static void round_row(const struct rows *x, int row, int inputs, int block) {
         x->sums[row * blocks + b] = sum_of_lanes(sum);
         x->totals[row * blocks + b] = (float)x->sums[row * blocks + b] * x->scales[row * blocks + b];
     }
+}
+
+/* A row as the matrix multiplies it. */
+static void round_row(const struct rows *x, int row, const struct matrix *next) {
+    if (next->format == BF16) round_to_halves(x, row, next->inputs);
+    if (next->format >= INT8) round_to_codes(x, row, next->inputs, next->block);
 }

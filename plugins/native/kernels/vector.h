@@ -19,6 +19,20 @@ INLINE void add_pairs(i32 *one, i32 *two, i32 low, i32 high, const int8_t *row, 
 INLINE void split_pairs(i32 *one, i32 *two) {}
 #endif
 
+#if defined(__AMX_BF16__) && defined(__linux__) && WIDTH == LANES
+#include "isa_amx.h"
+#else
+#define MATRIX_REGISTERS 0
+static int registers_allowed(void) { return 0; }
+static void open_registers(void) {}
+static void close_registers(void) {}
+INLINE void register_tile(const int T, const int P, const uint16_t *halves, size_t of_rows, const char *weights,
+                          size_t panel, const char *next, int lines, int blocks, f32 *sums) {}
+#endif
+#define REGISTER_ROWS 16 /* of a matrix register */
+#define MOST_TILE (MATRIX_REGISTERS ? 2 * REGISTER_ROWS : MOST_ROWS) /* rows of a tile */
+#define REGISTERS_FROM 5 /* rows: fewer are faster in vectors */
+
 #define LOG2_E 1.44269504f
 #define WHOLE_ZERO 12582912.0f /* 1.5 * 2^23: a number that is added to it is rounded to an integer */
 
@@ -29,8 +43,7 @@ INLINE size_t number_bytes(int format) { return format == FP32 ? 4 : format == I
 INLINE f32 widened(const void *weights, size_t index, const enum format format) {
     if (format == FP32) return load((const float *)weights + index);
     if (format == INT8) return from_bytes((const int8_t *)weights + index);
-    const uint16_t *at = (const uint16_t *)weights + index;
-    return format == BF16 ? from_bf16(at) : from_fp16(at);
+    return from_fp16((const uint16_t *)weights + index);
 }
 
 /* One of the sixteen numbers in PARTS vectors. */

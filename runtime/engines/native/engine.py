@@ -198,7 +198,7 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
 
     def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
-        inputs = packed.shape[1] * {"int8": 4, "int4": 8}.get(precision, 1)
+        inputs = packed.shape[1] * {"bf16": 2, "int8": 4, "int4": 8}.get(precision, 1)
         block = 0 if scales is None else inputs // scales.shape[1]
         bias, form = weights.get(f"{name}.bias"), FORMATS.index(precision)
         return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)

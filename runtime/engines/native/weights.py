@@ -24,7 +24,7 @@ from ....models.config import LlamaConfig
 from ....models.errors import EngineError
 from ....models.layers import EMBEDDING, Matrix, Network, network_of
 from ....plugins.native.library import BLOCK
-from ....plugins.native.packing import LAYOUT, PANEL, whole_panels
+from ....plugins.native.packing import LAYOUT, LAYOUTS, PAIR_BLOCK, PANEL, whole_panels
 from ..base import EngineSpec
 
 # By safetensors' names. 16-bit floats and scales are stored as unsigned integers of the same bits.
@@ -50,6 +50,11 @@ class Stored(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def layout_of(precision: str) -> str:
+    """The layout in which this release stores matrices of a precision."""
+    return LAYOUTS.get(precision, LAYOUT)
 
 
 def packed_network(config: LlamaConfig, precision: str) -> Network:
@@ -83,6 +88,9 @@ def expected_tensors(
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
             blocks, pair = blocks_of(precision, name, inputs), (2,) if precision in OFFSETS else ()
             yield f"{name}.scales", Stored("U16", (count, blocks, *pair, PANEL))
+        elif precision == "bf16":
+            pairs = -(-inputs // PAIR_BLOCK) * PAIR_BLOCK // 2
+            yield f"{name}.weights", Stored(STORED[precision], (count, pairs, PANEL, 2))
         else:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs, PANEL))
         if part.bias:
@@ -121,7 +129,7 @@ def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights
     EngineError when the file cannot be read or differs from the spec."""
     try:
         with path.open("rb") as file:
-            places = read_header(file.read(8), file.read, path.stat().st_size)
+            places = read_header(file.read(8), file.read, path.stat().st_size, spec.precision)
             check_tensors(path.name, {name: place.stored for name, place in places.items()}, spec)
             size = max(place.end for place in places.values())
             memory = copied(file, size) if private else mapped(file, size)
@@ -167,15 +175,15 @@ def check_weights(path: Path, spec: EngineSpec) -> None:
     """Compare the header of a file with a spec and read nothing else. Raises EngineError."""
     try:
         with path.open("rb") as file:
-            places = read_header(file.read(8), file.read, path.stat().st_size)
+            places = read_header(file.read(8), file.read, path.stat().st_size, spec.precision)
     except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
     check_tensors(path.name, {name: place.stored for name, place in places.items()}, spec)
 
 
-def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int) -> dict[str, Place]:
-    """Read the place of each tensor. prefix: the first 8 bytes of the file. read: reads the next bytes. Raises
-    ValueError when the header does not describe a file of `file_bytes` bytes."""
+def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int, precision: str) -> dict[str, Place]:
+    """Read the place of each tensor. prefix: the first 8 bytes of the file. read: reads the next bytes. precision: of
+    the matrices. Raises ValueError when the header does not describe a file of `file_bytes` bytes."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or not 0 < length <= min(file_bytes - 8, MOST_HEADER_BYTES):
         raise ValueError("its header is cut off")
@@ -186,8 +194,8 @@ def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int) ->
         raise ValueError("its header is no object")
     metadata = header.pop(METADATA, None)
     layout = metadata.get(LAYOUT_KEY) if isinstance(metadata, dict) else None
-    if layout != LAYOUT:
-        raise ValueError(f"it was packed by another release, in layout {layout!r} instead of {LAYOUT!r}")
+    if layout != layout_of(precision):
+        raise ValueError(f"it was packed by another release, in layout {layout!r} instead of {layout_of(precision)!r}")
     places = {name: place_of(name, entry) for name, entry in header.items()}
     end = 0
     for name, place in sorted(places.items(), key=lambda item: item[1][1:]):
