@@ -1,10 +1,10 @@
 """Tree attention over a static cache, in the OpenAI Triton language: one pass over keys and values, then a reduction.
 
 The query heads that share a key/value head, times a sequence's rows, form the rows of one matrix (GQA packing): a key
-or value is read once per key/value head and block of rows, and only for rows of its own sequence. Long texts are cut into
-splits, each with its own softmax, and `combine_splits` combines their results (Flash-Decoding). The rows, slots and
-splits of a program depend on `sequences` on the device, but the grid does not, so that a launch can be captured in a
-CUDA graph: programs that a short text does not need end at once.
+or value is read once per key/value head and block of rows, and only for rows of its own sequence. Long texts are cut
+into splits, each with its own softmax, and `combine_splits` combines their results (Flash-Decoding). The rows, slots
+and splits of a program depend on `sequences` on the device, but the grid does not, so that a launch can be captured in
+a CUDA graph: programs that a short text does not need end at once.
 
 Scores are in units of log2, so that the exponential is one instruction. If this file is imported with
 TRITON_INTERPRET=1 set, the code runs on host memory, and the process cannot compile it.
@@ -130,9 +130,8 @@ def tree_attention(
 
     divisor = tl.where(total == 0.0, 1.0, total)
     attended = attended / divisor[:, None]
-    if num_splits > 1:
-        if split == 0:
-            tl.store(live + head * rows + row, tl.full((BLOCK_M,), 0, tl.int32) + num_live, mask=row < end_row)
+    if (num_splits > 1) & (split == 0):
+        tl.store(live + head * rows + row, tl.full((BLOCK_M,), 0, tl.int32) + num_live, mask=row < end_row)
     if num_live == 1:
         offsets = head * output_head + row * output_row
         result = attended.to(output.dtype.element_ty)

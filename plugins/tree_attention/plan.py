@@ -18,8 +18,8 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # by Triton's name of a dtype
 TILE_ITEMS = {"fp32": 2048, "fp16": 8192, "bf16": 8192}
 BLOCK_ROWS = 16  # the least tl.dot multiplies
 MAX_HEAD_DIM = 256
-# A split reads at least this many slots for each row of a block. It writes 4 · (D + 1) bytes of partial results for each
-# row and head, which the reduction reads: at most half of what the split reads of a cache in 16 bits.
+# A split reads at least this many slots for each row of a block. It writes 4 · (D + 1) bytes of partial results for
+# each row and head, which the reduction reads: about half of what the split reads of a cache in 16 bits.
 SLOTS_PER_ROW = 4
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MULTIPROCESSORS = 256  # larger devices are used as if they had this many; workspaces are reserved for it

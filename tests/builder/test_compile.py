@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import io
 import subprocess
 import sys
 import zlib
@@ -17,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines import graph
 from draftwood.builder.engines import plan as compile_module
 from draftwood.builder.engines import tensorrt as tensorrt_builder
 from draftwood.builder.engines.export import export
@@ -191,6 +194,39 @@ def test_an_interruption_ends_the_build(
     with pytest.raises(interruption, match="enough"):
         compiled(begin)
     assert not (tmp_path / "draft.plan").exists()
+
+
+def test_a_full_disk_ends_the_build(compiled: Compile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is written while it is made; an error of the file is the build's."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = tensorrt_builder.stream_writer
+    monkeypatch.setattr(tensorrt_builder, "stream_writer", lambda trt, file: writer(trt, Full()))
+    with pytest.raises(OSError, match="No space left"):
+        compiled()
+    assert not (tmp_path / "draft.plan").exists()
+
+
+def test_weights_beside_a_graph_are_mapped(compiled: Compile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the plan is as large as that of a graph which holds them."""
+    compiled(shape="wide")
+    inside = (tmp_path / "draft.plan").stat().st_size
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
+    held = []
+    parse = compile_module.parse
+
+    def parsed(*arguments: Any) -> tensorrt_builder.Parsed:
+        held.append(parse(*arguments))
+        return held[-1]
+
+    monkeypatch.setattr(compile_module, "parse", parsed)
+    compiled(shape="wide")
+    (file,) = held[0].weights
+    assert file == tmp_path / "draft.onnx.data" and held[0].weights[file].nbytes > MATRIX_BYTES
+    assert abs((tmp_path / "draft.plan").stat().st_size - inside) < 100_000
 
 
 def test_what_tensorrt_cannot_compile_is_refused_in_its_words(checkpoints: Any, tmp_path: Path) -> None:

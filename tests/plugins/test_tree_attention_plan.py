@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from bundling import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +103,18 @@ def test_partial_results_are_less_than_what_is_read_of_the_cache(
     live, slots = layout.live_splits(length), min(length + shape.columns, shape.capacity)
     assert 1 <= live <= layout.num_splits
     assert live == 1 or (live - 1) * layout.variant.split_slots < slots
+
+
+def test_the_table_of_least_times_counts_these_bytes() -> None:
+    """docs/gpu.md: heads of Llama-3.1-8B in a plan for 8k slots."""
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split("## Least times of attention")[1]
+    rows = [line.split(" | ") for line in text.split("\n## ")[0].splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == 8
+    for cells in rows:
+        context, count = int(cells[0].strip("| ").replace(",", "")), int(cells[1])
+        shape = replace(LLAMA, rows=count, columns=count, capacity=8192 + 64)
+        assert float(cells[2]) == round(bytes_moved(shape, [context]) / 1e6, 1)
+        assert float(cells[-1].strip("| ")) == round(plan_launch(shape, 132).split_traffic(context) / 1e6, 1)
 
 
 def test_heads_of_a_group_share_a_block() -> None:
