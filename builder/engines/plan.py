@@ -30,7 +30,7 @@ from ...runtime.engines.compatibility import (
     obstacle,
 )
 from ..progress import Begin, Step
-from .tensorrt import builder_errors, polygraphy, progress_monitor, tensorrt_module
+from .tensorrt import StreamingBuilder, builder_errors, parse, polygraphy, progress_monitor, tensorrt_module
 
 PORTABLE = ("8.0", "8.6", "8.9", "12.0")  # compute capabilities that TensorRT-RTX compiles for by default
 TREE_ROWS = 16  # widest pass that is tuned as a token tree; wider ones as a piece of prompt
@@ -169,17 +169,20 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
         kernel = register_kernel(trt, options, model, targets)
         advance()
     with polygraphy(options.backend), builder_errors() as errors:
-        from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
+        from polygraphy.backend.trt import engine_bytes_from_network
         from polygraphy.exception import PolygraphyException
 
         flags = [] if kernel is None else [trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE]
         monitor = progress_monitor(trt, begin, graph.stem)
         try:
-            builder, network, parser = network_from_onnx_path(str(graph), flags=flags, strongly_typed=True)
-            allow_decomposition(trt, network)
-            layers = count_layers(trt, network)
-            plan = engine_bytes_from_network(
-                (builder, network, parser), config(trt, options, monitor), save_timing_cache=options.timing_cache
+            parsed = parse(trt, options.backend, graph, flags)
+            allow_decomposition(trt, parsed.network)
+            layers = count_layers(trt, parsed.network)
+            builder = StreamingBuilder(trt, parsed.builder, output)
+            engine_bytes_from_network(
+                (builder, parsed.network, parsed.parser),
+                config(trt, options, monitor),
+                save_timing_cache=options.timing_cache,
             )
         except PolygraphyException as error:
             if monitor.interruption is None:
@@ -187,8 +190,6 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
                 raise ConfigError(f"{options.backend} cannot compile the {graph.stem}: {reason}") from error
         if monitor.interruption is not None:
             raise monitor.interruption
-    with output.open("wb") as file:
-        file.write(plan)
     return TensorRTPlan(
         package=options.backend,
         version=str(trt.__version__),
