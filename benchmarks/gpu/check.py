@@ -25,7 +25,7 @@ BUDGET = 520.0  # seconds; a check may take nine minutes
 MINUTE = 60  # what most parts may take
 BACKENDS = ("tensorrt", "tensorrt-rtx")
 KERNEL, SHARED, OWN = "our kernel", "4 requests", "TensorRT's attention"  # keys of tensorrt.FORMS
-LOW_BIT = ("int8", "int4")  # the others
+LOW_BIT = ("int8", "int4", "fp8")  # the others
 
 
 def main() -> int:

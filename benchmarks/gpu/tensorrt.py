@@ -47,6 +47,7 @@ FORMS = {
     "TensorRT's attention": Form(plugin=False),
     "int8": Form(precision="int8"),
     "int4": Form(precision="int4"),
+    "fp8": Form(precision="fp8"),
 }
 
 
