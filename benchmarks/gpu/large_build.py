@@ -181,7 +181,7 @@ def main() -> None:
     if args.step is not None:
         run_step(args.role, counts[0], args.step, args.folder)
         return
-    results = {}
+    results: dict[str, Any] = {}
     for role, shape in SHAPES.items():
         built = sorted({min(count, shape.num_layers) for count in counts})
         measured = {count: measure(role, count) for count in built}

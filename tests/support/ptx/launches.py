@@ -69,10 +69,12 @@ def attend(case: Case, images: Images) -> Answer:
     by_row = found.reshape(1, shape.rows, shape.heads, shape.head_dim)
     cache = shape.kv_heads, shape.capacity, -1
     read = [memory.read_bytes(address, tensors.key.nbytes).reshape(cache) for address in (key, value)]
-    numbers = memory.get(operands.workspace, plan.workspace_bytes).view(np.uint32) if plan.workspace_bytes else []
-    written = 4 * np.count_nonzero(numbers != np.uint32(0xFFFFFFFF))
-    fetched = np.count_nonzero(memory.read_bytes(operands.workspace, plan.workspace_bytes)) if written else 0
-    return Answer(by_row.swapaxes(1, 2), (read[0], read[1]), written + fetched)
+    traffic = 0
+    if plan.workspace_bytes:
+        numbers = memory.get(operands.workspace, plan.workspace_bytes).view(np.uint32)
+        fetched = memory.read_bytes(operands.workspace, plan.workspace_bytes)
+        traffic = 4 * np.count_nonzero(numbers != np.uint32(0xFFFFFFFF)) + np.count_nonzero(fetched)
+    return Answer(by_row.swapaxes(1, 2), (read[0], read[1]), traffic)
 
 
 def sizes(case: Case) -> int:
