@@ -36,6 +36,7 @@ from ..engines.graph import GraphWriter
 from ..parallel import in_parts
 
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
+LARGEST_E4M3 = 448
 HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
 
 
@@ -156,7 +157,7 @@ def rounded_to_e4m3(matrix: NDArray[np.float32], block: int) -> Quantized:
     code. Scales are fp16 numbers, as the graph stores them: those of E4M3 are small, and lose more by that."""
     blocks = matrix.reshape(len(matrix), -1, block)
     peaks = np.abs(blocks).max(-1)
-    largest = np.float32(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+    largest = np.float32(LARGEST_E4M3)
     least = np.finfo(np.float16).smallest_subnormal
     scales = np.maximum((peaks / largest).astype(np.float16), least).astype(np.float32)
     codes = np.clip(blocks / scales[..., None], -largest, largest)  # E4M3 has no infinity: what is beyond is NaN

@@ -211,7 +211,7 @@ def test_weights_beside_a_graph_are_mapped(compiled: Compile, tmp_path: Path, mo
     inside = (tmp_path / "draft.plan").stat().st_size
     monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
     held = []
-    parse = compile_module.parse
+    parse = tensorrt_builder.parse
 
     def parsed(*arguments: Any) -> tensorrt_builder.Parsed:
         held.append(parse(*arguments))
