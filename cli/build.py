@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default=hidden,
         help="of the weights: fp32 (default), int8 or int4; native also fp16 and bf16; TensorRT fp16 (default), "
-        "bf16 or fp32",
+        "bf16, fp32 or fp8",
     )
     parser.add_argument("--draft-backend", default=hidden, help="default: the target's")
     parser.add_argument(
@@ -123,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=hidden,
         metavar="N",
         help="most requests that share a pass; the plan has caches for this many (default: 1)",
+    )
+    group.add_argument(
+        "--single-profile",
+        action="store_true",
+        default=hidden,
+        help="one optimisation profile for passes of every width: a large model takes less memory to build",
     )
     group.add_argument(
         "--workspace", type=int, default=hidden, metavar="MIB", help="limit of an engine's scratch memory"

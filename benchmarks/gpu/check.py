@@ -24,7 +24,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BUDGET = 520.0  # seconds; a check may take nine minutes
 MINUTE = 60  # what most parts may take
 BACKENDS = ("tensorrt", "tensorrt-rtx")
-KERNEL, SHARED, OWN = "our kernel", "4 requests", "TensorRT's attention"  # the keys of tensorrt.FORMS
+KERNEL, SHARED, OWN = "our kernel", "4 requests", "TensorRT's attention"  # keys of tensorrt.FORMS
+LOW_BIT = ("int8", "int4", "fp8")  # the others
 
 
 def main() -> int:
@@ -97,9 +98,9 @@ def list_gpu_parts(shapes: tuple[str, str], folder: str) -> list[Part]:
         Part("torch engine", MINUTE, partial(check_engine, "cuda", ("fp32", "fp16", "bf16"))),
         Part("speculative = plain", MINUTE, partial(check_texts, "cuda", 96, 3)),
         *stages(KERNEL, ("build", "load", "capture", "first token", "texts")),
-        *(part for form in (SHARED, OWN) for part in stages(form, ("build", "load", "texts"))),
+        *(part for form in (SHARED, OWN, *LOW_BIT) for part in stages(form, ("build", "load", "texts"))),
         Part("kernel time", 90, time_kernel),
-        *(part for form in (KERNEL, SHARED, OWN) for part in stages(form, ("speed",))),
+        *(part for form in (KERNEL, SHARED, OWN, *LOW_BIT) for part in stages(form, ("speed",))),
         Part(f"{shapes[0]} speculation", 180, partial(measure_speed, shapes)),
     ]
 

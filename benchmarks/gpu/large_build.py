@@ -1,23 +1,30 @@
 """What a build of Llama-3.1-8B with a draft of 1B takes: memory, processor time and plan size, on random weights.
 
-    python -m benchmarks.gpu.large_build --layers 1,2 --output benchmarks/results
+    python -m benchmarks.gpu.large_build --layers 2,16 --output benchmarks/results
 
 Each step of a build with TensorRT-RTX runs in a process of its own: the export, the torch reference layer by layer, the
-comparison in ONNX Runtime, and the compilation. No GPU is needed. From two numbers of layers follows what every further
-layer takes, and thereby the whole model, which is marked as extrapolated.
+comparison in ONNX Runtime, and the compilation. No GPU is needed. `--layers 32` builds the whole target, which takes 33
+GB of disk; the draft has 16 layers at most. From two numbers of layers follows what every further layer takes, and
+thereby the whole model, which is marked as extrapolated.
+
+A step's memory is counted twice: everything that is resident, and what is the process's own. The difference is files
+that are mapped, mostly the graph's weights; the system drops their pages where memory is short.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from time import process_time
 from typing import Any
 from zlib import crc32
@@ -42,7 +49,8 @@ SHAPES = {
     TARGET: LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
     DRAFT: LlamaConfig(128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_embeddings=True),
 }
-FIGURES = ("peak_gb", "cpu_seconds", "file_gb")
+FIGURES = ("own_gb", "peak_gb", "cpu_seconds", "file_gb")
+SAMPLE_SECONDS = 0.02
 
 
 class RandomCheckpoint(Checkpoint):
@@ -84,14 +92,14 @@ def run_reference(spec: EngineSpec, folder: Path) -> Path:
 
 
 def run_comparison(spec: EngineSpec, folder: Path) -> Path:
-    engine = OnnxRuntimeEngine(folder / "graph.onnx", spec, threads=1)
+    engine = OnnxRuntimeEngine(folder / "graph.onnx", spec, threads=1, unprepared=True)
     found = largest_difference(engine, Scored(np.load(folder / "logits.npy"), None))
     print(f"{spec.role}: the largest difference is {found:.3g}", file=sys.stderr)
     return folder / "logits.npy"
 
 
 def run_compilation(spec: EngineSpec, folder: Path) -> Path:
-    options = CompileOptions("tensorrt-rtx", "fp16", WIDTHS, COLUMNS, ("8.9",))
+    options = CompileOptions("tensorrt-rtx", "fp16", WIDTHS, COLUMNS, ("8.9",), single_profile=True)
     compile_plan(folder / "graph.onnx", folder / spec.file, spec.model, options, lambda step: lambda: None)
     return folder / spec.file
 
@@ -108,11 +116,32 @@ def void(name: str) -> None:
     """Progress that nobody sees."""
 
 
+@contextmanager
+def own_memory() -> Iterator[list[float]]:
+    """The most bytes of memory that are no pages of a file, read from time to time: one number, while it runs and
+    after."""
+    most, ended = [0.0], Event()
+
+    def follow() -> None:
+        while not ended.wait(SAMPLE_SECONDS):
+            (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            most[0] = max(most[0], 1024.0 * int(found))
+
+    thread = Thread(target=follow)
+    thread.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        thread.join()
+
+
 def run_step(role: str, layers: int, step: str, folder: Path) -> None:
     """One step in this process; prints its figures."""
-    made = STEPS[step](spec_of(role, layers), folder)
+    with own_memory() as own:
+        made = STEPS[step](spec_of(role, layers), folder)
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    values = (usage / 1e9, process_time(), made.stat().st_size / 1e9)
+    values = (own[0] / 1e9, usage / 1e9, process_time(), made.stat().st_size / 1e9)
     print(json.dumps(dict(zip(FIGURES, (round(value, 3) for value in values), strict=True))))
 
 
@@ -128,12 +157,12 @@ def measure(role: str, layers: int) -> dict[str, Any]:
     return found
 
 
-def extrapolated(role: str, few: dict[str, Any], more: dict[str, Any], counts: tuple[int, int]) -> dict[str, Any]:
-    """The figures of the whole model, if every layer takes the same."""
-    further = SHAPES[role].num_layers - counts[1]
+def extrapolated(role: str, few: dict[str, Any], more: dict[str, Any], counts: Sequence[int]) -> dict[str, Any]:
+    """The figures of the whole model, if every layer takes the same. counts: the layers of both measurements."""
+    further = SHAPES[role].num_layers - counts[-1]
     return {
         step: {
-            name: round(more[step][name] + further * (more[step][name] - few[step][name]) / (counts[1] - counts[0]), 1)
+            name: round(more[step][name] + further * (more[step][name] - few[step][name]) / (counts[-1] - counts[0]), 1)
             for name in FIGURES
         }
         for step in STEPS
@@ -142,22 +171,23 @@ def extrapolated(role: str, few: dict[str, Any], more: dict[str, Any], counts: t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="1,2", help="two numbers of layers that are built (default %(default)s)")
+    parser.add_argument("--layers", default="2,16", help="numbers of layers that are built (default %(default)s)")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--role", choices=SHAPES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     add_output(parser, "gpu_large_build", required=False)
     args = parser.parse_args()
-    counts = tuple(int(count) for count in args.layers.split(","))
+    counts = sorted({int(count) for count in args.layers.split(",")})
     if args.step is not None:
         run_step(args.role, counts[0], args.step, args.folder)
         return
-    few, more = counts
-    results = {}
-    for role in SHAPES:
-        measured = {count: measure(role, count) for count in (few, more)}
-        whole = extrapolated(role, measured[few], measured[more], (few, more))
-        results[role] = {"measured": measured, "extrapolated": whole}
+    results: dict[str, Any] = {}
+    for role, shape in SHAPES.items():
+        built = sorted({min(count, shape.num_layers) for count in counts})
+        measured = {count: measure(role, count) for count in built}
+        results[role] = {"layers": shape.num_layers, "measured": measured}
+        if len(built) > 1 and built[-1] < shape.num_layers:
+            results[role]["extrapolated"] = extrapolated(role, measured[built[0]], measured[built[-1]], built)
     if args.output is not None:
         write_results(args.output, args.name, {"widths": WIDTHS, "slots": MAX_LENGTH + COLUMNS, "roles": results})
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -28,10 +29,26 @@ from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.rounds import StaticRounds
 
-PRECISION, TOKENS = "fp16", 96
+TOKENS = 96
 REQUESTS = 4
-# Name of a bundle: whether it has our kernel, and how many requests share a pass.
-FORMS = {"our kernel": (True, 1), f"{REQUESTS} requests": (True, REQUESTS), "TensorRT's attention": (False, 1)}
+
+
+class Form(NamedTuple):
+    """What a bundle is built with: whether with our kernel, and how many requests share a pass."""
+
+    plugin: bool = True
+    max_batch: int = 1
+    precision: str = "fp16"
+
+
+FORMS = {
+    "our kernel": Form(),
+    f"{REQUESTS} requests": Form(max_batch=REQUESTS),
+    "TensorRT's attention": Form(plugin=False),
+    "int8": Form(precision="int8"),
+    "int4": Form(precision="int4"),
+    "fp8": Form(precision="fp8"),
+}
 
 
 def check(backend: str, stage: str, form: str, folder: str) -> Findings:
@@ -56,8 +73,8 @@ def build_bundle(output: Path, backend: str, capability: str, form: str) -> Find
     from draftwood.builder.options import BuildOptions
     from draftwood.builder.pipeline import build
 
-    plugin, max_batch = FORMS[form]
-    if plugin and importlib.util.find_spec("triton") is None:
+    wanted = FORMS[form]
+    if wanted.plugin and importlib.util.find_spec("triton") is None:
         raise NotPossible("OpenAI Triton, which compiles our kernel, is not installed")
     targets = (capability,) if backend == "tensorrt-rtx" else ()
     try:
@@ -66,11 +83,11 @@ def build_bundle(output: Path, backend: str, capability: str, form: str) -> Find
             DEMO / DRAFT,
             output,
             backend=backend,
-            precision=PRECISION,
+            precision=wanted.precision,
             max_length=512,
             compute_capability=targets,
-            plugin=plugin,
-            max_batch=max_batch,
+            plugin=wanted.plugin,
+            max_batch=wanted.max_batch,
         )
         check_compiler(options.compile_options())
     except ConfigError as error:

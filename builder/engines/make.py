@@ -113,7 +113,7 @@ def compiled_engine(
         compared = replace(spec, precision="fp32") if spec.precision == "bf16" else computed
         write_graph(source, compared, graph, begin, form=COMPACT)
         alone = replace(compared, capacity=spec.max_batch * spec.capacity)  # a single sequence uses all slots
-        difference = check_parity(source, spec, [OnnxRuntimeEngine(graph, alone)], begin)
+        difference = check_parity(source, spec, [OnnxRuntimeEngine(graph, alone, unprepared=True)], begin)
         if compared != computed:
             write_graph(source, computed, graph, begin, form=COMPACT)
         plan = compile_plan(graph, staging / spec.file, spec.model, options.compile_options(spec.role), begin)

@@ -30,9 +30,10 @@ from ...runtime.engines.compatibility import (
     obstacle,
 )
 from ..progress import Begin, Step
-from .tensorrt import builder_errors, polygraphy, progress_monitor, tensorrt_module
+from .tensorrt import StreamingBuilder, builder_errors, parse, polygraphy, progress_monitor, tensorrt_module
 
 PORTABLE = ("8.0", "8.6", "8.9", "12.0")  # compute capabilities that TensorRT-RTX compiles for by default
+FIRST_FP8 = 89  # the first compute capability that multiplies fp8
 TREE_ROWS = 16  # widest pass that is tuned as a token tree; wider ones as a piece of prompt
 TYPICAL_TREE = 8  # rows of the default proposal
 
@@ -44,9 +45,10 @@ class CompileOptions:
     widths: rows that a pass may have. columns: speculative slots that a pass may see, its own rows included. max_batch:
     sequences that the rows of a pass may belong to; more than one need our kernel. compute_capabilities: "8.9";
     TensorRT-RTX only, whose default is `PORTABLE`. plugin: whether our kernel computes attention instead of TensorRT's
-    own; None uses it when Triton is installed and can compile it for every GPU. workspace: the most MiB of scratch
-    memory that an engine may use; None sets no limit. timing_cache: a file that TensorRT reads and extends, so that the
-    next build measures less; TensorRT-RTX measures nothing.
+    own; None uses it when Triton is installed and can compile it for every GPU. single_profile: whether trees and
+    chunks of a prompt share one optimisation profile, which takes less memory to build. workspace: the most MiB of
+    scratch memory that an engine may use; None sets no limit. timing_cache: a file that TensorRT reads and extends, so
+    that the next build measures less; TensorRT-RTX measures nothing.
     """
 
     backend: str
@@ -58,6 +60,7 @@ class CompileOptions:
     workspace: int | None = None
     timing_cache: Path | None = None
     max_batch: int = 1
+    single_profile: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in PACKAGES:
@@ -109,18 +112,22 @@ class CompileOptions:
                 f"TensorRT-RTX compiles no {self.precision} for SM 7.5: choose --precision fp16, "
                 "or leave out --compute-capability 7.5"
             )
+        if self.precision == bindings.FP8:
+            refuse_fp8(self.targets)
         if self.timing_cache is not None:
             raise ConfigError("TensorRT-RTX measures nothing while it builds: leave out --timing-cache")
 
     @property
     def targets(self) -> tuple[str, ...]:
         """The compute capabilities TensorRT-RTX compiles for."""
-        return self.compute_capabilities or PORTABLE
+        if self.compute_capabilities or self.precision != bindings.FP8:
+            return self.compute_capabilities or PORTABLE
+        return tuple(capability for capability in PORTABLE if as_number(capability) >= FIRST_FP8)
 
     @property
     def families(self) -> tuple[WidthFamily, ...]:
         """Families of widths, one for each profile: token trees and smaller passes, and chunks of a prompt."""
-        return width_families(self.widths)
+        return width_families(self.widths, self.single_profile)
 
     def takes_plugin(self, head_dim: int, targets: Sequence[str]) -> bool:
         """Whether our kernel computes attention in a plan for GPUs of these compute capabilities. Raises ConfigError
@@ -136,13 +143,24 @@ class CompileOptions:
         return compilable and importlib.util.find_spec("triton") is not None
 
 
-def width_families(widths: Sequence[int]) -> tuple[WidthFamily, ...]:
-    """Divide ascending widths into families: those of up to 16 rows, and larger ones.
+def refuse_fp8(capabilities: Sequence[str]) -> None:
+    """Raises ConfigError for GPUs that do not multiply fp8."""
+    if older := [capability for capability in capabilities if as_number(capability) < FIRST_FP8]:
+        raise ConfigError(
+            f"GPUs of SM {', '.join(older)} multiply no fp8, those of 8.9 and later do: choose --precision int8 or "
+            "fp16, or name only later ones with --compute-capability"
+        )
+
+
+def width_families(widths: Sequence[int], single: bool = False) -> tuple[WidthFamily, ...]:
+    """Divide ascending widths into families: those of up to 16 rows, and larger ones; or one of all, if `single`.
 
     Families are ranges even where `widths` has one member: a profile of one fixed shape gets weights of its own.
     """
     typical = max(width for width in widths if width <= TYPICAL_TREE)
     largest = widths[-1]
+    if single:
+        return (WidthFamily(1, typical, largest),)
     tree = WidthFamily(1, typical, min(largest, TREE_ROWS))
     return (tree,) if largest <= TREE_ROWS else (tree, WidthFamily(TREE_ROWS + 1, largest, largest))
 
@@ -153,7 +171,9 @@ def check_compiler(options: CompileOptions) -> None:
     with polygraphy(options.backend):
         pass
     if options.backend == "tensorrt":
-        this_gpu()
+        capability = this_gpu()
+        if options.precision == bindings.FP8:
+            refuse_fp8([capability])
 
 
 def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Begin) -> TensorRTPlan:
@@ -169,17 +189,20 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
         kernel = register_kernel(trt, options, model, targets)
         advance()
     with polygraphy(options.backend), builder_errors() as errors:
-        from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
+        from polygraphy.backend.trt import engine_bytes_from_network
         from polygraphy.exception import PolygraphyException
 
         flags = [] if kernel is None else [trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE]
         monitor = progress_monitor(trt, begin, graph.stem)
         try:
-            builder, network, parser = network_from_onnx_path(str(graph), flags=flags, strongly_typed=True)
-            allow_decomposition(trt, network)
-            layers = count_layers(trt, network)
-            plan = engine_bytes_from_network(
-                (builder, network, parser), config(trt, options, monitor), save_timing_cache=options.timing_cache
+            parsed = parse(trt, options.backend, graph, flags)
+            allow_decomposition(trt, parsed.network)
+            layers = count_layers(trt, parsed.network)
+            builder = StreamingBuilder(trt, parsed.builder, output)
+            engine_bytes_from_network(
+                (builder, parsed.network, parsed.parser),
+                config(trt, options, monitor),
+                save_timing_cache=options.timing_cache,
             )
         except PolygraphyException as error:
             if monitor.interruption is None:
@@ -187,8 +210,6 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
                 raise ConfigError(f"{options.backend} cannot compile the {graph.stem}: {reason}") from error
         if monitor.interruption is not None:
             raise monitor.interruption
-    with output.open("wb") as file:
-        file.write(plan)
     return TensorRTPlan(
         package=options.backend,
         version=str(trt.__version__),

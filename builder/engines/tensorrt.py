@@ -1,15 +1,21 @@
-"""Adapters of TensorRT's builder and Polygraphy: one logger, errors as text, progress, and interruption by Ctrl-C."""
+"""Adapters of TensorRT's builder and Polygraphy: one logger, errors as text, progress, and interruption by Ctrl-C; and
+weights and plans of any size, which stay in their files."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
 
 from ...models.errors import ConfigError
 from ...plugins.tensorrt import PACKAGES, load_tensorrt, preload_rtx_libraries, tensorrt_logger
@@ -122,3 +128,82 @@ def progress_monitor(trt: ModuleType, begin: Begin, name: str) -> Any:
                 self.interruption = error
 
     return Monitor()
+
+
+class Parsed(NamedTuple):
+    """A network and what it needs. weights: the files that hold its weights, mapped: the network refers to them."""
+
+    builder: Any
+    network: Any
+    parser: Any
+    weights: dict[Path, NDArray[np.uint8]]
+
+
+def parse(trt: ModuleType, backend: str, graph: Path, flags: Sequence[Any]) -> Parsed:
+    """Parse a graph. Weights beside it are mapped: the parser would read a copy of them into memory. Raises
+    PolygraphyException with the parser's words for what it does not take."""
+    from polygraphy.backend.trt import create_network
+    from polygraphy.exception import PolygraphyException
+
+    builder, network = create_network(strongly_typed=True)
+    parser = trt.OnnxParser(network, tensorrt_logger(backend))
+    for flag in flags:
+        parser.set_flag(flag)
+    files: dict[Path, NDArray[np.uint8]] = {}
+    taken = [parser.load_model_proto(graph.read_bytes(), str(graph))]
+    for name, value in ir.load(graph).graph.initializers.items():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            file = graph.with_name(Path(tensor.location).name)
+            if file not in files:
+                files[file] = np.memmap(file, np.uint8, "r")
+            address = files[file].ctypes.data + (tensor.offset or 0)
+            taken.append(parser.load_initializer(name, address, tensor.length))
+    if not (all(taken) and parser.parse_model_proto()):
+        reasons = [parser.get_error(index).desc() for index in range(parser.num_errors)]
+        raise PolygraphyException("; ".join(reasons) or "the graph cannot be parsed")
+    return Parsed(builder, network, parser, files)
+
+
+class StreamingBuilder:
+    """A builder for Polygraphy that writes the plan to a file piece by piece: a plan in memory would be one more copy
+    of all weights."""
+
+    def __init__(self, trt: ModuleType, builder: Any, output: Path) -> None:
+        self._trt, self._builder, self._output = trt, builder, output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    def build_serialized_network(self, network: Any, config: Any) -> int:
+        """The bytes of the plan; 0, and no file, if it cannot be built. Raises what writing the file raises."""
+        size = 0
+        try:
+            with self._output.open("wb") as file:
+                writer = stream_writer(self._trt, file)
+                built = self._builder.build_serialized_network_to_stream(network, config, writer)
+                if writer.failure is not None:
+                    raise writer.failure
+                size = file.tell() if built else 0
+        finally:
+            if not size:
+                self._output.unlink()
+        return size
+
+
+def stream_writer(trt: ModuleType, file: BinaryIO) -> Any:
+    """An IStreamWriter over a file. TensorRT cannot pass an exception on: it is kept in `failure`."""
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc,name-defined]  # the package has no types
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.failure: BaseException | None = None
+
+        def write(self, data: bytes) -> int:
+            try:
+                return file.write(data)
+            except BaseException as error:
+                self.failure = error
+                return 0
+
+    return Writer()

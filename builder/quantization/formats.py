@@ -3,6 +3,8 @@
     weight[n, k] = codes[n, k] * scales[n, k // block]                    codes: signed integers of 8 or 4 bits
     weight[n, k] = codes[n, k] * scales[n, k // 32] + offsets[n, k // 32]    codes: 0 to 15 (4 bits, native alone)
 
+fp8 is the first one with floating-point codes (E4M3: 3 bits of mantissa, up to 448), for GPUs that multiply them.
+
 On a CPU activations, cache, norms, biases and the embedding stay fp32; on a GPU they, and the scales, are fp16. There
 is no per-tensor dynamic int8 (one scale for all rows of a pass): a row's logits would depend on its siblings, by 10 %,
 and a verified token would no longer be the one that plain decoding gives.
@@ -34,14 +36,15 @@ from ..engines.graph import GraphWriter
 from ..parallel import in_parts
 
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
+LARGEST_E4M3 = 448
 HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
 
 
 class Quantized(NamedTuple):
-    """A matrix [N, K]. codes: int8 [N, K] within the range of the format; scales: float32 [N, K / block]. offsets: as
-    scales, what is added in each block; None adds nothing."""
+    """A matrix [N, K]. codes: int8 or E4M3 [N, K] within the range of the format; scales: float32 [N, K / block].
+    offsets: as scales, what is added in each block; None adds nothing."""
 
-    codes: NDArray[np.int8]
+    codes: NDArray[Any]
     scales: NDArray[np.float32]
     offsets: NDArray[np.float32] | None = None
 
@@ -52,7 +55,7 @@ class Quantized(NamedTuple):
         weights = np.empty(codes.shape, np.float32)
 
         def fill(part: slice) -> None:
-            np.multiply(codes[part], self.scales[part, :, None], out=weights[part])
+            np.multiply(codes[part].astype(np.float32), self.scales[part, :, None], out=weights[part])
             if self.offsets is not None:
                 weights[part] += self.offsets[part, :, None]
 
@@ -64,15 +67,18 @@ class Quantized(NamedTuple):
 class WeightFormat:
     """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for the native
     kernels' formats, which have fp16 scales for 32 inputs. offset: whether a block has an offset, too, which those have
-    at 4 bits."""
+    at 4 bits. floating: whether codes are E4M3 numbers instead of integers."""
 
     bits: int
     block: int = BLOCKS[0]
     scale_bytes: int = 4
     offset: bool = False
+    floating: bool = False
 
     @property
     def dtype(self) -> ir.DataType:
+        if self.floating:
+            return ir.DataType.FLOAT8E4M3FN
         return {8: ir.DataType.INT8, 4: ir.DataType.INT4}[self.bits]
 
     def block_of(self, name: str, inputs: int) -> int:
@@ -89,7 +95,8 @@ class WeightFormat:
         """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
         other blocks, or no room for the offsets."""
         bits, codes, scales, offsets = blocks
-        if not np.isfinite(scales).all() or bits != self.bits or scales.shape[1] * block != codes.shape[1]:
+        same = bits == self.bits and not self.floating and scales.shape[1] * block == codes.shape[1]
+        if not (same and np.isfinite(scales).all()):
             return None
         if self.offset:
             exact = np.array_equal(offsets, offsets.astype(np.float16)) and codes.min(initial=0) >= 0
@@ -105,10 +112,13 @@ class WeightFormat:
         block = self.block_of(name, inputs)
         shape = (rows, inputs // block)
         offsets = np.empty(shape, np.float32) if self.offset else None
-        result = Quantized(np.empty((rows, inputs), np.int8), np.empty(shape, np.float32), offsets)
+        codes = np.empty((rows, inputs), self.dtype.numpy() if self.floating else np.int8)
+        result = Quantized(codes, np.empty(shape, np.float32), offsets)
         library = open_kernels() if self.scale_bytes == 2 else None
 
         def rounded(part: NDArray[np.float32]) -> Quantized:
+            if self.floating:
+                return rounded_to_e4m3(part, block)
             if library is None:
                 return rounded_by_numpy(part, self.bits, block)
             return Quantized(*(library.round_to_codes(part) if self.offset else library.round_to_bytes(part)))
@@ -142,9 +152,25 @@ def rounded_by_numpy(matrix: NDArray[np.float32], bits: int, block: int) -> Quan
     return Quantized(codes.reshape(rows, inputs), scales)
 
 
+def rounded_to_e4m3(matrix: NDArray[np.float32], block: int) -> Quantized:
+    """A matrix [N, K] with a scale for each block of inputs, by which the block's largest weight becomes the largest
+    code. Scales are fp16 numbers, as the graph stores them: those of E4M3 are small, and lose more by that."""
+    blocks = matrix.reshape(len(matrix), -1, block)
+    peaks = np.abs(blocks).max(-1)
+    largest = np.float32(LARGEST_E4M3)
+    least = np.finfo(np.float16).smallest_subnormal
+    scales = np.maximum((peaks / largest).astype(np.float16), least).astype(np.float32)
+    codes = np.clip(blocks / scales[..., None], -largest, largest)  # E4M3 has no infinity: what is beyond is NaN
+    return Quantized(codes.reshape(matrix.shape).astype(ml_dtypes.float8_e4m3fn), scales)
+
+
 FORMATS = {
     (backend.name, precision): WeightFormat(
-        bindings.BITS[precision], block, backend.scale_bytes, precision in backend.offsets
+        bindings.BITS[precision],
+        block,
+        backend.scale_bytes,
+        precision in backend.offsets,
+        floating=precision == bindings.FP8,
     )
     for backend in BACKENDS.values()
     for precision, block in backend.blocks.items()

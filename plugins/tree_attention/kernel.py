@@ -1,10 +1,10 @@
 """Tree attention over a static cache, in the OpenAI Triton language: one pass over keys and values, then a reduction.
 
 The query heads that share a key/value head, times a sequence's rows, form the rows of one matrix (GQA packing): a key
-or value is read once per key/value head and block of rows, and only for rows of its own sequence. Long caches are cut
-into splits, each with its own softmax, and `combine_splits` combines their results (Flash-Decoding). The rows and slots
-of a program depend on `sequences` on the device, but the grid does not, so that a launch can be captured in a CUDA
-graph.
+or value is read once per key/value head and block of rows, and only for rows of its own sequence. Long texts are cut
+into splits, each with its own softmax, and `combine_splits` combines their results (Flash-Decoding). The rows, slots
+and splits of a program depend on `sequences` on the device, but the grid does not, so that a launch can be captured in
+a CUDA graph: programs that a short text does not need end at once.
 
 Scores are in units of log2, so that the exponential is one instruction. If this file is imported with
 TRITON_INTERPRET=1 set, the code runs on host memory, and the process cannot compile it.
@@ -32,6 +32,7 @@ def tree_attention(
     output,
     partial,
     logsum,
+    live,
     log2_scale,
     capacity,
     kv_heads,
@@ -47,11 +48,14 @@ def tree_attention(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
 ):
-    """Grid (row blocks, N * H_kv, splits). With one split `output` is written, else `partial` and `logsum`.
+    """Grid (row blocks, N * H_kv, splits). A sequence that needs one split gets its `output`; others get `partial` and
+    `logsum` of their splits. `live` says how many splits those are, unless the grid has one.
 
     query, output [H, T, D] by the strides given, in elements; key, value [H_kv, C, D], contiguous; sequences [N, 4];
-    tree_mask [T, S], one byte each; partial [splits, H, T, D] and logsum [splits, H, T], fp32.
+    tree_mask [T, S], one byte each; partial [splits, H, T, D] and logsum [splits, H, T], fp32; live [H, T], int32.
+    SPLIT_BLOCKS: the least blocks of slots in a split.
     """
     sequence = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
@@ -64,14 +68,6 @@ def tree_attention(
     packed = tl.program_id(0) * BLOCK_M
     if packed >= (end_row - first_row) * GROUP:
         return  # the grid has programs for all rows in any single sequence
-    packed += tl.arange(0, BLOCK_M)
-    row = first_row + packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
-    dim = tl.arange(0, HEAD_BLOCK)
-    in_head = (dim < HEAD_DIM)[None, :]
-    in_rows = (row < end_row)[:, None]
-    offsets = head * query_head + row * query_row
-    queries = tl.load(query + offsets[:, None] + dim[None, :], mask=in_rows & in_head, other=0.0)
 
     # The committed slots and the mask's columns are numbered consecutively, independently of their place in the cache.
     first_slot = tl.minimum(tl.maximum(tl.load(entry + 1), 0), capacity)
@@ -80,9 +76,21 @@ def tree_attention(
     end = length + tl.minimum(columns, capacity - tree_slot)
     blocks = tl.cdiv(end, BLOCK_N)
     committed_blocks = length // BLOCK_N
-    blocks_per_split = tl.cdiv(blocks, num_splits)
+    blocks_per_split = tl.maximum(tl.cdiv(blocks, num_splits), SPLIT_BLOCKS)
+    num_live = tl.maximum(tl.cdiv(blocks, blocks_per_split), 1)
+    if split >= num_live:
+        return
     first = split * blocks_per_split
     last = tl.minimum(first + blocks_per_split, blocks)
+
+    packed += tl.arange(0, BLOCK_M)
+    row = first_row + packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    dim = tl.arange(0, HEAD_BLOCK)
+    in_head = (dim < HEAD_DIM)[None, :]
+    in_rows = (row < end_row)[:, None]
+    offsets = head * query_head + row * query_row
+    queries = tl.load(query + offsets[:, None] + dim[None, :], mask=in_rows & in_head, other=0.0)
 
     cache = kv_head.to(tl.int64) * capacity * HEAD_DIM
     key += cache
@@ -122,7 +130,9 @@ def tree_attention(
 
     divisor = tl.where(total == 0.0, 1.0, total)
     attended = attended / divisor[:, None]
-    if num_splits == 1:
+    if (num_splits > 1) & (split == 0):
+        tl.store(live + head * rows + row, tl.full((BLOCK_M,), 0, tl.int32) + num_live, mask=row < end_row)
+    if num_live == 1:
         offsets = head * output_head + row * output_row
         result = attended.to(output.dtype.element_ty)
         tl.store(output + offsets[:, None] + dim[None, :], result, mask=in_rows & in_head)
@@ -149,6 +159,7 @@ def accumulate(scores, values, peak, total, attended):
 def combine_splits(
     partial,
     logsum,
+    live,
     output,
     num_splits,
     output_head,
@@ -157,19 +168,22 @@ def combine_splits(
     HEAD_BLOCK: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):
-    """Grid (T, H): weight the splits' results by their share of the softmax. Splits without visible slots are not
-    read."""
+    """Grid (T, H): weight the splits' results by their share of the softmax. Nothing else is read, and results without
+    visible slots are not: a row of one split is finished already."""
     row, head = tl.program_id(0), tl.program_id(1)
     item = head * tl.num_programs(0) + row
     items = tl.num_programs(0) * tl.num_programs(1)
+    num_live = tl.minimum(tl.load(live + item), num_splits)
+    if num_live <= 1:
+        return
     dim = tl.arange(0, HEAD_BLOCK)
     in_head = dim < HEAD_DIM
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     attended = tl.zeros((HEAD_BLOCK,), tl.float32)
-    for start in range(0, num_splits, SPLIT_BLOCK):
+    for start in range(0, num_live, SPLIT_BLOCK):
         split = start + tl.arange(0, SPLIT_BLOCK)
-        share = tl.load(logsum + split * items + item, mask=split < num_splits, other=float("-inf"))
+        share = tl.load(logsum + split * items + item, mask=split < num_live, other=float("-inf"))
         tile = (split * items + item)[:, None] * HEAD_DIM + dim[None, :]
         wanted = (share > float("-inf"))[:, None] & in_head[None, :]
         results = tl.load(partial + tile, mask=wanted, other=0.0)

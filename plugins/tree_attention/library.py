@@ -22,7 +22,7 @@ from .plan import Variant, row_blocks
 PTX, CUBIN = "ptx", "cubin"
 PTX_CAPABILITY = 80  # 8.0 and everything newer
 CAPABILITIES = (80, 86, 87, 89, 90, 100, 103, 120, 121)  # Triton 3.9 uses no tensor cores on 7.5
-MAGIC = b"DWKERNEL2"
+MAGIC = b"DWKERNEL3"
 SETTINGS = {  # of Triton, in the environment of a compilation
     "TRITON_INTERPRET": "0",
     "TRITON_DISABLE_LINE_INFO": "1",  # paths of this checkout, which would end up in the fingerprint

@@ -59,10 +59,12 @@ class Arguments(NamedTuple):
 
 
 def arguments(plan: LaunchPlan, operands: Operands, scale: float) -> Arguments:
-    """The kernels' arguments; the workspace is divided into `partial` and `logsum` only here."""
+    """The kernels' arguments; the workspace is divided into `partial`, `logsum` and `live` only here."""
     shape, dtype = plan.shape, plan.variant.dtype
     partial = Pointer(operands.workspace, "fp32")
+    counted = operands.workspace + plan.partial_bytes + plan.logsum_bytes
     logsum = Pointer(operands.workspace + plan.partial_bytes, "fp32") if operands.workspace else partial
+    live = Pointer(counted if operands.workspace else 0, "i32")
     output = Pointer(operands.output, dtype)
     attention: tuple[Argument, ...] = (
         Pointer(operands.query, dtype),
@@ -73,6 +75,7 @@ def arguments(plan: LaunchPlan, operands: Operands, scale: float) -> Arguments:
         output,
         partial,
         logsum,
+        live,
         scale * math.log2(math.e),
         shape.capacity,
         shape.kv_heads,
@@ -82,4 +85,4 @@ def arguments(plan: LaunchPlan, operands: Operands, scale: float) -> Arguments:
         *operands.query_strides,
         *operands.output_strides,
     )
-    return Arguments(attention, (partial, logsum, output, plan.num_splits, *operands.output_strides))
+    return Arguments(attention, (partial, logsum, live, output, plan.num_splits, *operands.output_strides))

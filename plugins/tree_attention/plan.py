@@ -18,7 +18,9 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # by Triton's name of a dtype
 TILE_ITEMS = {"fp32": 2048, "fp16": 8192, "bf16": 8192}
 BLOCK_ROWS = 16  # the least tl.dot multiplies
 MAX_HEAD_DIM = 256
-SPLIT_SLOTS = 256  # a shorter split would spend more on its softmax and its reduction than it saves
+# A split reads at least this many slots for each row of a block. It writes 4 · (D + 1) bytes of partial results for
+# each row and head, which the reduction reads: about half of what the split reads of a cache in 16 bits.
+SLOTS_PER_ROW = 4
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MULTIPROCESSORS = 256  # larger devices are used as if they had this many; workspaces are reserved for it
 SPLIT_BLOCK = 16  # splits that the reduction reads at once
@@ -113,6 +115,11 @@ class Variant:
         return max(16, min(128 if self.block_rows <= 32 else 64, TILE_ITEMS[self.dtype] // self.head_block))
 
     @property
+    def split_slots(self) -> int:
+        """The least cache slots of a split."""
+        return max(self.block_slots, SLOTS_PER_ROW * self.block_rows)
+
+    @property
     def num_warps(self) -> int:
         return 8 if self.block_rows >= 128 or self.dtype == "fp32" else 4
 
@@ -125,6 +132,7 @@ class Variant:
             "GROUP": self.group,
             "BLOCK_M": self.block_rows,
             "BLOCK_N": self.block_slots,
+            "SPLIT_BLOCKS": self.split_slots // self.block_slots,
         }
 
     @property
@@ -168,16 +176,38 @@ class LaunchPlan:
         return self.shape.rows, self.shape.heads, 1
 
     @property
+    def items(self) -> int:
+        """Rows of all heads, H * T: the results of each split."""
+        return self.shape.heads * self.shape.rows
+
+    @property
     def partial_bytes(self) -> int:
-        """The fp32 results [splits, H, T, D], which the workspace begins with; logsum follows."""
-        shape = self.shape
-        return 4 * self.num_splits * shape.heads * shape.rows * shape.head_dim
+        """The fp32 results [splits, H, T, D], which the workspace begins with."""
+        return 4 * self.num_splits * self.items * self.shape.head_dim
+
+    @property
+    def logsum_bytes(self) -> int:
+        """What follows them: [splits, H, T], fp32. The end of the workspace is `live` [H, T], int32."""
+        return 4 * self.num_splits * self.items
 
     @property
     def workspace_bytes(self) -> int:
         if self.num_splits == 1:
             return 0
-        return self.partial_bytes + self.partial_bytes // self.shape.head_dim
+        return self.partial_bytes + self.logsum_bytes + 4 * self.items
+
+    def live_splits(self, length: int) -> int:
+        """The splits that a sequence of `length` committed slots takes, as the kernel counts them on the device."""
+        slots = self.variant.block_slots
+        blocks = -(-min(length + self.shape.columns, self.shape.capacity) // slots)
+        return -(-blocks // max(-(-blocks // self.num_splits), self.variant.split_slots // slots))
+
+    def split_traffic(self, length: int) -> int:
+        """Bytes of partial results that a call writes and reads, if its rows belong to one sequence."""
+        if self.num_splits == 1:
+            return 0
+        live = self.live_splits(length)
+        return 8 * self.items * (1 + (live * (self.shape.head_dim + 1) if live > 1 else 0))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -192,7 +222,7 @@ def plan_launch(shape: Shape, multiprocessors: int) -> LaunchPlan:
     variant = Variant(shape.head_dim, shape.group, shape.dtype, block_rows)
     blocks = -(-shape.rows * shape.group // block_rows) * shape.kv_heads
     room = BLOCKS_PER_MULTIPROCESSOR * min(multiprocessors, MAX_MULTIPROCESSORS) // blocks
-    return LaunchPlan(shape, variant, max(1, min(room, -(-shape.capacity // SPLIT_SLOTS))))
+    return LaunchPlan(shape, variant, max(1, min(room, -(-shape.capacity // variant.split_slots))))
 
 
 def row_block(packed_rows: int, head_dim: int, dtype: str) -> int:
@@ -214,11 +244,15 @@ def row_blocks(packed_rows: int, head_dim: int, dtype: str) -> tuple[int, ...]:
 
 def workspace_bound(largest: Shape) -> int:
     """Workspace bytes that suffice for every call with at most the sizes of `largest`, on every device."""
-    block = row_block(largest.rows * largest.group, largest.head_dim, largest.dtype)
-    by_device = BLOCKS_PER_MULTIPROCESSOR * MAX_MULTIPROCESSORS * block
-    splits = -(-largest.capacity // SPLIT_SLOTS)
-    by_shape = splits * largest.heads * largest.rows if splits > 1 else 0
-    return 4 * min(by_device, by_shape) * (largest.head_dim + 1)
+    blocks, needed = row_blocks(largest.rows * largest.group, largest.head_dim, largest.dtype), 0
+    for block in blocks:
+        rows = largest.rows if block == blocks[-1] else min(largest.rows, block // largest.group)
+        splits = -(-largest.capacity // Variant(largest.head_dim, largest.group, largest.dtype, block).split_slots)
+        if splits > 1:
+            by_device = BLOCKS_PER_MULTIPROCESSOR * MAX_MULTIPROCESSORS * block
+            results = min(by_device, splits * largest.heads * rows)
+            needed = max(needed, 4 * (results * (largest.head_dim + 1) + largest.heads * rows))
+    return needed
 
 
 def bytes_moved(shape: Shape, lengths: Sequence[int]) -> int:

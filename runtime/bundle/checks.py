@@ -86,6 +86,8 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
         raise BundleError(f"the {role}'s precision {spec.precision!r} is unknown to this release: update draftwood")
     require(spec.role == role, f"the {role} is a {spec.role}")
     backend = BACKENDS[spec.backend]
+    computed = spec.precision not in LOW_BIT or spec.precision in backend.precisions
+    require(computed, f"the {role} has matrices of {spec.precision}, which {spec.backend} does not compute")
     stored = spec.cache_precision
     require(stored in ("", *backend.caches), f"the {role}'s keys and values are {stored!r}")
     file = f"{role}.{backend.file}"

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ...models.bindings import ADDITIVE, BITS, COMPACT, HALF, LOW_BIT, activations
+from ...models.bindings import ADDITIVE, BITS, COMPACT, HALF, INTEGERS, LOW_BIT, activations
 from ...models.errors import EngineError
 from ...models.layers import network_of
 from ...plugins.native.cache import check_available, kernel_identity
@@ -157,29 +157,29 @@ def release_of(*packages: str) -> str | None:
 
 ONNXRUNTIME = Backend(
     name="onnxruntime",
-    precisions=("fp32", *LOW_BIT),
+    precisions=("fp32", *INTEGERS),
     file=GRAPH,
     open=open_onnxruntime,
     check_file=check_graph,
     check_machine=check_onnxruntime,
     release=lambda: release_of("onnxruntime", "onnxruntime-gpu"),  # either provides the module
-    blocks=dict.fromkeys(LOW_BIT, 32),
+    blocks=dict.fromkeys(INTEGERS, 32),
     prompt_widths=(96, 128, 192, 256),  # its kernels are most efficient with many rows
     providers=True,
 )
 NATIVE = Backend(
     name="native",
-    precisions=("fp32", *HALF, *LOW_BIT),
+    precisions=("fp32", *HALF, *INTEGERS),
     file=WEIGHTS,
     open=open_native,
     check_file=check_weights,
     check_machine=check_native,
     release=kernel_identity,  # a digest of the kernels' sources, the processor and the compiler
-    blocks=dict.fromkeys(LOW_BIT, BLOCK),  # activations are rounded in blocks of the same size
+    blocks=dict.fromkeys(INTEGERS, BLOCK),  # activations are rounded in blocks of the same size
     scale_bytes=2,
     offsets=native.OFFSETS,
     caches=("fp32", "fp16", "int8"),
-    beside=dict.fromkeys((*HALF, *LOW_BIT), "fp16"),  # where it adds nothing that can be measured: docs/native.md
+    beside=dict.fromkeys((*HALF, *INTEGERS), "fp16"),  # where it adds nothing that can be measured: docs/native.md
     draft_precision="int8",
     panels=True,
     pads=False,
@@ -239,7 +239,7 @@ def slot_bytes(spec: EngineSpec) -> int:
     key = value = model.head_dim * ITEM_BYTES[precision]
     if backend.panels:
         value = whole_panels(model.head_dim) * ITEM_BYTES[precision]
-    scales = 2 * SLOT_SCALE_BYTES if precision in LOW_BIT else 0
+    scales = 2 * SLOT_SCALE_BYTES if precision in INTEGERS else 0
     return model.num_layers * model.num_kv_heads * (key + value + scales)
 
 

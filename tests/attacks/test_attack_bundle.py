@@ -199,6 +199,7 @@ def test_no_number_of_a_manifest_is_more_than_an_error(native_bundle: Path, tmp_
     paths += [("max_length",), ("eos_token_ids",), ("parity", "target"), ("files", "target.weights", "bytes")]
     cases: list[tuple[tuple[str, ...], Any]] = [(path, value) for path in paths for value in (0, 100_000, -1, [2**40])]
     cases += [(path, value) for path in paths[:3] for value in FEW]
+    cases += [(("engines", role, "precision"), "fp8") for role in ("target", "draft")]  # of another backend
     assert survive(native_bundle, tmp_path, cases) > len(cases)
 
 

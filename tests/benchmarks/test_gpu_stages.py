@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda_driver.machine import Machine
 from tensorrt_bundles import demo_bundles
 
 from benchmarks.gpu import tensorrt
-from benchmarks.gpu.check import KERNEL, OWN, SHARED, list_gpu_parts
+from benchmarks.gpu.check import KERNEL, LOW_BIT, OWN, SHARED, list_gpu_parts
 from benchmarks.gpu.report import NotPossible
+from draftwood.builder import pipeline
+from draftwood.builder.engines import plan
+from draftwood.builder.options import BuildOptions
 from draftwood.runtime.engines.rounds import RoundOutcome
 from draftwood.runtime.engines.static.round import Round
 
@@ -41,6 +45,28 @@ def test_every_stage_of_a_bundle_that_works(bundle: Path) -> None:
     texts = found["texts"].figures
     assert texts.pop("device_rounds") >= 2 and texts == {"same_tokens": [12, 12], "same_tokens_by_host": [12, 12]}
     assert min(found["speed"].figures.values()) > 0
+
+
+@pytest.mark.parametrize("precision", LOW_BIT)
+def test_low_bit_bundles_are_built_and_compared(
+    precision: str, tmp_path: Path, gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the stage that builds to the one that compares texts. The stand-in compiles for the precision in `FORMS`."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(plan, "check_compiler", lambda options: None)
+    built = []
+    with demo_bundles(tmp_path, gpu) as open_llm:
+
+        def build(options: BuildOptions, begin: Any) -> None:
+            built.append(options.precision)
+            open_llm(1, None, options.precision).close()
+            (tmp_path / f"1-{options.precision}").rename(options.output)
+
+        monkeypatch.setattr(pipeline, "build", build)
+        found = [
+            tensorrt.check("tensorrt-rtx", stage, precision, str(tmp_path)) for stage in ("build", "load", "texts")
+        ]
+    assert built == [precision] and found[-1].figures["same_tokens"] == [12, 12]
 
 
 def test_passes_that_are_not_captured_fail_the_stage(
@@ -77,5 +103,12 @@ def test_what_works_is_known_before_how_fast_it_is() -> None:
     assert max(index for index, name in enumerate(parts) if "texts" in name) < parts.index("kernel time")
     stages = [name.split(": ")[1] for name in parts if name.startswith(f"tensorrt, {KERNEL}: ")]
     assert stages == ["build", "load", "capture", "first token", "texts", "speed"]
-    assert set(tensorrt.FORMS) == {KERNEL, SHARED, OWN}
+    assert set(tensorrt.FORMS) == {KERNEL, SHARED, OWN, *LOW_BIT}
+    for precision in LOW_BIT:
+        assert [name.split(": ")[1] for name in parts if name.startswith(f"tensorrt-rtx, {precision}: ")] == [
+            "build",
+            "load",
+            "texts",
+            "speed",
+        ]
     assert all(part.seconds <= 60 for part in list_gpu_parts(("7b", "110m"), "") if ", " in part.name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import io
 import subprocess
 import sys
 import zlib
@@ -13,14 +15,14 @@ from typing import Any
 import onnx
 import pytest
 from checkpoints import write_checkpoint
-from hypothesis import given
-from hypothesis import strategies as st
+from compiling import COLUMNS, options
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines import graph
 from draftwood.builder.engines import plan as compile_module
 from draftwood.builder.engines import tensorrt as tensorrt_builder
 from draftwood.builder.engines.export import export
-from draftwood.builder.engines.plan import CompileOptions, check_compiler, compile_plan, profiles, width_families
+from draftwood.builder.engines.plan import check_compiler, compile_plan, profiles
 from draftwood.builder.progress import Step
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models import bindings
@@ -33,15 +35,10 @@ from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES, La
 if not all(map(importlib.util.find_spec, ("tensorrt_rtx", "polygraphy"))):
     pytest.skip("needs the extra tensorrt-rtx", allow_module_level=True)
 
-WIDTHS, COLUMNS, CAPACITY = (1, 4, 16, 32), 64, 256
+CAPACITY = 256
 MAGIC = b"vtrt"  # every plan begins with it
 MATRIX_BYTES = 2 * (2 * (512 * 512 + 256 * 512 + 3 * 512 * 1024) + 512 * 288)  # of the checkpoint "wide" in fp16
 Compile = Callable[..., TensorRTPlan]
-
-
-def options(**changes: Any) -> CompileOptions:
-    given: dict[str, Any] = {"precision": "fp16", "compute_capabilities": ("8.0",), "plugin": False}
-    return CompileOptions("tensorrt-rtx", widths=WIDTHS, **{"columns": COLUMNS} | given | changes)
 
 
 def quiet(step: Step) -> Callable[[], None]:
@@ -101,10 +98,11 @@ def test_low_bit_matrices_stay_low_bit_in_the_plan(compiled: Compile, tmp_path: 
     """With fp16 activations: a plan that had unpacked its weights would be as large as the fp16 one."""
     sizes = {}
     for precision in ("fp16", *bindings.LOW_BIT):
-        plan = compiled(precision=precision, shape="wide")
+        plan = compiled(precision=precision, shape="wide", compute_capabilities=("8.9",))
         assert plan.layers.attention == 2 and plan.layers.kv_cache_update == 4
         sizes[precision] = (tmp_path / "draft.plan").stat().st_size
     assert sizes["fp16"] - sizes["int8"] > 0.5 * MATRIX_BYTES / 2
+    assert sizes["fp16"] - sizes["fp8"] > 0.5 * MATRIX_BYTES / 2
     assert sizes["fp16"] - sizes["int4"] > 0.5 * MATRIX_BYTES * 3 / 4
 
 
@@ -193,6 +191,39 @@ def test_an_interruption_ends_the_build(
     assert not (tmp_path / "draft.plan").exists()
 
 
+def test_a_full_disk_ends_the_build(compiled: Compile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is written while it is made; an error of the file is the build's."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = tensorrt_builder.stream_writer
+    monkeypatch.setattr(tensorrt_builder, "stream_writer", lambda trt, file: writer(trt, Full()))
+    with pytest.raises(OSError, match="No space left"):
+        compiled()
+    assert not (tmp_path / "draft.plan").exists()
+
+
+def test_weights_beside_a_graph_are_mapped(compiled: Compile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the plan is as large as that of a graph which holds them."""
+    compiled(shape="wide")
+    inside = (tmp_path / "draft.plan").stat().st_size
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
+    held = []
+    parse = tensorrt_builder.parse
+
+    def parsed(*arguments: Any) -> tensorrt_builder.Parsed:
+        held.append(parse(*arguments))
+        return held[-1]
+
+    monkeypatch.setattr(compile_module, "parse", parsed)
+    compiled(shape="wide")
+    (file,) = held[0].weights
+    assert file == tmp_path / "draft.onnx.data" and held[0].weights[file].nbytes > MATRIX_BYTES
+    assert abs((tmp_path / "draft.plan").stat().st_size - inside) < 100_000
+
+
 def test_what_tensorrt_cannot_compile_is_refused_in_its_words(checkpoints: Any, tmp_path: Path) -> None:
     node = onnx.helper.make_node("Mystery", ["input_ids"], ["logits"], name="layers.0/mystery", domain="elsewhere")
     value = onnx.helper.make_tensor_value_info
@@ -204,54 +235,6 @@ def test_what_tensorrt_cannot_compile_is_refused_in_its_words(checkpoints: Any, 
     )
     with pytest.raises(ConfigError, match=r"cannot compile the draft: .*Mystery"):
         compile_plan(tmp_path / "draft.onnx", tmp_path / "plan", checkpoints("gqa").config, options(), quiet)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"compute_capabilities": ("9.0",)}, r"not for 9\.0: .*--backend tensorrt "),
-        ({"compute_capabilities": ("8.0", "10.0")}, r"not for 10\.0"),
-        ({"compute_capabilities": ("sm_80",)}, "not for sm_80"),
-        ({"compute_capabilities": ("8.0", "8.0")}, "twice"),
-        (
-            {"precision": "bf16", "compute_capabilities": ("7.5", "8.0")},
-            r"no bf16 for SM 7\.5: choose --precision fp16",
-        ),
-        ({"precision": "int4", "compute_capabilities": ("7.5",)}, "no int4 for SM"),
-        ({"precision": "fp32", "compute_capabilities": ("7.5",)}, "no fp32 for SM"),
-        ({"precision": "int3"}, "choose fp16, bf16, fp32"),
-        ({"timing_cache": Path("x")}, "--timing-cache"),
-        ({"workspace": 0}, "at least 1 MiB"),
-        ({"max_batch": 2}, "--no-plugin"),
-    ],
-)
-def test_limits_are_checked_before_anything_is_built(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        options(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"backend": "abacus"}, "tensorrt, tensorrt-rtx"),
-        ({"backend": "tensorrt", "compute_capabilities": ("8.0",)}, "leave out --compute-capability"),
-        ({"columns": 8}, "more than 8"),
-    ],
-)
-def test_contradictions_are_refused(changes: dict[str, Any], named: str) -> None:
-    given: dict[str, Any] = {"backend": "tensorrt-rtx", "precision": "fp16", "widths": WIDTHS, "columns": COLUMNS}
-    with pytest.raises(ConfigError, match=named):
-        CompileOptions(**given | changes)
-
-
-@given(st.sets(st.integers(2, 300)).map(lambda more: (1, *sorted(more))))
-def test_every_width_is_in_one_family(widths: tuple[int, ...]) -> None:
-    families = width_families(widths)
-    for width in widths:
-        assert sum(family.minimum <= width <= family.maximum for family in families) == 1
-    assert families[0].minimum == 1 and families[-1].maximum == widths[-1]
-    assert all(family.minimum <= family.optimum <= family.maximum for family in families)
-    assert {family.optimum for family in families} <= set(widths)
 
 
 def test_profiles_span_rows_columns_and_scored_rows() -> None:
@@ -292,7 +275,7 @@ def test_a_missing_package_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tensorrt_builder, "load_tensorrt", absent)
     with pytest.raises(ConfigError, match=r"pip install 'draftwood\[tensorrt\]'"):
-        check_compiler(CompileOptions("tensorrt", "fp16", WIDTHS, COLUMNS))
+        check_compiler(options(backend="tensorrt", compute_capabilities=()))
 
 
 def test_a_package_that_was_imported_too_early_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -77,6 +78,22 @@ def test_no_block_errs_more_than_rounding_to_its_largest_number_would(
 
 
 @settings(max_examples=40)
+@given(matrix=matrices())
+def test_fp8_errs_by_half_a_step_of_its_mantissa_or_of_its_smallest_numbers(matrix: NDArray[np.float32]) -> None:
+    """3 bits of mantissa; below 2^-6 steps of 2^-9; and the rounding of the fp16 scale, by which the largest weight may
+    be clipped."""
+    stored = FORMATS["tensorrt", "fp8"].quantize("matrix", matrix)
+    assert stored.codes.dtype == ml_dtypes.float8_e4m3fn and np.isfinite(stored.codes.astype(np.float32)).all()
+    scales = np.repeat(stored.scales, 128, 1)
+    assert (scales.astype(np.float16) == scales).all()
+    clipped = np.maximum(np.abs(matrix) - 448 * scales, 0)
+    limit = np.maximum(np.abs(matrix) / 16, scales * 2.0**-10) * 1.001 + clipped
+    assert (np.abs(stored.dequantized() - matrix) <= limit).all()
+    exact = scales > 1e-3  # an fp16 number of 11 bits
+    assert (clipped[exact] <= np.abs(matrix[exact]) * 2.0**-10).all()
+
+
+@settings(max_examples=40)
 @given(matrix=matrices(), exponent=st.sampled_from([-40, -20, -9, 0]))
 def test_the_kernels_round_to_8_bits_as_numpy_does(matrix: NDArray[np.float32], exponent: int) -> None:
     """Bit for bit: a block's scale is the fp16 number nearest to its peak over 127. Also of blocks that fp16 can hardly
@@ -138,7 +155,7 @@ def test_dequantize_linear_gives_the_oracles_weights_bit_for_bit(bits: int, tmp_
     np.testing.assert_array_equal(found, expected.T)
 
 
-@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+@pytest.mark.parametrize("precision", bindings.INTEGERS)
 @pytest.mark.parametrize("shape", ["gqa", "tied", "biases", "demo draft"])
 def test_engines_compute_with_exactly_the_oracles_weights(shape: str, precision: str, tmp_path: Path) -> None:
     """With fp32 activations an engine agrees with torch on the dequantised weights as closely as an fp32 engine does;
@@ -168,7 +185,7 @@ def test_parity_sees_another_weight(tmp_path: Path) -> None:
         largest_difference(engine, score_rows(other, weights.config, rows_of(engine.spec)))
 
 
-@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+@pytest.mark.parametrize("precision", bindings.INTEGERS)
 def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, tmp_path: Path) -> None:
     open_engine(DEMO / "target", "onnxruntime", precision, tmp_path / "target.onnx")
     options = onnxruntime.SessionOptions()
@@ -268,7 +285,7 @@ def test_large_low_bit_weights_stand_beside_the_graph(tmp_path: Path, monkeypatc
     assert_same_bits(*(one_by_one(engine, [1], [5, 6]) for engine in (whole, beside)))
 
 
-@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+@pytest.mark.parametrize("precision", bindings.INTEGERS)
 def test_onnx_runtime_gives_a_chain_the_bits_of_plain_decoding(precision: str, tmp_path: Path) -> None:
     """In passes of two rows or more, and in chains: its attention adds in vector lanes, so that a tree, whose paths
     leave slots out, may differ in the last bit, and rounded activations may make more of it."""
@@ -280,7 +297,7 @@ def test_onnx_runtime_gives_a_chain_the_bits_of_plain_decoding(precision: str, t
         assert_same_bits(in_one_pass(engine, range(5, 45), chain, range(10), width), expected)
 
 
-@pytest.mark.parametrize("precision", bindings.LOW_BIT)
+@pytest.mark.parametrize("precision", bindings.INTEGERS)
 def test_speculative_text_is_plain_text(precision: str, tmp_path: Path) -> None:
     options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", precision=precision)
     manifest = build(options, lambda step: lambda: None).manifest

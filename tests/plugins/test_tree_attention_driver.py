@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("no_faults")
 SHAPE = Shape(1, 8, 2, 3, 5, 4096, 64, "fp16")
 STRIDES = (192, 64)
 OPERANDS = Operands(16, 32, 48, 60, 61, 64, 80, STRIDES, STRIDES)
-# Eighteen and six parameters, and the two that Triton adds.
-PARAMETERS = {ATTENTION: "<8Qf9i2Q", COMBINE: "<2Q4i2Q"}
+# Nineteen and seven parameters, and the two that Triton adds.
+PARAMETERS = {ATTENTION: "<9Qf9i2Q", COMBINE: "<4Q3i2Q"}
 TREE = Case(2, 4, 7, 5, 600, (250, 3), 64, "fp16", multiprocessors=4)
 
 
@@ -73,15 +73,16 @@ def test_both_kernels_are_launched_with_every_parameter(h100: Machine) -> None:
     calls = layout(launcher.multiprocessors)
     launcher.launch(calls, OPERANDS, 0.125, stream)
     attention, combine = h100.launches
-    assert attention[:4] == (ATTENTION, (1, 2, 16), (128, 1, 1), 1024)
+    assert attention[:4] == (ATTENTION, (1, 2, 32), (128, 1, 1), 1024)
     assert combine[:4] == (COMBINE, (3, 8, 1), (128, 1, 1), 1024)
     values = struct.unpack(PARAMETERS[ATTENTION], b"".join(attention.values))
     logsum = 80 + calls.partial_bytes
-    assert values[:8] == (16, 32, 48, 60, 61, 64, 80, logsum)
-    assert values[8] == pytest.approx(0.125 * 1.442695) and values[9:14] == (4096, 2, 3, 5, 16)
-    assert values[14:] == (*STRIDES, *STRIDES, 0, 0)
+    live = logsum + calls.logsum_bytes
+    assert values[:9] == (16, 32, 48, 60, 61, 64, 80, logsum, live)
+    assert values[9] == pytest.approx(0.125 * 1.442695) and values[10:15] == (4096, 2, 3, 5, 32)
+    assert values[15:] == (*STRIDES, *STRIDES, 0, 0)
     found = struct.unpack(PARAMETERS[COMBINE], b"".join(combine.values))
-    assert found == (80, logsum, 64, 16, *STRIDES, 0, 0)
+    assert found == (80, logsum, live, 64, 32, *STRIDES, 0, 0)
 
 
 def test_one_split_needs_no_reduction(h100: Machine) -> None:

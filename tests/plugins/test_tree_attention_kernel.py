@@ -73,12 +73,13 @@ def test_sequences_without_rows_and_regions_in_any_order(worker: ProcessPoolExec
     check(worker, case)
 
 
-@pytest.mark.parametrize("length", [20, 700])
-def test_more_splits_than_blocks(worker: ProcessPoolExecutor, length: int) -> None:
-    """A short context in a large cache: many splits see nothing, and the reduction reads nothing of theirs. Those that
-    see something are one, or more than it reads at once."""
+@pytest.mark.parametrize(("length", "live"), [(20, 1), (700, 11), (1400, 22)])
+def test_more_splits_than_a_text_needs(worker: ProcessPoolExecutor, length: int, live: int) -> None:
+    """Short contexts in a large cache: one split, which writes the output, or as many as the reduction reads at once,
+    or more."""
     case = Case(1, 1, 3, 0, 8192, (length,), 64, "fp32", multiprocessors=132)
-    assert plan_launch(case.tensors().shape(), 132).num_splits == 32
+    layout = plan_launch(case.tensors().shape(), 132)
+    assert layout.num_splits == 128 and layout.live_splits(length) == live
     check(worker, case)
 
 

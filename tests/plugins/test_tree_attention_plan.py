@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from bundling import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.plugins.tree_attention.plan import (
     BLOCKS_PER_MULTIPROCESSOR,
     ITEM_BYTES,
-    SPLIT_SLOTS,
     Shape,
     bytes_moved,
     plan_launch,
@@ -48,7 +49,7 @@ def test_every_row_is_in_exactly_one_block_and_splits_stay_in_bounds(shape: Shap
     assert (blocks - 1) * layout.variant.block_rows < packed <= blocks * layout.variant.block_rows
     assert heads == shape.sequences * shape.kv_heads
     assert splits == 1 or blocks * shape.kv_heads * splits <= BLOCKS_PER_MULTIPROCESSOR * multiprocessors
-    assert splits == 1 or (splits - 1) * SPLIT_SLOTS < shape.capacity
+    assert splits == 1 or (splits - 1) * layout.variant.split_slots < shape.capacity
     assert layout.variant.block_rows in row_blocks(packed, shape.head_dim, shape.dtype)
     assert (layout.workspace_bytes > 0) == (splits > 1)
 
@@ -81,6 +82,39 @@ def test_a_long_cache_is_split_over_the_device_however_many_sequences_share_it()
     assert plan_launch(LLAMA, 132).num_splits == 32
     assert plan_launch(replace(LLAMA, capacity=256), 132).num_splits == 1
     assert plan_launch(replace(LLAMA, sequences=8), 132).grid == (1, 64, 32)
+
+
+def test_a_short_text_takes_few_splits_and_one_split_writes_no_partial_results() -> None:
+    """A split of 16 rows has 256 slots, one of a single row 64, as long as the grid has enough of them."""
+    tree, row = plan_launch(LLAMA, 132), plan_launch(replace(LLAMA, rows=1, columns=1), 132)
+    assert [tree.live_splits(length) for length in (0, 240, 241, 1024, 8176, 9000)] == [1, 1, 2, 5, 32, 32]
+    assert [row.live_splits(length) for length in (0, 63, 64, 1024, 8191)] == [1, 1, 2, 17, 32]
+    assert tree.split_traffic(100) == 8 * 32 * 16
+    assert tree.split_traffic(1024) == 8 * 32 * 16 * (1 + 5 * 129)
+    assert plan_launch(replace(LLAMA, capacity=256), 132).split_traffic(100) == 0
+
+
+@given(shapes(), st.integers(1, 400), st.integers(0, 65536))
+def test_partial_results_are_less_than_what_is_read_of_the_cache(
+    shape: Shape, multiprocessors: int, length: int
+) -> None:
+    """Half as much, beside a last split that is not full and the padding of rows and heads to blocks."""
+    layout = plan_launch(shape, multiprocessors)
+    live, slots = layout.live_splits(length), min(length + shape.columns, shape.capacity)
+    assert 1 <= live <= layout.num_splits
+    assert live == 1 or (live - 1) * layout.variant.split_slots < slots
+
+
+def test_the_table_of_least_times_counts_these_bytes() -> None:
+    """docs/gpu.md: heads of Llama-3.1-8B in a plan for 8k slots."""
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split("## Least times of attention")[1]
+    rows = [line.split(" | ") for line in text.split("\n## ")[0].splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == 8
+    for cells in rows:
+        context, count = int(cells[0].strip("| ").replace(",", "")), int(cells[1])
+        shape = replace(LLAMA, rows=count, columns=count, capacity=8192 + 64)
+        assert float(cells[2]) == round(bytes_moved(shape, [context]) / 1e6, 1)
+        assert float(cells[-1].strip("| ")) == round(plan_launch(shape, 132).split_traffic(context) / 1e6, 1)
 
 
 def test_heads_of_a_group_share_a_block() -> None:

@@ -60,6 +60,19 @@ def test_the_kernel_equals_the_oracle(name: str) -> None:
     check(*SAMPLE[name])
 
 
+@pytest.mark.parametrize(("length", "live"), [(20, 1), (250, 2), (1500, 12)])
+def test_partial_results_are_those_of_the_splits_that_a_text_needs(length: int, live: int) -> None:
+    """The grid has 32 splits for any length."""
+    from ptx.launches import attend, for_capability
+
+    case = Case(1, 4, 3, 0, 4096, (length,), 64, "fp16", multiprocessors=16)
+    plan = plan_launch(case.tensors().shape(), case.multiprocessors)
+    answer = attend(case, for_capability(80, portable=True))
+    assert plan.grid[2] == 32 and plan.live_splits(length) == live
+    assert answer.split_traffic == plan.split_traffic(length)
+    np.testing.assert_allclose(answer.output, case.tensors().expected(), rtol=0, atol=TOLERANCES["fp16"])
+
+
 def test_the_sample_has_splits_blocks_and_regions_in_any_order() -> None:
     def plan(name: str) -> tuple[int, int, int]:
         _, case = SAMPLE[name]

@@ -78,7 +78,7 @@ def parameter(number: int, other: int) -> Change:
 
 SWIZZLED_128, SWIZZLED_64 = (mode << 62 | 64 << 32 for mode in (1, 2))  # of a descriptor: its fields but the start
 PAIR = r"(mov\.b64 \t%rd\d+, \{)(%r\d+), (%r\d+)\}"
-CAPACITY, ROWS, COLUMNS, QUERY_HEAD, QUERY_ROW, OUTPUT_HEAD, OUTPUT_ROW = 9, 11, 12, 14, 15, 16, 17
+CAPACITY, ROWS, COLUMNS, QUERY_HEAD, QUERY_ROW, OUTPUT_HEAD, OUTPUT_ROW = 10, 12, 13, 15, 16, 17, 18
 CHANGES: dict[str, tuple[Case, int, Change]] = {
     "no wait for copies": (SMALL, 80, everywhere(r"cp\.async\.wait_group \t\d+;", "")),
     "waits leave a group more": (

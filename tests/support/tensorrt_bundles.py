@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from bundling import DEMO
@@ -23,7 +23,12 @@ from draftwood.runtime.engines.compatibility import LayerReport, TensorRTPlan
 from draftwood.runtime.engines.static import tensorrt
 
 MAX_LENGTH, WIDTHS = 160, (1, 2, 4, 8, 16, 32)
-OpenLLM = Callable[[int, SpeculativeConfig | None], LLM]
+
+
+class OpenLLM(Protocol):
+    """Opens the demo pair, built for so many requests in a pass."""
+
+    def __call__(self, max_batch: int, config: SpeculativeConfig | None, precision: str = "fp32") -> LLM: ...
 
 
 def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: CompileOptions, begin: Any) -> TensorRTPlan:
@@ -35,7 +40,7 @@ def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: Compil
 
 @contextmanager
 def demo_bundles(folder: Path, gpu: Machine) -> Iterator[OpenLLM]:
-    """Opens the demo pair, built for so many requests in a pass."""
+    """Bundles are built when they are opened first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "compile_plan", graph_as_plan)
         patch.setattr(make, "runs_here", lambda plan: False)
@@ -43,19 +48,20 @@ def demo_bundles(folder: Path, gpu: Machine) -> Iterator[OpenLLM]:
         patch.setattr(tensorrt, "tensorrt_logger", lambda backend: None)
         patch.setattr(tensorrt, "installed_packages", lambda: {"tensorrt-rtx": "1.7.1"})
 
-        def open_llm(max_batch: int, config: SpeculativeConfig | None) -> LLM:
-            bundle = folder / str(max_batch)
+        def open_llm(max_batch: int, config: SpeculativeConfig | None, precision: str = "fp32") -> LLM:
+            name = str(max_batch) if precision == "fp32" else f"{max_batch}-{precision}"
+            bundle = folder / name
             options = BuildOptions(
                 DEMO / "target",
                 DEMO / "draft",
                 bundle,
                 backend="tensorrt-rtx",
-                precision="fp32",
+                precision=precision,
                 max_length=MAX_LENGTH,
                 widths=WIDTHS,
                 max_batch=max_batch,
                 compute_capability=("8.9",),
-                graphs=folder / f"graphs-{max_batch}",
+                graphs=folder / f"graphs-{name}",
             )
             if not bundle.exists():
                 build(options, lambda step: lambda: None)

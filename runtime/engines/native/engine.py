@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models import bindings, layers
-from ....models.bindings import LOW_BIT
+from ....models.bindings import INTEGERS
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
@@ -84,7 +84,7 @@ class NativeKVCache(GrowingKVCache):
         heads = (model.num_layers, model.num_kv_heads)
         self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), dtype)
         self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), dtype)
-        self.scales = np.zeros((2, *heads, slots), np.float32) if stored in LOW_BIT else None
+        self.scales = np.zeros((2, *heads, slots), np.float32) if stored in INTEGERS else None
         scales = (None, None) if self.scales is None else map(address, self.scales)
         form = FORMATS.index(stored or "fp32")
         self.structure = Cache(address(self.keys), address(self.values), *scales, slots, form)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.bindings import ACCEPTANCE as ACCEPTANCE_OUTPUT
-from ....models.bindings import BITS, LOW_BIT
+from ....models.bindings import BITS, INTEGERS
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
 from ....models.layers import EMBEDDING, Matrix, Network, network_of
@@ -59,7 +59,7 @@ def layout_of(precision: str) -> str:
 
 def packed_network(config: LlamaConfig, precision: str) -> Network:
     """The description of a model, with a feed-forward size that divides into blocks."""
-    block = BLOCK if precision in LOW_BIT else 1  # the feed-forward size is padded to whole blocks
+    block = BLOCK if precision in INTEGERS else 1  # the feed-forward size is padded to whole blocks
     return network_of(replace(config, intermediate_size=-(-config.intermediate_size // block) * block))
 
 
@@ -84,7 +84,7 @@ def expected_tensors(
     def matrix(part: Matrix) -> Iterator[tuple[str, Stored]]:
         name, inputs, rows = part.name, part.inputs, packed_rows(part)
         count = rows // PANEL
-        if precision in LOW_BIT:
+        if precision in INTEGERS:
             yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
             blocks, pair = blocks_of(precision, name, inputs), (2,) if precision in OFFSETS else ()
             yield f"{name}.scales", Stored("U16", (count, blocks, *pair, PANEL))

@@ -69,10 +69,18 @@ class OnnxRuntimeEngine(SoloEngine):
     Runtime copies them to and from the GPU."""
 
     def __init__(
-        self, path: Path, spec: EngineSpec, threads: int = 0, provider: str = "cpu", private: bool = False
+        self,
+        path: Path,
+        spec: EngineSpec,
+        threads: int = 0,
+        provider: str = "cpu",
+        private: bool = False,
+        unprepared: bool = False,
     ) -> None:
         """Open `path`. threads: 0 lets ONNX Runtime choose. private: read the data file into memory, where ONNX Runtime
-        would map it. Raises EngineError when the file or the provider cannot be used."""
+        would map it. unprepared: keep no converted copy of a weight; every pass converts what it reads, which takes
+        less memory than a model and, for a few passes, less time. Raises EngineError when the file or the provider
+        cannot be used."""
         try:
             import onnxruntime
         except ModuleNotFoundError as error:
@@ -82,6 +90,11 @@ class OnnxRuntimeEngine(SoloEngine):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        if unprepared:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # The default order converts all weights of the graph first.
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+            options.add_session_config_entry("session.disable_prepacking", "1")
         # 4: products with low-bit weights round the activations of a row to int8 by blocks, which is several times
         # faster. 1: fp32.
         accuracy = "4" if spec.precision in bindings.LOW_BIT else "1"

@@ -25,10 +25,12 @@ Images = Callable[[str, Variant], Image]
 
 
 class Answer(NamedTuple):
-    """output [1, H, T, D] fp32; read: which bytes of keys and of values were read, each [H_kv, C, D * item]."""
+    """output [1, H, T, D] fp32; read: which bytes of keys and of values were read, each [H_kv, C, D * item];
+    split_traffic: bytes of the workspace that were written, and those that were read."""
 
     output: NDArray[np.float32]
     read: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+    split_traffic: int
 
 
 def for_capability(capability: int, portable: bool = False) -> Images:
@@ -67,7 +69,12 @@ def attend(case: Case, images: Images) -> Answer:
     by_row = found.reshape(1, shape.rows, shape.heads, shape.head_dim)
     cache = shape.kv_heads, shape.capacity, -1
     read = [memory.read_bytes(address, tensors.key.nbytes).reshape(cache) for address in (key, value)]
-    return Answer(by_row.swapaxes(1, 2), (read[0], read[1]))
+    traffic = 0
+    if plan.workspace_bytes:
+        numbers = memory.get(operands.workspace, plan.workspace_bytes).view(np.uint32)
+        fetched = memory.read_bytes(operands.workspace, plan.workspace_bytes)
+        traffic = 4 * np.count_nonzero(numbers != np.uint32(0xFFFFFFFF)) + np.count_nonzero(fetched)
+    return Answer(by_row.swapaxes(1, 2), (read[0], read[1]), traffic)
 
 
 def sizes(case: Case) -> int:
