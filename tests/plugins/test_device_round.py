@@ -39,8 +39,8 @@ class HostRounds:
     """The same rounds by the proposer and the verifier."""
 
     def __init__(self, shape: RoundShape, target: Ranker, draft: Ranker, kept_tokens: tuple[int, ...]) -> None:
-        self._shape, self._target = shape, RankingEngine(target)
-        self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, kept_tokens))
+        self._shape, self._target = shape, RankingEngine(target, VOCABULARY)
+        self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, VOCABULARY, kept_tokens))
         self._cache.committed = list(PROMPT[:-1])
         self._root = PROMPT[-1]
         self._sampler = Sampler(SamplingParams(temperature=0), PROMPT, (), VOCABULARY)

@@ -1,0 +1,170 @@
+"""Draws from rows of logits above temperature 0, on the device, in the OpenAI Triton language.
+
+A row's weights are exp((logit - peak) / temperature) in fp64, and 0 for logits below peak + offset; `settings` are
+(temperature, offset). A row is cut into blocks. The sum of its weights is the sum of the blocks' sums, always in the
+same order, so that every kernel finds the same number. The token of a uniform number u is the first whose cumulative
+weight exceeds u times the sum: first its block, then its place in the block.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["columns", "blocks"])
+def peaks(logits, block_peaks, columns, blocks, BLOCK: tl.constexpr):
+    """Grid (rows, blocks): the largest logit of each block of logits [rows, V = columns]; +inf if one is NaN."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row.to(tl.int64) * columns + column, mask=column < columns, other=float("-inf"))
+    tl.store(block_peaks + row * blocks + block, tl.max(tl.where(logit == logit, logit, float("inf")), axis=0))
+
+
+@triton.jit(do_not_specialize=["columns", "blocks", "num_names", "stride"])
+def weigh(
+    logits,
+    block_peaks,
+    settings,
+    sums,
+    weights,
+    names,
+    columns,
+    blocks,
+    num_names,
+    stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (rows, blocks): the sum of the weights of each block. weights [rows, stride]: of each token, if `stride` is
+    not 0; names [num_names]: the token of each column of a trimmed draft."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    weight = weights_at(
+        logits + row.to(tl.int64) * columns, column, columns, peak_of(block_peaks, row, blocks, BLOCKS), settings
+    )
+    tl.store(sums + row * blocks + block, tl.sum(weight, axis=0))
+    token = tl.where(num_names > 0, tl.load(names + column, mask=inside & (num_names > 0), other=0), column)
+    tl.store(weights + row.to(tl.int64) * stride + token, weight, mask=inside & (stride > 0))
+
+
+@triton.jit(do_not_specialize=["columns", "blocks", "num_names", "layer", "slot"])
+def extend(
+    logits,
+    block_peaks,
+    settings,
+    sums,
+    uniforms,
+    names,
+    tokens,
+    parents,
+    depths,
+    slots,
+    values,
+    frontier,
+    totals,
+    masses,
+    shares,
+    row_peaks,
+    columns,
+    blocks,
+    num_names,
+    layer,
+    slot,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (1,): draw the token of a chain's node layer + 1 from logits [V = columns], and make it the next frontier.
+    slot: of the node in the draft's cache; -1 if the draft will not score it. masses[layer]: the sum of the weights;
+    shares[layer]: the token's probability; row_peaks[layer]: the peak. All values are equal, so rows stand in the order
+    of creation."""
+    peak = peak_of(block_peaks, 0, blocks, BLOCKS)
+    mass = mass_of(sums, 0, blocks, BLOCKS)
+    block = tl.arange(0, BLOCKS)
+    chosen, rest = find(tl.load(sums + block, mask=block < blocks, other=0.0), tl.load(uniforms + layer) * mass, BLOCKS)
+    weight = weights_at(logits, chosen * BLOCK + tl.arange(0, BLOCK), columns, peak, settings)
+    place, _ = find(weight, rest, BLOCK)
+    column = chosen * BLOCK + place
+    share = tl.sum(tl.where(tl.arange(0, BLOCK) == place, weight, 0.0), axis=0) / mass
+    token = tl.where(num_names > 0, tl.load(names + column, mask=num_names > 0, other=0), column)
+    child = layer + 1
+    tl.store(tokens + child, token)
+    tl.store(parents + child, layer)
+    tl.store(depths + child, child)
+    tl.store(slots + child, slot)
+    tl.store(values + child, tl.full((), 0.0, tl.float64))
+    tl.store(frontier + child, child)
+    tl.store(totals + child, child + 1)
+    tl.store(masses + layer, mass)
+    tl.store(shares + layer, share)
+    tl.store(row_peaks + layer, peak)
+
+
+@triton.jit(do_not_specialize=["columns", "blocks", "size"])
+def draw(
+    logits,
+    block_peaks,
+    settings,
+    sums,
+    uniforms,
+    row_nodes,
+    depths,
+    drawn,
+    row_peaks,
+    columns,
+    blocks,
+    size,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (size + 1,): draw a token after each row of a tree. Rows of one depth use the same uniform number: one of
+    them is on the accepted path."""
+    row = tl.program_id(0)
+    node = tl.load(row_nodes + row)
+    uniform = tl.load(uniforms + tl.load(depths + node, mask=node >= 0, other=0))
+    peak = peak_of(block_peaks, row, blocks, BLOCKS)
+    block = tl.arange(0, BLOCKS)
+    at = uniform * mass_of(sums, row, blocks, BLOCKS)
+    chosen, rest = find(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0), at, BLOCKS)
+    column = chosen * BLOCK + tl.arange(0, BLOCK)
+    place, _ = find(weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings), rest, BLOCK)
+    tl.store(drawn + row, (chosen * BLOCK + place).to(tl.int64))
+    tl.store(row_peaks + row, peak)
+
+
+@triton.jit
+def peak_of(block_peaks, row, blocks, BLOCKS: tl.constexpr):
+    """The largest logit of a row."""
+    block = tl.arange(0, BLOCKS)
+    return tl.max(tl.load(block_peaks + row * blocks + block, mask=block < blocks, other=float("-inf")), axis=0)
+
+
+@triton.jit
+def mass_of(sums, row, blocks, BLOCKS: tl.constexpr):
+    """The sum of a row's weights."""
+    block = tl.arange(0, BLOCKS)
+    return tl.sum(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0), axis=0)
+
+
+@triton.jit
+def weights_at(logits, column, columns, peak, settings):
+    """The weights of these columns; 0 outside of the row."""
+    logit = tl.load(logits + column, mask=column < columns, other=float("-inf"))
+    temperature, offset = tl.load(settings), tl.load(settings + 1)
+    least = (peak.to(tl.float64) + offset).to(tl.float32)
+    weight = tl.exp((logit.to(tl.float64) - peak.to(tl.float64)) / temperature)
+    return tl.where((logit >= least) & (column < columns), weight, 0.0)
+
+
+@triton.jit
+def find(weights, at, COUNT: tl.constexpr):
+    """The first index whose cumulative weight exceeds `at`, and what `at` exceeds the weights before it by. Never an
+    index of weight 0: a rounding error at the end selects the last of the others."""
+    index = tl.arange(0, COUNT)
+    positive = weights > 0
+    first = tl.min(tl.where(positive & (tl.cumsum(weights, axis=0) > at), index, COUNT), axis=0)
+    chosen = tl.minimum(first, tl.max(tl.where(positive, index, 0), axis=0))
+    return chosen, at - tl.sum(tl.where(index < chosen, weights, 0.0), axis=0)
