@@ -51,7 +51,7 @@ class HostRounds:
         return self._proposer.pending
 
     def run(self) -> tuple[TokenTree, Acceptance]:
-        depth, size, width = self._shape
+        depth, size, width = self._shape[:3]
         graph, grower = TokenGraph(self._root), BestFirst(size, depth, width, NO_MERGER)
         run(self._proposer.propose(graph, grower, Fixed(), self._sampler, seeded_streams(0).draft, True))
         tree = unroll(graph, size, depth)

@@ -60,8 +60,8 @@ class Ranker:
 
 
 class Scorer:
-    """Logits [num_logits] that depend on the context, and their ranking. other: a draft that they are like, to the degree
-    `share`; `names`: the tokens of its columns."""
+    """Logits [num_logits] that depend on the context, and their ranking. other: a draft that they are like, to the
+    degree `share`; `names`: the tokens of its columns."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class DeviceRounds:
         self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
         for each in self.caches:
             each.write(0, text[:-1], range(len(text) - 1))
-        self._length, self._read, self._text = len(text) - 1, len(text) - 1, list(text)
+        self.restart(text)
         names = self.device.allocate(4 * len(kept_tokens))
         array_at(names.address, (len(kept_tokens),), np.int32)[:] = kept_tokens
         layers = [self._pass(1, shape.width, layer * shape.width) for layer in range(shape.depth - 1)]
@@ -226,6 +226,10 @@ class DeviceRounds:
         width = widths(rows)
         shape = PassShape(width, mask_columns(width, first + width, 99), 1 if last_only else width)
         return DevicePass(self._machine, self.device, self.caches[cache], shape)
+
+    def restart(self, text: Sequence[int]) -> None:
+        """Begin anew with the text of the first round."""
+        self._length, self._read, self._text = len(text) - 1, len(text) - 1, list(text)
 
     def run(self, draws: RoundDraws | None = None) -> RoundOutcome:
         """A round; afterwards both caches hold what it has accepted."""
