@@ -21,6 +21,8 @@ def chances(
     block_peaks,
     settings,
     sums,
+    bounds,
+    lasts,
     weights,
     masses,
     tokens,
@@ -37,7 +39,8 @@ def chances(
     for row in range(depth):
         peak = peak_of(block_peaks, row, blocks, BLOCKS)
         x = tl.load(tokens + row + 1)
-        P = weights_at(logits + row.to(tl.int64) * columns, x, columns, peak, settings)
+        bound, last = tl.load(bounds + row), tl.load(lasts + row)
+        P = weights_at(logits + row.to(tl.int64) * columns, x, columns, peak, settings, bound, last)
         P /= mass_of(sums, row, blocks, BLOCKS)
         Q = tl.load(weights + row.to(tl.int64) * columns + x) / tl.load(masses + row)
         p = tl.minimum(p * P / Q, 1.0)
@@ -52,6 +55,8 @@ def excess(
     block_peaks,
     settings,
     sums,
+    bounds,
+    lasts,
     weights,
     masses,
     pi,
@@ -65,7 +70,8 @@ def excess(
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     peak, mass = peak_of(block_peaks, row, blocks, BLOCKS), mass_of(sums, row, blocks, BLOCKS)
-    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings)
+    bound, last = tl.load(bounds + row), tl.load(lasts + row)
+    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, bound, last)
     over = residual(weight / mass, weights, masses, pi, row, column, columns, column < columns)
     tl.store(excesses + row * blocks + block, tl.sum(over, axis=0))
 
@@ -76,6 +82,8 @@ def accept(
     block_peaks,
     settings,
     sums,
+    bounds,
+    lasts,
     weights,
     masses,
     pi,
@@ -115,7 +123,8 @@ def accept(
     at = tl.load(last) * tl.where(is_target, mass, S)
     chosen, rest = find(tl.where(is_target, share, over), at, BLOCKS)
     column = chosen * BLOCK + tl.arange(0, BLOCK)
-    weight = weights_at(logits + tau.to(tl.int64) * columns, column, columns, peak, settings)
+    bound, greatest = tl.load(bounds + tau), tl.load(lasts + tau)
+    weight = weights_at(logits + tau.to(tl.int64) * columns, column, columns, peak, settings, bound, greatest)
     over = residual(weight / mass, weights, masses, pi, tau, column, columns, (column < columns) & (tau < depth))
     place, _ = find(tl.where(is_target, weight, over), rest, BLOCK)
     tl.store(drawn + tau, ~(chosen * BLOCK + place).to(tl.int64))

@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
 TABLE = (I32, I32, I32, I32)  # tokens, parents, depths, slots
 PASS = (I64, I64, I32, U8, I64, I64)  # input_ids, position_ids, sequences, tree_mask, write_indices, output_rows
 DRAWN = {"BLOCK": TOKEN_BLOCK, "BLOCKS": MOST_BLOCKS}
-ROW = (F32, F32, F64, F64)  # logits, block_peaks, settings, sums
+ROW = (F32, F32, F64, F64, F64, I32)  # logits, block_peaks, settings, sums, bounds, lasts
 KERNELS = {
     "expand": Kernel("growth", (I64, F32, I32, I32, I32, F64, *TABLE, *[NUMBER] * 6), {"OFFERS": OFFER_BLOCK}),
     "unroll": Kernel("growth", (I32, F64, I32, I32, NUMBER, NUMBER), {"NODES": NODE_BLOCK}),
@@ -48,7 +48,9 @@ KERNELS = {
     "tree_inputs": Kernel("inputs", (I32, I32, *TABLE, *PASS, *[NUMBER] * 4), {"COLUMNS": COLUMN_BLOCK}),
     "verify": Kernel("acceptance", (I64, *[I32] * 4, F64, *[I32] * 8, F64, NUMBER, NUMBER), {"ROWS": ROW_BLOCK}),
     "peaks": Kernel("drawing", (F32, F32, NUMBER, NUMBER), {"BLOCK": TOKEN_BLOCK}),
-    "weigh": Kernel("drawing", (*ROW, F64, I32, *[NUMBER] * 4), DRAWN),
+    "weigh": Kernel("drawing", (*ROW, F64, I32, F64, I32, *[NUMBER] * 5), DRAWN),
+    "gather": Kernel("drawing", (*ROW, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
+    "cut": Kernel("drawing", (F64, F64, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
     "extend": Kernel("drawing", (*ROW, F64, I32, *TABLE, F64, I32, I32, F64, F64, F32, *[NUMBER] * 5), DRAWN),
     "draw": Kernel("drawing", (*ROW, F64, I32, I32, I64, F32, *[NUMBER] * 3), DRAWN),
     "chances": Kernel("chain", (*ROW, F64, F64, I32, F64, F32, *[NUMBER] * 3), {"BLOCKS": MOST_BLOCKS}),

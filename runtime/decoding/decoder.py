@@ -176,6 +176,8 @@ class SpeculativeDecoder:
         if plan is not None and not plan.depth:
             return None
         shape = (self._config if plan is None else self._limit(self._config, plan)).round_shape(request.greedy)
+        if shape is not None and not request.greedy:
+            shape = shape._replace(is_cut=request.sampler.params.top_p < 1)
         if shape is None or shape.depth >= request.tokens_left or not shape.fills_layers:
             return None
         return shape if self._rounds.fits(shape, self._proposer.unread) else None

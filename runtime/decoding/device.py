@@ -43,7 +43,7 @@ def acceptance_of(outcome: RoundOutcome) -> Acceptance:
 
 def can_draw(params: SamplingParams, streams: RandomStreams) -> bool:
     """Whether the device draws as these settings say, and with these streams' numbers."""
-    return params.top_k == 0 and params.top_p == 1 and all(isinstance(stream, HasUniforms) for stream in streams)
+    return params.top_k == 0 and all(isinstance(stream, HasUniforms) for stream in streams)
 
 
 def draws_of(shape: RoundShape, params: SamplingParams, streams: RandomStreams) -> RoundDraws:
@@ -52,7 +52,7 @@ def draws_of(shape: RoundShape, params: SamplingParams, streams: RandomStreams) 
     for stream, count in zip(streams, shape.most_draws, strict=True):
         assert isinstance(stream, HasUniforms), "see can_draw"
         numbers.append(stream.ahead(count))
-    return RoundDraws(params.temperature, max(params.min_p, NEGLIGIBLE), params.min_p, *numbers)
+    return RoundDraws(params.temperature, max(params.min_p, NEGLIGIBLE), params.min_p, params.top_p, *numbers)
 
 
 def use_draws(shape: RoundShape, acceptance: Acceptance, streams: RandomStreams) -> None:

@@ -16,6 +16,7 @@ class RoundShape(NamedTuple):
     """The proposal of a round: the draft's `width` most probable nodes of each layer get `width` children each, down to
     `depth`; the `size` most probable nodes of all are verified. A chain has width 1, and as many tokens as layers.
     is_drawn: the tokens of a chain are drawn from the draft instead. verify: BEST, MATCH or, for a drawn chain, BLOCK.
+    is_cut: whether top-p leaves tokens out.
     """
 
     depth: int
@@ -23,6 +24,7 @@ class RoundShape(NamedTuple):
     width: int
     verify: str = BEST
     is_drawn: bool = False
+    is_cut: bool = False
 
     @property
     def fills_layers(self) -> bool:
@@ -44,12 +46,13 @@ class RoundShape(NamedTuple):
 
 class RoundDraws(NamedTuple):
     """What a round above temperature 0 draws with. draft_share, target_share: tokens that are less probable than this
-    share of the most probable one's have probability 0, for draft and target. draft, tests, last: uniform numbers, see
-    RoundShape.most_draws."""
+    share of the most probable one's have probability 0, for draft and target. top_p: the share of the others' mass that
+    is kept. draft, tests, last: uniform numbers, see RoundShape.most_draws."""
 
     temperature: float
     draft_share: float
     target_share: float
+    top_p: float
     draft: Sequence[float]
     tests: Sequence[float]
     last: Sequence[float]

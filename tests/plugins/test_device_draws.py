@@ -4,6 +4,7 @@ host's own proposer and verifiers with the same uniform numbers."""
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ class HostRounds:
         return self._proposer.pending
 
     def run(self, streams: RandomStreams) -> tuple[TokenTree, Acceptance]:
-        depth, size, width, verify, is_drawn = self._shape
+        depth, size, width, verify, is_drawn, _ = self._shape
         graph = TokenGraph(self._root)
         grower: Grower = StaticTree(chain(depth)) if is_drawn else BestFirst(size, depth, width, NO_MERGER)
         run(self._proposer.propose(graph, grower, Fixed(), self._sampler, streams.draft))
@@ -83,10 +84,11 @@ def compared(
     kept_tokens: tuple[int, ...] = (),
     seed: int = 1,
     rounds: int = 5,
+    step: float = 0.0,
 ) -> int:
-    """Rounds of the host and of the device, in turn. Returns the number of accepted tokens."""
-    draft = Scorer(seed, len(kept_tokens) or num_logits, 18)
-    target = Scorer(seed + 100, num_logits, 18, draft, kept_tokens)
+    """Rounds of the host and of the device, in turn. step: see Scorer. Returns the number of accepted tokens."""
+    draft = Scorer(seed, len(kept_tokens) or num_logits, 18, step=step)
+    target = Scorer(seed + 100, num_logits, 18, draft, kept_tokens, step=step)
     host = HostRounds(shape, target, draft, params, kept_tokens)
     device = DeviceRounds(gpu, shape, target, draft, PROMPT, kept_tokens)
     ours, theirs = uniform_streams(seed), uniform_streams(seed)
@@ -119,6 +121,10 @@ SETTINGS = {
     "a trimmed draft": (SamplingParams(temperature=0.7), KEPT),
     "few likely tokens": (SamplingParams(temperature=1.0, min_p=0.2), ()),
     "nearly greedy": (SamplingParams(temperature=1e-6), ()),
+    "top-p": (SamplingParams(temperature=0.6, top_p=0.9), ()),
+    "top-p of a trimmed draft": (SamplingParams(temperature=0.8, top_p=0.5, min_p=0.01), KEPT),
+    "top-p that needs unlikely tokens": (SamplingParams(temperature=1.0, top_p=1 - 1e-6), ()),
+    "top-p of equal logits": (SamplingParams(temperature=1.0, top_p=0.6), ()),
     "nearly uniform": (SamplingParams(temperature=100.0), ()),
 }
 
@@ -126,7 +132,9 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_rounds(name: str, gpu: Machine) -> None:
     params, kept = SETTINGS[name]
-    compared(gpu, RoundShape(2, 2, 1, BLOCK, True), params, kept_tokens=kept, rounds=3)
+    shape = RoundShape(2, 2, 1, BLOCK, True, params.top_p < 1)
+    step = 2.0 if "equal" in name else 0.0
+    compared(gpu, shape, params, kept_tokens=kept, rounds=3, step=step)
 
 
 @pytest.mark.full
@@ -138,7 +146,9 @@ def test_rounds_of_many_shapes(gpu: Machine) -> None:
         drawn = RoundShape(depth, depth, 1, verify, True)
         chosen = RoundShape(depth, int(rng.integers(1, 12)), int(rng.integers(1, 4)), MATCH)
         shape = chosen if rng.random() < 0.3 else drawn
-        compared(gpu, shape, params, int(rng.integers(20, 2500)), seed=seed)
+        if rng.random() < 0.5:
+            shape, params = shape._replace(is_cut=True), replace(params, top_p=float(rng.uniform(0.1, 1)))
+        compared(gpu, shape, params, int(rng.integers(20, 2500)), seed=seed, step=float(rng.choice([0, 1])))
 
 
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
@@ -243,6 +253,8 @@ def test_a_bias_would_be_noticed(gpu: Machine, monkeypatch: pytest.MonkeyPatch) 
         ("extend", "setp.gt.f64", "setp.lt.f64"),  # the token of a uniform number
         ("chances", "min.f64", "max.f64"),
         ("excess", "max.f64", "min.f64"),
+        ("gather", "setp.ge.f64", "setp.lt.f64"),
+        ("cut", "setp.eq.b64", "setp.ne.b64"),
         ("accept", "sub.rn.f64", "add.rn.f64"),
     ],
 )
@@ -251,4 +263,5 @@ def test_a_kernel_that_differs_would_be_noticed(
 ) -> None:
     changed(kernel, old, new, monkeypatch)
     with gpu.expecting(), pytest.raises((AssertionError, EngineError, RuntimeWarning)):
-        compared(gpu, RoundShape(2, 2, 1, BLOCK, True), SamplingParams(temperature=0.7), rounds=3)
+        params = SamplingParams(temperature=0.7, top_p=0.8 if kernel in ("gather", "cut") else 1.0)
+        compared(gpu, RoundShape(2, 2, 1, BLOCK, True, params.top_p < 1), params, rounds=3)

@@ -61,7 +61,7 @@ class Ranker:
 
 class Scorer:
     """Logits [num_logits] that depend on the context, and their ranking. other: a draft that they are like, to the
-    degree `share`; `names`: the tokens of its columns."""
+    degree `share`; `names`: the tokens of its columns. step: logits are multiples of it, if it is not 0."""
 
     def __init__(
         self,
@@ -71,8 +71,10 @@ class Scorer:
         other: Scorer | None = None,
         names: Sequence[int] = (),
         share: float = 0.8,
+        step: float = 0.0,
     ) -> None:
         self.num_logits, self.columns, self._seed, self._share = num_logits, columns, seed, share
+        self._step = step
         self._other, self._names = other, list(names) or slice(None)
         self.logits, self.after = cache(self._logits), cache(self._after)
 
@@ -80,6 +82,8 @@ class Scorer:
         logits = 2.5 * np.random.default_rng((self._seed, *context)).standard_normal(self.num_logits)
         if self._other is not None:
             logits[self._names] = (1 - self._share) * logits[self._names] + self._share * self._other.logits(context)
+        if self._step:
+            logits = np.round(logits / self._step) * self._step
         return logits.astype(np.float32)
 
     def _after(self, context: Context) -> Ranking:

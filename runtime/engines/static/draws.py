@@ -18,7 +18,7 @@ from ..rounds import BEST, BLOCK, RoundDraws, RoundShape
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]
 DOUBLE = 8
-SETTINGS = 2  # numbers of the settings of draft and target each: temperature, and offset of the least logit
+SETTINGS = 3  # numbers of the settings of draft and target each: temperature, offset of the least logit, top-p
 
 
 class Scores(Protocol):
@@ -67,6 +67,12 @@ def work_fields(shape: RoundShape, vocabulary: Vocabulary) -> Fields:
         "sums": ("float64", (rows, blocks)),
         "drawn": ("int64", (rows,)),
     }
+    fields |= {"bounds": ("float64", (rows,)), "lasts": ("int32", (rows,))}
+    fields |= {"likely": ("float64", (rows, blocks)), "counts": ("int32", (rows, blocks))}
+    if shape.is_cut:
+        columns = max(vocabulary.target, vocabulary.draft)
+        fields |= {"found": ("int32", (rows,)), "found_weights": ("float64", (rows, columns))}
+        fields |= {"found_columns": ("int32", (rows, columns))}
     if shape.is_drawn:
         fields |= {"weights": ("float64", (depth, vocabulary.target)), "masses": ("float64", (rows,))}
     if shape.verify == BLOCK:
@@ -100,8 +106,7 @@ class Draws:
         weights = at("weights") + layer * stride * DOUBLE
         row = self._row(each, self._draft_settings)
         blocks = num_blocks(columns)
-        self._launch("peaks", (1, blocks), row[:2], (columns, blocks))
-        self._launch("weigh", (1, blocks), (*row, weights, names), (columns, blocks, num_names, stride))
+        self._weigh(row, 1, columns, (weights, names), (num_names, stride))
         nodes = map(at, ("tokens", "parents", "depths", "slots", "values", "frontier", "totals"))
         found = map(at, ("masses", "shares", "row_peaks"))
         pointers = (*row, self._draft, names, *nodes, *found)
@@ -112,8 +117,7 @@ class Draws:
         at, shape, columns = self._at, self._shape, self._vocabulary.target
         row, blocks = self._row(target, self._target_settings), num_blocks(columns)
         row_peaks = at("row_peaks") + shape.most_draws[0] * 4
-        self._launch("peaks", (shape.size + 1, blocks), row[:2], (columns, blocks))
-        self._launch("weigh", (shape.size + 1, blocks), (*row, 0, 0), (columns, blocks, 0, 0))
+        self._weigh(row, shape.size + 1, columns, (0, 0), (0, 0))
         if shape.verify != BLOCK:
             pointers = (*row, self._last, at("row_nodes"), at("depths"), at("drawn"), row_peaks)
             self._launch("draw", (shape.size + 1, 1), pointers, (columns, blocks, shape.size))
@@ -126,15 +130,35 @@ class Draws:
         self._launch("accept", (1, 1), (*chain, *draws), numbers)
         return at("drawn")
 
+    def _weigh(
+        self, row: tuple[int, ...], rows: int, columns: int, kept: tuple[int, int], names: tuple[int, int]
+    ) -> None:
+        """Find the sums of these rows. kept, names: the addresses and numbers that `weigh` needs to keep weights."""
+        blocks, likely = num_blocks(columns), (self._at("likely"), self._at("counts"))
+        numbers, grid = (columns, blocks), (rows, blocks)
+        self._launch("peaks", grid, row[:2], numbers)
+        self._launch("weigh", grid, (*row, *kept, *likely), (*numbers, *names, 0))
+        if self._shape.is_cut:
+            found = tuple(map(self._at, ("found", "found_weights", "found_columns")))
+            self._launch("gather", grid, (*row, *likely, *found), numbers)
+            self._launch("cut", (rows, 1), (*row[2:], *found), numbers)
+            self._launch("weigh", grid, (*row, *kept, *likely), (*numbers, *names, 1))
+
     def _row(self, each: Scores, settings: int) -> tuple[int, ...]:
-        return each.address(bindings.LOGITS.name), self._at("block_peaks"), settings, self._at("sums")
+        logits, at = each.address(bindings.LOGITS.name), self._at
+        return logits, at("block_peaks"), settings, at("sums"), at("bounds"), at("lasts")
 
 
 def numbers_of(draws: RoundDraws) -> list[float]:
     """The content of "draws"."""
     T = draws.temperature
     offsets = (T * math.log(share) if share > 0 else -math.inf for share in (draws.draft_share, draws.target_share))
-    return [*(number for offset in offsets for number in (T, offset)), *draws.draft, *draws.tests, *draws.last]
+    return [
+        *(number for offset in offsets for number in (T, offset, draws.top_p)),
+        *draws.draft,
+        *draws.tests,
+        *draws.last,
+    ]
 
 
 def check_peaks(peaks: NDArray[np.float32]) -> None:

@@ -128,11 +128,10 @@ def test_a_round_that_cannot_be_captured_is_queued(
 DRAWN = {
     "a drawn chain": (CHAIN, SAMPLED),
     "a drawn chain that must match": (replace(CHAIN, verify="match"), replace(SAMPLED, min_p=0.05)),
-    "a chosen tree": (TREE, SAMPLED),
+    "a chosen tree": (TREE, replace(SAMPLED, top_p=0.9)),
 }
 OTHERS = {
     "top-k": (CHAIN, replace(SAMPLED, top_k=40)),
-    "top-p": (replace(TREE, verify="match"), replace(SAMPLED, top_p=0.9)),
     "a drawn tree": (SpeculativeConfig("dyspec", budget="fixed", max_draft_len=3), SAMPLED),
     "a chain verified by rejection": (replace(CHAIN, verify="rejection"), SAMPLED),
     "log-probabilities": (CHAIN, replace(GREEDY, logprobs=2)),

@@ -108,7 +108,7 @@ CASES = [
     for name in CONFIGS
     if (name != "drawn tree of 15" or temperature) and (name != "DAG of 24, depth 6" or not temperature)
     for by in (HOST, DEVICE)
-    if by == HOST or (name in ON_THE_DEVICE and not temperature and requests == 1)
+    if by == HOST or (name in ON_THE_DEVICE and requests == 1)
 ]
 
 
