@@ -22,6 +22,7 @@ from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Observer, Round
 from draftwood.runtime.engines.rounds import RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
+from draftwood.runtime.engines.static.draws import Vocabulary
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -189,6 +190,12 @@ def test_a_round_has_room_in_masks_and_caches(pair: Pair) -> None:
     with pytest.raises(EngineError, match="the draft engine was closed"):
         rounds.prepare(RoundShape(3, 3, 1), [1]).run()
     decoder.close()
+
+
+def test_vocabularies_that_are_drawn_from() -> None:
+    """A draft of the target's vocabulary or a trimmed one, of at most 262,144 tokens."""
+    assert Vocabulary(262144, 262144, 0, 0).fits and Vocabulary(700, 350, 8, 350).fits
+    assert not Vocabulary(262145, 262145, 0, 0).fits and not Vocabulary(700, 704, 0, 0).fits
 
 
 def test_engines_on_different_devices_run_no_rounds(pair: Pair) -> None:
