@@ -4,7 +4,7 @@ The kernels are those of `drawing.py` and `chain.py` in `plugins/device_round`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +14,9 @@ from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.device_round.images import MOST_BLOCKS, TOKEN_BLOCK
 from ...sampling.softmax import NO_NUMBERS
+from ..layout import Layout
 from ..rounds import BEST, BLOCK, RoundDraws, RoundShape
+from .device import Device, Stream
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]
 DOUBLE = 8
@@ -80,19 +82,32 @@ def work_fields(shape: RoundShape, vocabulary: Vocabulary) -> Fields:
     return fields
 
 
-class Draws:
-    """Queues the kernels of the rounds of one shape. at: the address of a buffer. launch: queues a kernel, with its
-    grid, addresses and numbers."""
+class Buffers:
+    """The memory of a round, by the names of its parts, and the stream on which it is used."""
 
-    def __init__(
-        self,
-        shape: RoundShape,
-        vocabulary: Vocabulary,
-        at: Callable[[str], int],
-        launch: Callable[[str, tuple[int, int], tuple[int, ...], tuple[int, ...]], None],
-    ) -> None:
-        self._shape, self._vocabulary, self._at, self._launch = shape, vocabulary, at, launch
-        given = at("draws")
+    def __init__(self, device: Device, stream: Stream, layouts: Sequence[Layout]) -> None:
+        self._device, self._stream = device, stream
+        self._places = [(layout, device.allocate(layout.nbytes)) for layout in layouts]
+
+    def at(self, name: str) -> int:
+        """The address of a part."""
+        for layout, memory in self._places:
+            if name in layout.fields:
+                return memory.address + layout.fields[name].offset
+        raise KeyError(name)
+
+    def launch(self, kernel: str, grid: tuple[int, int], pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Queue a kernel with these addresses and numbers."""
+        self._device.launch(kernel, grid, (*pointers, *numbers), self._stream)
+
+
+class Draws:
+    """Queues the kernels of the rounds of one shape."""
+
+    def __init__(self, shape: RoundShape, vocabulary: Vocabulary, buffers: Buffers) -> None:
+        self._shape, self._vocabulary = shape, vocabulary
+        self._at, self._launch = buffers.at, buffers.launch
+        given = self._at("draws")
         self._draft_settings, self._target_settings = given, given + SETTINGS * DOUBLE
         draft, tests, _ = shape.most_draws
         self._draft = given + 2 * SETTINGS * DOUBLE

@@ -12,7 +12,17 @@ from ....plugins.device_round.images import NODE_BLOCK, WORD_BLOCK
 from ..layout import Layout, PassShape
 from ..rounds import BEST, RoundDraws, RoundOutcome, RoundShape
 from .device import CacheGeometry, Device, DeviceMemory, Stream
-from .draws import Draws, Vocabulary, check_peaks, found_fields, given_fields, numbers_of, path_values, work_fields
+from .draws import (
+    Buffers,
+    Draws,
+    Vocabulary,
+    check_peaks,
+    found_fields,
+    given_fields,
+    numbers_of,
+    path_values,
+    work_fields,
+)
 
 log = logging.getLogger("draftwood.engines")
 PENDING = 2  # most tokens that the draft has not read after a round: the last accepted one, and the target's own
@@ -82,10 +92,11 @@ class Round:
         row = {name: ("int32", (rows,)) for name in ("row_tokens", "row_parents", "row_depths")}
         path = {"row_values": ("float64", (rows,)), "summary": ("int32", (4,)), "accepted": ("int32", (depth,))}
         self._result = Layout.packed({**path, **row, **found_fields(shape)})
-        self._memories = [(each, device.allocate(each.nbytes)) for each in (self._given, self._work, self._result)]
+        self._buffers = Buffers(device, stream, (self._given, self._work, self._result))
+        self._at, self._launch = self._buffers.at, self._buffers.launch
         self._host_given = device.allocate_pinned(self._given.nbytes)
         self._host_found = device.allocate_pinned(self._result.nbytes)
-        self._draws = None if shape.verify == BEST else Draws(shape, vocabulary, self._at, self._launch)
+        self._draws = None if shape.verify == BEST else Draws(shape, vocabulary, self._buffers)
         self._graph: Any | None = None
         self._may_capture = True
 
@@ -171,16 +182,6 @@ class Round:
         grid = geometry.tensors * geometry.heads, -(-words // WORD_BLOCK)
         pointers = cache.address, self._at("state"), sources, count
         self._device.launch("commit", grid, (*pointers, *sizes), self._stream)
-
-    def _launch(self, kernel: str, grid: tuple[int, int], pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        self._device.launch(kernel, grid, (*pointers, *numbers), self._stream)
-
-    def _at(self, name: str) -> int:
-        """The address of a buffer."""
-        for layout, memory in self._memories:
-            if name in layout.fields:
-                return memory.address + layout.fields[name].offset
-        raise KeyError(name)
 
     def _outcome(self) -> RoundOutcome:
         found = self._result.views(self._host_found)
