@@ -4,7 +4,7 @@ changes a prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -76,7 +76,8 @@ class Scorer:
         self.num_logits, self.columns, self._seed, self._share = num_logits, columns, seed, share
         self._step = step
         self._other, self._names = other, list(names) or slice(None)
-        self.logits, self.after = cache(self._logits), cache(self._after)
+        self.logits: Callable[[Context], NDArray[np.float32]] = cache(self._logits)
+        self.after: Callable[[Context], Ranking] = cache(self._after)
 
     def _logits(self, context: Context) -> NDArray[np.float32]:
         logits = 2.5 * np.random.default_rng((self._seed, *context)).standard_normal(self.num_logits)

@@ -66,8 +66,8 @@ class StaticRounds(RoundEngine):
         kept = np.array(draft.engine.spec.kept_tokens, np.int32)
         device, stream = target.engine.device, target.engine.stream
         self._names = Names(device.allocate(kept.nbytes), len(kept))
-        logits = (each.engine.spec.model.num_logits for each in (target, draft))
-        self._vocabulary = Vocabulary(*logits, self._names.memory.address, len(kept))
+        columns = target.engine.spec.model.num_logits, draft.engine.spec.model.num_logits
+        self._vocabulary = Vocabulary(*columns, self._names.memory.address, len(kept))
         if len(kept):
             block = device.allocate_pinned(kept.nbytes)
             block[:] = kept.view(np.uint8)
