@@ -148,7 +148,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.full if "match" in each else ()) for each in DRAWN]
+)
 def test_sampled_text_is_that_of_the_host(name: str, pair: Pair, gpu: Machine) -> None:
     """With the same uniform numbers; the last tokens are of the host's rounds, which use the streams further."""
     config, params = DRAWN[name]
