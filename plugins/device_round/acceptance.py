@@ -30,7 +30,8 @@ def verify(
     ROWS: tl.constexpr,
 ):
     """Grid (1,): `match_best`. From the root go to the child with the target's most probable token, as long as there is
-    one. top_ids [rows, K = columns]: the target's tokens, best first.
+    one. top_ids [rows, K = columns]: the target's tokens, best first. A number below 0 is ~ of a token that matches no
+    child.
 
     summary: number of accepted rows, the target's token after them, number of accepted rows that the draft has scored,
     number of rows. accepted: the accepted rows. draft_rows: the slots of the scored ones, counted from the target's
@@ -59,7 +60,7 @@ def verify(
         best = tl.load(top_ids + child * columns).to(tl.int32)
         child = tl.max(tl.where((parent == child) & (token == best), row, -1), axis=0)
     tl.store(summary, count)
-    tl.store(summary + 1, best)
+    tl.store(summary + 1, tl.where(best < 0, ~best, best))
     tl.store(summary + 2, scored)
     tl.store(summary + 3, tl.sum(is_row.to(tl.int32), axis=0))
 

@@ -23,6 +23,8 @@ NODE_BLOCK = 128
 ROW_BLOCK = 256  # most rows of a tree
 COLUMN_BLOCK = 64
 WORD_BLOCK = 128
+TOKEN_BLOCK = 512  # tokens of a block of a row of logits
+MOST_BLOCKS = 512  # of a row
 DTYPES = {NUMBER: np.int32, LONG: np.int64}
 
 
@@ -37,12 +39,23 @@ class Kernel(NamedTuple):
 
 TABLE = (I32, I32, I32, I32)  # tokens, parents, depths, slots
 PASS = (I64, I64, I32, U8, I64, I64)  # input_ids, position_ids, sequences, tree_mask, write_indices, output_rows
+DRAWN = {"BLOCK": TOKEN_BLOCK, "BLOCKS": MOST_BLOCKS}
+ROW = (F32, F32, F64, F64, F64, I32)  # logits, block_peaks, settings, sums, bounds, lasts
 KERNELS = {
     "expand": Kernel("growth", (I64, F32, I32, I32, I32, F64, *TABLE, *[NUMBER] * 6), {"OFFERS": OFFER_BLOCK}),
     "unroll": Kernel("growth", (I32, F64, I32, I32, NUMBER, NUMBER), {"NODES": NODE_BLOCK}),
     "pending_inputs": Kernel("inputs", (I32, *PASS, I32, I32, F64, *TABLE, NUMBER, NUMBER), {"COLUMNS": COLUMN_BLOCK}),
     "tree_inputs": Kernel("inputs", (I32, I32, *TABLE, *PASS, *[NUMBER] * 4), {"COLUMNS": COLUMN_BLOCK}),
     "verify": Kernel("acceptance", (I64, *[I32] * 4, F64, *[I32] * 8, F64, NUMBER, NUMBER), {"ROWS": ROW_BLOCK}),
+    "peaks": Kernel("drawing", (F32, F32, NUMBER, NUMBER), {"BLOCK": TOKEN_BLOCK}),
+    "weigh": Kernel("drawing", (*ROW, F64, I32, F64, I32, *[NUMBER] * 5), DRAWN),
+    "gather": Kernel("drawing", (*ROW, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
+    "cut": Kernel("drawing", (F64, F64, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
+    "extend": Kernel("drawing", (*ROW, F64, I32, *TABLE, F64, I32, I32, F64, F64, F32, *[NUMBER] * 5), DRAWN),
+    "draw": Kernel("drawing", (*ROW, F64, I32, I32, I64, F32, *[NUMBER] * 3), DRAWN),
+    "chances": Kernel("chain", (*ROW, F64, F64, I32, F64, F32, *[NUMBER] * 3), {"BLOCKS": MOST_BLOCKS}),
+    "excess": Kernel("chain", (*ROW, *[F64] * 4, NUMBER, NUMBER), DRAWN),
+    "accept": Kernel("chain", (*ROW, *[F64] * 6, I32, I64, *[NUMBER] * 3), DRAWN),
     "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 3), {"WORDS": WORD_BLOCK}),
 }
 HEADER = "// Triton {}, shared bytes: {}\n"  # the first line of a file

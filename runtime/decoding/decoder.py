@@ -24,7 +24,7 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
 from .chunk import LENGTH, TokenChunk
-from .device import acceptance_of, tree_of
+from .device import acceptance_of, can_draw, draws_of, tree_of, use_draws
 from .logprobs import output_logprobs, read_prompt
 from .loop import Job, drive
 from .request_state import RequestState
@@ -169,11 +169,15 @@ class SpeculativeDecoder:
     def _device_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
         """The shape of the next round if it runs on the device as a whole; None if the host runs it pass by pass. No
         other place decides this."""
-        if self._rounds is None or self._proposer is None or self._config is None or not self._needs_best(request):
+        if self._rounds is None or self._proposer is None or self._config is None or self._needs_logits(request):
+            return None
+        if not request.greedy and not can_draw(request.sampler.params, request.streams):
             return None
         if plan is not None and not plan.depth:
             return None
-        shape = (self._config if plan is None else self._limit(self._config, plan)).best_first()
+        shape = (self._config if plan is None else self._limit(self._config, plan)).round_shape(request.greedy)
+        if shape is not None and not request.greedy:
+            shape = shape._replace(is_cut=request.sampler.params.top_p < 1)
         if shape is None or shape.depth >= request.tokens_left or not shape.fills_layers:
             return None
         return shape if self._rounds.fits(shape, self._proposer.unread) else None
@@ -182,9 +186,11 @@ class SpeculativeDecoder:
         """The same round on the device. Its time counts as the target's."""
         assert self._rounds is not None and self._proposer is not None, "see _device_shape"
         with request.scoring:
-            output = yield self._rounds.prepare(shape, self._proposer.pending)
+            draws = None if request.greedy else draws_of(shape, request.sampler.params, request.streams)
+            output = yield self._rounds.prepare(shape, self._proposer.pending, draws)
         outcome = self._rounds.outcome
         tree, acceptance = tree_of(outcome), acceptance_of(outcome)
+        use_draws(shape, acceptance, request.streams)
         accepted = [tree.token_ids[row] for row in acceptance.rows]
         self._proposer.follow(shape, accepted, outcome.num_scored, acceptance.next_token)
         token_ids = [*accepted, acceptance.next_token]
@@ -283,8 +289,12 @@ class SpeculativeDecoder:
 
     def _needs_best(self, request: RequestState) -> bool:
         """Whether this round needs only each row's most probable token from the target, and no logits."""
-        ranked = TOP_IDS.name in self._target.spec.outputs and request.greedy and not request.sampler.follows_path
-        return ranked and request.sampler.params.logprobs is None and not request.observed
+        return TOP_IDS.name in self._target.spec.outputs and request.greedy and not self._needs_logits(request)
+
+    def _needs_logits(self, request: RequestState) -> bool:
+        """Whether this round needs rows of logits besides the tokens that are chosen or drawn from them as they are."""
+        sampler = request.sampler
+        return sampler.follows_path or sampler.params.logprobs is not None or request.observed
 
     def _verify(self, request: RequestState, tree: TokenTree) -> Passes[tuple[ForwardOutput, Acceptance]]:
         """Score the root and the tree with the target, and choose the accepted path."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ..engines.rounds import RoundOutcome
+from ..engines.rounds import RoundDraws, RoundOutcome, RoundShape
+from ..sampling.params import SamplingParams
+from ..sampling.random import HasUniforms, RandomStreams
+from ..sampling.sampler import NEGLIGIBLE
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.verifier import Acceptance
 
@@ -36,3 +39,24 @@ def share_of(outcome: RoundOutcome, row: int) -> float:
 
 def acceptance_of(outcome: RoundOutcome) -> Acceptance:
     return Acceptance(list(outcome.accepted), outcome.next_token)
+
+
+def can_draw(params: SamplingParams, streams: RandomStreams) -> bool:
+    """Whether the device draws as these settings say, and with these streams' numbers."""
+    return params.top_k == 0 and all(isinstance(stream, HasUniforms) for stream in streams)
+
+
+def draws_of(shape: RoundShape, params: SamplingParams, streams: RandomStreams) -> RoundDraws:
+    """What a round above temperature 0 may draw with."""
+    numbers = []
+    for stream, count in zip(streams, shape.most_draws, strict=True):
+        assert isinstance(stream, HasUniforms), "see can_draw"
+        numbers.append(stream.ahead(count))
+    return RoundDraws(params.temperature, max(params.min_p, NEGLIGIBLE), params.min_p, params.top_p, *numbers)
+
+
+def use_draws(shape: RoundShape, acceptance: Acceptance, streams: RandomStreams) -> None:
+    """Take the numbers that a round has used from the streams."""
+    for stream, count in zip(streams, shape.num_draws(len(acceptance.rows)), strict=True):
+        if isinstance(stream, HasUniforms):
+            stream.skip(count)

@@ -1,9 +1,10 @@
-"""All randomness comes from two methods, so that a test can enumerate every outcome of the real algorithms."""
+"""All randomness comes from two methods, so that a test can enumerate every outcome of the real algorithms. A device
+that draws by itself gets the uniform numbers (`HasUniforms`)."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,17 @@ class RandomStream(Protocol):
 
     def bernoulli(self, probability: float) -> bool:
         """True with this probability."""
+
+
+@runtime_checkable
+class HasUniforms(Protocol):
+    """A stream whose decisions are made with uniform numbers in [0, 1)."""
+
+    def ahead(self, count: int) -> list[float]:
+        """The next numbers, which stay the next ones."""
+
+    def skip(self, count: int) -> None:
+        """The next numbers were used elsewhere."""
 
 
 class SeededStream:
@@ -42,10 +54,21 @@ class SeededStream:
     def bernoulli(self, probability: float) -> bool:
         return bool(self._next() < probability)
 
+    def ahead(self, count: int) -> list[float]:
+        """See HasUniforms.ahead. One call of numpy draws numbers for many decisions."""
+        while len(self._uniform) < count:
+            self._uniform = self._generator.random(AHEAD)[::-1].tolist() + self._uniform
+        return self._uniform[: -count - 1 : -1]
+
+    def skip(self, count: int) -> None:
+        """See HasUniforms.skip."""
+        self.ahead(count)
+        del self._uniform[len(self._uniform) - count :]
+
     def _next(self) -> float:
-        """A uniform number in [0, 1). One call of numpy draws numbers for many decisions."""
+        """A uniform number in [0, 1)."""
         if not self._uniform:
-            self._uniform = self._generator.random(AHEAD)[::-1].tolist()
+            self.ahead(1)
         return self._uniform.pop()
 
 

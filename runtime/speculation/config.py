@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
-from ..engines.rounds import RoundShape
+from ..engines.rounds import BEST, BLOCK, MATCH, RoundShape
 from .bounds import SHARES, check_bounds
 from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, LOOKUP, GrowerKind, Growth
@@ -216,14 +216,19 @@ class SpeculativeConfig:
         growth = limits._replace(depth=min(self._kind.deepest(limits, greedy), max_depth))
         return self._kind.choose(growth) if greedy else self._kind.draw(growth)
 
-    def best_first(self) -> RoundShape | None:
-        """The shape of all proposals at temperature 0, where they are those of `BestFirst` alone: without merges, given
-        tokens, and rules that end a branch. None for other settings."""
+    def round_shape(self, greedy: bool) -> RoundShape | None:
+        """The shape of all proposals, where they are those of `BestFirst` alone or drawn chains, and a device can
+        verify them: without merges, given tokens, and rules that end a branch. None for other settings."""
         kind, rules = self._kind, (self.sibling_share, self.leaf_share, self.lookup_ngram)
-        if not self.ranks(True) or not kind.drafts or self.stop_rule != "fixed" or self.merge != "none" or any(rules):
+        if not kind.drafts or self.stop_rule != "fixed" or self.merge != "none" or any(rules):
             return None
-        depth = self.deepest(True)
-        return RoundShape(depth, *((depth, 1) if kind.is_chain else (self.max_total_draft_tokens, self.frontier_width)))
+        depth = self.deepest(greedy)
+        sizes = (depth, 1) if kind.is_chain else (self.max_total_draft_tokens, self.frontier_width)
+        if self.ranks(greedy):
+            return RoundShape(depth, *sizes, BEST if greedy else MATCH)
+        if not kind.is_chain or self._verify not in (BLOCK, MATCH):
+            return None
+        return RoundShape(depth, *sizes, self._verify, is_drawn=True)
 
     def deepest(self, greedy: bool) -> int:
         """The greatest depth of a proposal."""
@@ -289,7 +294,7 @@ class SpeculativeConfig:
         cheapest."""
         if greedy:
             return sample_and_match
-        return VERIFIERS[LOSSLESS[self.proposal][0] if self.verify == AUTO else self.verify]
+        return VERIFIERS[self._verify]
 
     def ranks(self, greedy: bool) -> bool:
         """Whether proposals need only the draft's most probable tokens, and no other column of its logits."""
@@ -299,6 +304,11 @@ class SpeculativeConfig:
     def chooses(self, greedy: bool) -> bool:
         """Whether tokens of a proposal are chosen by score, not drawn."""
         return greedy or self._kind.proposal == CHOSEN_GRAPH
+
+    @property
+    def _verify(self) -> str:
+        """The name of the verifier above temperature 0, after "auto" is resolved."""
+        return LOSSLESS[self.proposal][0] if self.verify == AUTO else self.verify
 
     @property
     def _kind(self) -> GrowerKind:

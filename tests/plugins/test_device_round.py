@@ -39,8 +39,8 @@ class HostRounds:
     """The same rounds by the proposer and the verifier."""
 
     def __init__(self, shape: RoundShape, target: Ranker, draft: Ranker, kept_tokens: tuple[int, ...]) -> None:
-        self._shape, self._target = shape, RankingEngine(target)
-        self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, kept_tokens))
+        self._shape, self._target = shape, RankingEngine(target, VOCABULARY)
+        self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, VOCABULARY, kept_tokens))
         self._cache.committed = list(PROMPT[:-1])
         self._root = PROMPT[-1]
         self._sampler = Sampler(SamplingParams(temperature=0), PROMPT, (), VOCABULARY)
@@ -51,7 +51,7 @@ class HostRounds:
         return self._proposer.pending
 
     def run(self) -> tuple[TokenTree, Acceptance]:
-        depth, size, width = self._shape
+        depth, size, width = self._shape[:3]
         graph, grower = TokenGraph(self._root), BestFirst(size, depth, width, NO_MERGER)
         run(self._proposer.propose(graph, grower, Fixed(), self._sampler, seeded_streams(0).draft, True))
         tree = unroll(graph, size, depth)

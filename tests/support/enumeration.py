@@ -24,10 +24,12 @@ Distribution = dict[tuple[int, ...], float]
 
 
 class ReplayedStream:
-    """Follows a script of decisions and then takes the first possible one, noting the alternatives."""
+    """Follows a script of decisions and then takes the first possible one, noting the alternatives. bounds: between
+    which uniform numbers each decision lies, if the first of its choices has the least numbers."""
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.taken, self.options = script, 0, list[list[int]]()
+        self.bounds = list[tuple[float, float]]()
         self.probability = 1.0
 
     def categorical(self, probabilities: NDArray[np.floating[Any]]) -> int:
@@ -45,6 +47,8 @@ class ReplayedStream:
         self.options.append(list(range(len(choices))))
         self.taken += 1
         self.probability *= choices[chosen][1]
+        least = sum(probability for _, probability in choices[:chosen])
+        self.bounds.append((least, least + choices[chosen][1]))
         return choices[chosen][0]
 
 

@@ -4,7 +4,7 @@ changes a prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from draftwood.models import bindings
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
-from draftwood.runtime.engines.rounds import RoundOutcome, RoundShape
+from draftwood.runtime.engines.rounds import RoundDraws, RoundOutcome, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, DeviceMemory, Stream
 from draftwood.runtime.engines.static.round import PENDING, CachePlace, Names, Round
@@ -32,6 +32,8 @@ Ranking = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens and their log-
 class Ranker:
     """columns: how many tokens it ranks. ties: log-probabilities are multiples of a half. other: a draft that mostly
     ranks this one's best token among its first three; `names`: the tokens of its columns."""
+
+    num_logits = VOCABULARY
 
     def __init__(
         self, seed: int, columns: int, ties: bool, other: Ranker | None = None, names: Sequence[int] = ()
@@ -52,12 +54,50 @@ class Ranker:
             ids[0] = self._names[int(self._other.after(context)[0][min(rng.geometric(0.7) - 1, 2)])]
         return ids, logprobs
 
+    def logits(self, context: Context) -> NDArray[np.float32]:
+        """Nobody reads them at temperature 0."""
+        return np.zeros(self.num_logits, np.float32)
+
+
+class Scorer:
+    """Logits [num_logits] that depend on the context, and their ranking. other: a draft that they are like, to the
+    degree `share`; `names`: the tokens of its columns. step: logits are multiples of it, if it is not 0."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_logits: int,
+        columns: int,
+        other: Scorer | None = None,
+        names: Sequence[int] = (),
+        share: float = 0.8,
+        step: float = 0.0,
+    ) -> None:
+        self.num_logits, self.columns, self._seed, self._share = num_logits, columns, seed, share
+        self._step = step
+        self._other, self._names = other, list(names) or slice(None)
+        self.logits: Callable[[Context], NDArray[np.float32]] = cache(self._logits)
+        self.after: Callable[[Context], Ranking] = cache(self._after)
+
+    def _logits(self, context: Context) -> NDArray[np.float32]:
+        logits = 2.5 * np.random.default_rng((self._seed, *context)).standard_normal(self.num_logits)
+        if self._other is not None:
+            logits[self._names] = (1 - self._share) * logits[self._names] + self._share * self._other.logits(context)
+        if self._step:
+            logits = np.round(logits / self._step) * self._step
+        return logits.astype(np.float32)
+
+    def _after(self, context: Context) -> Ranking:
+        logits = self.logits(context)
+        ids = np.argsort(-logits, kind="stable")[: self.columns]
+        return ids, (logits[ids] - np.log(np.exp(logits.astype(np.float64)).sum())).astype(np.float32)
+
 
 class RankingEngine(FakeEngine):
     """The host's engine."""
 
-    def __init__(self, ranker: Ranker, kept_tokens: tuple[int, ...] = ()) -> None:
-        super().__init__(lambda context: np.ones(VOCABULARY), VOCABULARY, kept_tokens=kept_tokens)
+    def __init__(self, ranker: Ranker | Scorer, vocab_size: int, kept_tokens: tuple[int, ...] = ()) -> None:
+        super().__init__(lambda context: np.ones(vocab_size), vocab_size, kept_tokens=kept_tokens)
         self._ranker = ranker
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
@@ -65,16 +105,17 @@ class RankingEngine(FakeEngine):
         first = cache.speculative
         output = super().score(batch, cache)
         rows = [row for row in batch.output_rows.tolist() if row < batch.num_tokens]
-        ranked = [self._ranker.after(self._context(cache, first + row)) for row in rows]
-        ids, logprobs = (np.stack(each) for each in zip(*ranked, strict=True))
-        return output._replace(top_ids=ids, top_logprobs=logprobs)
+        contexts = [self._context(cache, first + row) for row in rows]
+        ids, logprobs = (np.stack(each) for each in zip(*map(self._ranker.after, contexts), strict=True))
+        logits = np.stack([self._ranker.logits(context) for context in contexts])
+        return output._replace(logits=logits, top_ids=ids, top_logprobs=logprobs)
 
 
 class DeviceCache(NamedTuple):
     """A cache on the device: every row holds a token and its position."""
 
     memory: DeviceMemory
-    ranker: Ranker
+    ranker: Ranker | Scorer
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -84,7 +125,7 @@ class DeviceCache(NamedTuple):
         return block[:, : heads * capacity * row_bytes].view(np.int32).reshape(tensors, heads, capacity, WORDS)
 
     def place(self) -> CachePlace:
-        return CachePlace(self.memory.address, GEOMETRY, self.ranker.columns)
+        return CachePlace(self.memory.address, GEOMETRY, self.ranker.columns, self.ranker.num_logits)
 
     def write(self, start: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
         for word, numbers in enumerate((tokens, positions, np.multiply(tokens, 31))):
@@ -102,8 +143,8 @@ class DevicePass:
 
     def __init__(self, machine: Machine, device: CudaDevice, cache: DeviceCache, shape: PassShape) -> None:
         sizes = {"T": shape.width, "S": shape.columns, "R": shape.outputs, "B": 1, "N": 1, "4": 4}
-        sizes["K"] = cache.ranker.columns
-        items = (*bindings.inputs(bindings.COMPACT), bindings.TOP_IDS, bindings.TOP_LOGPROBS)
+        sizes |= {"K": cache.ranker.columns, "V": cache.ranker.num_logits}
+        items = (*bindings.inputs(bindings.COMPACT), bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.LOGITS)
         self._layout = Layout.packed({i.name: (i.dtype, tuple(sizes[axis] for axis in i.shape)) for i in items})
         self.shape, self._machine, self._cache = shape, machine, cache
         self._memory = device.allocate(self._layout.nbytes)
@@ -142,6 +183,7 @@ class DevicePass:
             assert rows[:, 1].tolist() == list(range(length, length + len(seen))), "a row sees a gap or a sibling"
             context = (*self._cache.text(length), *rows[:, 0].tolist())
             views["top_ids"][0, output], views["top_logprobs"][0, output] = self._cache.ranker.after(context)
+            views["logits"][0, output] = self._cache.ranker.logits(context)
 
 
 def widths(rows: int) -> int:
@@ -156,8 +198,8 @@ class DeviceRounds:
         self,
         machine: Machine,
         shape: RoundShape,
-        target: Ranker,
-        draft: Ranker,
+        target: Ranker | Scorer,
+        draft: Ranker | Scorer,
         text: Sequence[int],
         kept_tokens: Sequence[int] = (),
     ) -> None:
@@ -165,7 +207,7 @@ class DeviceRounds:
         self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
         for each in self.caches:
             each.write(0, text[:-1], range(len(text) - 1))
-        self._length, self._read, self._text = len(text) - 1, len(text) - 1, list(text)
+        self.restart(text)
         names = self.device.allocate(4 * len(kept_tokens))
         array_at(names.address, (len(kept_tokens),), np.int32)[:] = kept_tokens
         layers = [self._pass(1, shape.width, layer * shape.width) for layer in range(shape.depth - 1)]
@@ -190,9 +232,13 @@ class DeviceRounds:
         shape = PassShape(width, mask_columns(width, first + width, 99), 1 if last_only else width)
         return DevicePass(self._machine, self.device, self.caches[cache], shape)
 
-    def run(self) -> RoundOutcome:
+    def restart(self, text: Sequence[int]) -> None:
+        """Begin anew with the text of the first round."""
+        self._length, self._read, self._text = len(text) - 1, len(text) - 1, list(text)
+
+    def run(self, draws: RoundDraws | None = None) -> RoundOutcome:
         """A round; afterwards both caches hold what it has accepted."""
-        outcome = self._round.run(self._length, self.pending)
+        outcome = self._round.run(self._length, self.pending, draws)
         self._text += [*(outcome.token_ids[row] for row in outcome.accepted), outcome.next_token]
         self._read = self._length + 1 + outcome.num_scored
         self._length += 1 + len(outcome.accepted)

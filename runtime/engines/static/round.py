@@ -1,5 +1,5 @@
-"""A round at temperature 0 on the device: the draft grows a tree, the target scores it, the accepted path is committed.
-The host queues all of it, or replays one graph, and waits once."""
+"""A round on the device: the draft grows a tree, the target scores it, the accepted path is committed. The host queues
+all of it, or replays one graph, and waits once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from ....models import bindings
 from ....plugins.device_round.images import NODE_BLOCK, WORD_BLOCK
 from ..layout import Layout, PassShape
-from ..rounds import RoundOutcome, RoundShape
+from ..rounds import BEST, RoundDraws, RoundOutcome, RoundShape
 from .device import CacheGeometry, Device, DeviceMemory, Stream
+from .draws import (
+    Buffers,
+    Draws,
+    Vocabulary,
+    check_peaks,
+    found_fields,
+    given_fields,
+    numbers_of,
+    path_values,
+    work_fields,
+)
 
 log = logging.getLogger("draftwood.engines")
 PENDING = 2  # most tokens that the draft has not read after a round: the last accepted one, and the target's own
@@ -38,11 +47,12 @@ class RoundPass(Protocol):
 
 
 class CachePlace(NamedTuple):
-    """A cache, and K, the number of ranked tokens in the outputs of its engine's passes."""
+    """A cache, and of the outputs of its engine's passes K, the number of ranked tokens, and V, that of logits."""
 
     address: int
     geometry: CacheGeometry
     columns: int
+    num_logits: int
 
 
 class Names(NamedTuple):
@@ -75,24 +85,28 @@ class Round:
         nodes = self._max_nodes = most_nodes(shape)
         table = {name: ("int32", (nodes,)) for name in (*TABLE, "rows")}
         lists = {"frontier": (depth + 1) * shape.width, "totals": depth + 1, "row_nodes": rows, "draft_rows": depth}
-        work = {"state": ("int32", (2 + PENDING,)), "values": ("float64", (nodes,)), **table}
+        vocabulary = Vocabulary(caches[0].num_logits, caches[1].num_logits, names.memory.address, names.columns)
+        work = {"values": ("float64", (nodes,)), **table, **work_fields(shape, vocabulary)}
+        self._given = Layout.packed({"state": ("int32", (2 + PENDING,)), **given_fields(shape)})
         self._work = Layout.packed(work | {name: ("int32", (count,)) for name, count in lists.items()})
         row = {name: ("int32", (rows,)) for name in ("row_tokens", "row_parents", "row_depths")}
-        self._result = Layout.packed(
-            {"row_values": ("float64", (rows,)), "summary": ("int32", (4,)), "accepted": ("int32", (depth,)), **row}
-        )
-        self._memory, self._found = device.allocate(self._work.nbytes), device.allocate(self._result.nbytes)
-        self._host_state = device.allocate_pinned(self._work.fields["state"].nbytes)
+        path = {"row_values": ("float64", (rows,)), "summary": ("int32", (4,)), "accepted": ("int32", (depth,))}
+        self._result = Layout.packed({**path, **row, **found_fields(shape)})
+        self._buffers = Buffers(device, stream, (self._given, self._work, self._result))
+        self._at, self._launch = self._buffers.at, self._buffers.launch
+        self._host_given = device.allocate_pinned(self._given.nbytes)
         self._host_found = device.allocate_pinned(self._result.nbytes)
+        self._draws = None if shape.verify == BEST else Draws(shape, vocabulary, self._buffers)
         self._graph: Any | None = None
         self._may_capture = True
 
-    def run(self, length: int, pending: Sequence[int]) -> RoundOutcome:
+    def run(self, length: int, pending: Sequence[int], draws: RoundDraws | None = None) -> RoundOutcome:
         """Run a round and wait for it. length: the target's committed rows; the draft's are as many and one, without
-        the pending tokens."""
-        state = self._host_state.view(np.int32)
-        state[:2] = length, len(pending)
-        state[2 : 2 + len(pending)] = pending
+        the pending tokens. Raises EngineError if a distribution is none."""
+        given = self._given.views(self._host_given)
+        given["state"][: 2 + len(pending)] = length, len(pending), *pending
+        if draws is not None:
+            given["draws"][:] = numbers_of(draws)
         if self._graph is None:
             for each in {id(each): each for each in (*self._draft, self._target)}.values():
                 each.bind()
@@ -114,44 +128,51 @@ class Round:
 
     def _enqueue(self) -> None:
         """Queue the round: the state up, every pass and the kernels between them, the results back."""
-        depth, size, width = self._shape
+        depth, size, width = self._shape[:3]
         first_pass, at = self._draft[0], self._at
-        self._device.upload(at("state"), self._host_state, self._stream)
+        needed = max(field.offset + field.nbytes for field in self._given.fields.values())
+        self._device.upload(at("state"), self._host_given[:needed], self._stream)
         table = at("values"), *map(at, TABLE)
         self._launch(
             "pending_inputs",
-            first_pass.shape.width,
+            (first_pass.shape.width, 1),
             (at("state"), *addresses(first_pass), at("frontier"), at("totals"), *table),
             (first_pass.shape.columns, width),
         )
         for layer, each in enumerate(self._draft):
             each.enqueue(self._stream)
-            ranking = each.address(bindings.TOP_IDS.name), each.address(bindings.TOP_LOGPROBS.name)
-            lists = self._names.memory.address, at("frontier"), at("totals")
-            is_last, columns = layer == depth - 1, self._caches[1].columns
-            numbers = columns, layer, width, size, self._names.columns, -1 if is_last else layer * width
-            self._launch("expand", 1, (*ranking, *lists, *table), numbers)
+            is_last = layer == depth - 1
+            slot = -1 if is_last else layer * width
+            if self._draws is not None and self._shape.is_drawn:
+                self._draws.extend(layer, each, slot)
+            else:
+                ranking = each.address(bindings.TOP_IDS.name), each.address(bindings.TOP_LOGPROBS.name)
+                lists = self._names.memory.address, at("frontier"), at("totals")
+                numbers = self._caches[1].columns, layer, width, size, self._names.columns, slot
+                self._launch("expand", (1, 1), (*ranking, *lists, *table), numbers)
             if not is_last:
                 frontier = at("frontier") + (layer + 1) * width * WORD
                 self._write_inputs(self._draft[layer + 1], frontier, "slots", width, 1, layer * width)
         tree = "totals", "values", "rows", "row_nodes"
         blocks = -(-max(self._max_nodes, size + 1) // NODE_BLOCK)
-        self._launch("unroll", blocks, tuple(map(at, tree)), (depth, size))
+        self._launch("unroll", (blocks, 1), tuple(map(at, tree)), (depth, size))
         self._write_inputs(self._target, at("row_nodes"), "rows", size + 1, 0, 0)
         self._target.enqueue(self._stream)
         found = "summary", "accepted", "draft_rows", "row_tokens", "row_parents", "row_depths", "row_values"
         nodes = "row_nodes", "tokens", "parents", "depths", "values", "rows", "slots"
-        best = self._target.address(bindings.TOP_IDS.name)
-        self._launch("verify", 1, (best, *map(at, (*nodes, *found))), (self._caches[0].columns, size))
+        best, columns = self._target.address(bindings.TOP_IDS.name), self._caches[0].columns
+        if self._draws is not None:
+            best, columns = self._draws.choose(self._target), 1
+        self._launch("verify", (1, 1), (best, *map(at, (*nodes, *found))), (columns, size))
         counts = at("summary"), at("summary") + 2 * WORD
         for cache, sources, count in zip(self._caches, ("accepted", "draft_rows"), counts, strict=True):
             self._commit(cache, at(sources), count)
-        self._device.download(self._host_found, self._found.address, self._stream)
+        self._device.download(self._host_found, at("row_values"), self._stream)
 
     def _write_inputs(self, each: RoundPass, nodes: int, columns_of: str, rows: int, read: int, first: int) -> None:
         table = tuple(map(self._at, ("tokens", "parents", "depths", columns_of)))
         pointers = (self._at("state"), nodes, *table, *addresses(each))
-        self._launch("tree_inputs", each.shape.width, pointers, (rows, each.shape.columns, read, first))
+        self._launch("tree_inputs", (each.shape.width, 1), pointers, (rows, each.shape.columns, read, first))
 
     def _commit(self, cache: CachePlace, sources: int, count: int) -> None:
         """Queue the moves of accepted rows, whose number is on the device."""
@@ -162,15 +183,6 @@ class Round:
         pointers = cache.address, self._at("state"), sources, count
         self._device.launch("commit", grid, (*pointers, *sizes), self._stream)
 
-    def _launch(self, kernel: str, programs: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        self._device.launch(kernel, (programs, 1), (*pointers, *numbers), self._stream)
-
-    def _at(self, name: str) -> int:
-        """The address of a buffer."""
-        if name in self._work.fields:
-            return self._memory.address + self._work.fields[name].offset
-        return self._found.address + self._result.fields[name].offset
-
     def _outcome(self) -> RoundOutcome:
         found = self._result.views(self._host_found)
         count, next_token, num_scored, rows = found["summary"].tolist()
@@ -178,6 +190,10 @@ class Round:
             tuple(found[name][:rows].tolist()) for name in ("row_tokens", "row_parents", "row_depths", "row_values")
         )
         accepted = tuple(found["accepted"][:count].tolist())
+        if self._draws is not None:
+            check_peaks(found["row_peaks"][: len(found["shares"]) + rows])
+        if self._shape.is_drawn:
+            values = tuple(path_values(found["shares"]))
         return RoundOutcome(tokens, parents, depths, values, accepted, next_token, num_scored)
 
 

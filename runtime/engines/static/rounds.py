@@ -11,7 +11,8 @@ from ....models import bindings
 from ....plugins.device_round.images import OFFER_BLOCK, ROW_BLOCK
 from ..base import ForwardOutput, KVCache, Pass, TokenBatch, closed_error
 from ..layout import PassShape, mask_columns
-from ..rounds import RoundEngine, RoundShape
+from ..rounds import BEST, RoundDraws, RoundEngine, RoundShape
+from .draws import Vocabulary
 from .memory import StaticPass
 from .round import PENDING, WORD, CachePlace, Names, Round
 
@@ -31,7 +32,8 @@ class Side(NamedTuple):
         return bindings.top_columns(self.engine.spec.model.num_logits)
 
     def place(self) -> CachePlace:
-        return CachePlace(self.cache.memory.address, self.cache.memory.geometry, self.columns)
+        memory = self.cache.memory
+        return CachePlace(memory.address, memory.geometry, self.columns, self.engine.spec.model.num_logits)
 
     def has_room(self, length: int, rows: int, first: int = 0) -> bool:
         """Whether a pass of `rows` rows fits behind `length` committed and `first` speculative rows."""
@@ -60,10 +62,12 @@ class StaticRounds(RoundEngine):
         self.spec = target.engine.spec
         self._target, self._draft = target, draft
         self._rounds: dict[RoundShape, Round] = {}
-        self._next: tuple[RoundShape, tuple[int, ...]] | None = None
+        self._next: tuple[RoundShape, tuple[int, ...], RoundDraws | None] | None = None
         kept = np.array(draft.engine.spec.kept_tokens, np.int32)
         device, stream = target.engine.device, target.engine.stream
         self._names = Names(device.allocate(kept.nbytes), len(kept))
+        columns = target.engine.spec.model.num_logits, draft.engine.spec.model.num_logits
+        self._vocabulary = Vocabulary(*columns, self._names.memory.address, len(kept))
         if len(kept):
             block = device.allocate_pinned(kept.nbytes)
             block[:] = kept.view(np.uint8)
@@ -72,7 +76,9 @@ class StaticRounds(RoundEngine):
 
     def fits(self, shape: RoundShape, num_pending: int) -> bool:
         """See RoundEngine.fits."""
-        depth, size, width = shape
+        depth, size, width = shape[:3]
+        if shape.verify != BEST and not self._vocabulary.fits:
+            return False
         if not 0 < num_pending <= PENDING or width**2 > OFFER_BLOCK or width > self._draft.columns or size >= ROW_BLOCK:
             return False
         length = self._target.cache.length
@@ -82,9 +88,9 @@ class StaticRounds(RoundEngine):
             return False
         return self._draft.has_room(length + 1 - num_pending, PENDING) and self._target.has_room(length, size + 1)
 
-    def prepare(self, shape: RoundShape, pending: Sequence[int]) -> Pass:
+    def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
         """See RoundEngine.prepare."""
-        self._next = shape, tuple(pending)
+        self._next = shape, tuple(pending), draws
         rows = len(pending)
         positions = self._target.cache.length + 1 - rows + np.arange(rows)
         batch = TokenBatch.pad(pending, positions, np.tri(rows, dtype=np.bool_), rows, True, True)
@@ -93,7 +99,7 @@ class StaticRounds(RoundEngine):
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """Run the prepared round. The output has no rows: its result is `outcome`."""
         assert self._next is not None, "no round was prepared"
-        shape, pending = self._next
+        shape, pending, draws = self._next
         target, draft = self._target, self._draft
         with target.engine.lock, draft.engine.lock:
             for engine in (target.engine, draft.engine):
@@ -105,7 +111,7 @@ class StaticRounds(RoundEngine):
                 draft.engine.device.synchronize(draft.engine.stream)
                 draft.engine.has_queued_moves = False
             length = target.cache.length
-            self.outcome = self._rounds[shape].run(length, pending)
+            self.outcome = self._rounds[shape].run(length, pending, draws)
             target.engine.has_queued_moves = False
         target.cache.length = length + 1 + len(self.outcome.accepted)
         draft.cache.length = length + 1 + self.outcome.num_scored

@@ -13,6 +13,7 @@ import pytest
 from bundling import DEMO
 from cuda_driver.machine import Machine
 from engine_parts import random_text
+from uniforms import uniform_streams
 
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
@@ -21,14 +22,16 @@ from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Observer, Round
 from draftwood.runtime.engines.rounds import RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
+from draftwood.runtime.engines.static.draws import Vocabulary
 from draftwood.runtime.engines.static.engine import StaticEngine
-from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from tests.runtime.engines import test_tensorrt_engine as stand_in
 
 machine = stand_in.machine
 pytestmark = pytest.mark.usefixtures("no_faults")
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.7, max_tokens=9)
 PROMPT = random_text(30)
 CHAIN = SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
 TREE = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=9, max_draft_len=3, frontier_width=3)
@@ -63,10 +66,12 @@ def generation(
     params: SamplingParams = GREEDY,
     stats: SpecDecodeStats | None = None,
     observe: Observer | None = None,
+    streams: RandomStreams | None = None,
 ) -> Iterator[list[int]]:
     """The tokens of each round."""
     sampler = Sampler(params, PROMPT, (), 2048)
-    for chunk in decoder.generate(PROMPT, sampler, seeded_streams(0), stats or SpecDecodeStats(), observe):
+    streams = streams or seeded_streams(0)
+    for chunk in decoder.generate(PROMPT, sampler, streams, stats or SpecDecodeStats(), observe):
         yield chunk.token_ids
 
 
@@ -121,8 +126,15 @@ def test_a_round_that_cannot_be_captured_is_queued(
     assert [launched.name for launched in gpu.launches].count("verify") == gpu.ran["verify"] > 1
 
 
+DRAWN = {
+    "a drawn chain": (CHAIN, SAMPLED),
+    "a drawn chain that must match": (replace(CHAIN, verify="match"), replace(SAMPLED, min_p=0.05)),
+    "a chosen tree": (TREE, replace(SAMPLED, top_p=0.9)),
+}
 OTHERS = {
-    "sampled": (CHAIN, replace(GREEDY, temperature=0.7, seed=1)),
+    "top-k": (CHAIN, replace(SAMPLED, top_k=40)),
+    "a drawn tree": (SpeculativeConfig("dyspec", budget="fixed", max_draft_len=3), SAMPLED),
+    "a chain verified by rejection": (replace(CHAIN, verify="rejection"), SAMPLED),
     "log-probabilities": (CHAIN, replace(GREEDY, logprobs=2)),
     "penalties": (CHAIN, replace(GREEDY, repetition_penalty=1.2)),
     "merges": (replace(TREE, merge="gsd"), GREEDY),
@@ -134,6 +146,19 @@ OTHERS = {
     "a tree that mostly ends before its depth": (replace(TREE, max_draft_len=6), GREEDY),
     "no speculation": (None, GREEDY),
 }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.full if "match" in each else ()) for each in DRAWN]
+)
+def test_sampled_text_is_that_of_the_host(name: str, pair: Pair, gpu: Machine) -> None:
+    """With the same uniform numbers; the last tokens are of the host's rounds, which use the streams further."""
+    config, params = DRAWN[name]
+    by_host, by_device = SpecDecodeStats(), SpecDecodeStats()
+    expected = text(pair.decoder(config, rounds=False), params, by_host, None, uniform_streams(1))
+    assert text(pair.decoder(config), params, by_device, None, uniform_streams(1)) == expected
+    assert by_device.accepted_per_round == by_host.accepted_per_round and by_device.num_accepted_tokens
+    assert gpu.ran["verify"] > 1
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -167,6 +192,12 @@ def test_a_round_has_room_in_masks_and_caches(pair: Pair) -> None:
     with pytest.raises(EngineError, match="the draft engine was closed"):
         rounds.prepare(RoundShape(3, 3, 1), [1]).run()
     decoder.close()
+
+
+def test_vocabularies_that_are_drawn_from() -> None:
+    """A draft of the target's vocabulary or a trimmed one, of at most 262,144 tokens."""
+    assert Vocabulary(262144, 262144, 0, 0).fits and Vocabulary(700, 350, 8, 350).fits
+    assert not Vocabulary(262145, 262145, 0, 0).fits and not Vocabulary(700, 704, 0, 0).fits
 
 
 def test_engines_on_different_devices_run_no_rounds(pair: Pair) -> None:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 from bundling import ROOT
-from cuda_driver.machine import ZEROING, Machine
+from cuda_driver.machine import Machine
 from tensorrt_bundles import OpenLLM, demo_bundles
 
+from draftwood.plugins.device_round.images import KERNELS
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.static.cuda import CudaDevice
 
@@ -86,13 +87,34 @@ def count(opened: OpenLLM, gpu: Machine, case: Case, long: int = LONG) -> Round:
         with opened(requests, CONFIGS[name]) as llm:
             _, (few, before), (many, after) = generated(SHORT), generated(SHORT), generated(long)
 
-    def per_round(*names: str) -> float:
-        return sum(after[name] - before[name] for name in names) / (many - few)
+    return means(after - before, many - few)
 
-    no_kernels = {ZEROING, PROGRAM, *COPIES}
+
+def count_replays(opened: OpenLLM, gpu: Machine, case: Case) -> Round:
+    """The rounds of a text that one graph runs on the device. At a temperature above 0 the last rounds of a text, which
+    are the host's, would outweigh them: their logits come to the host."""
+    params = SamplingParams(max_tokens=SHORT + 28, temperature=case.temperature, seed=3, ignore_eos=True)
+    found, rounds = Counter[str](), 0
+    with opened(case.requests, CONFIGS[case.name]) as llm:
+        gpu.counts.clear()
+        gpu.ran.clear()
+        for _ in llm.stream(PROMPT, params):
+            asked = gpu.counts + gpu.ran
+            if asked["verify"] and asked["graph"] == asked["wait"] == 1:
+                found, rounds = found + asked, rounds + 1
+            gpu.counts.clear()
+            gpu.ran.clear()
+    assert rounds > 3
+    return means(found, rounds)
+
+
+def means(counts: Counter[str], rounds: int) -> Round:
+    def per_round(*names: str) -> float:
+        return sum(counts[name] for name in names) / rounds
+
     return Round(
         per_round(PROGRAM),
-        per_round(*(name for name in gpu.ran if name not in no_kernels)),
+        per_round(*KERNELS, "move_rows"),
         per_round("graph", "enqueue"),
         per_round(*COPIES),
         per_round("wait"),
@@ -108,7 +130,7 @@ CASES = [
     for name in CONFIGS
     if (name != "drawn tree of 15" or temperature) and (name != "DAG of 24, depth 6" or not temperature)
     for by in (HOST, DEVICE)
-    if by == HOST or (name in ON_THE_DEVICE and not temperature and requests == 1)
+    if by == HOST or (name in ON_THE_DEVICE and requests == 1)
 ]
 
 
@@ -118,7 +140,8 @@ def test_the_documented_counts(case: Case, opened: OpenLLM, gpu: Machine) -> Non
     text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     label = f"| {case.name} | {case.temperature:g} | {case.requests} | {case.by} | "
     found = re.search(re.escape(label) + r"(.*) \|", text)
-    expected = count(opened, gpu, case)
+    replayed = case.by == DEVICE and case.temperature
+    expected = count_replays(opened, gpu, case) if replayed else count(opened, gpu, case)
     assert found is not None and found[1] == expected.row(), label + expected.row()
 
 

@@ -131,6 +131,16 @@ def test_draws_follow_their_probabilities_in_any_vocabulary(vocab_size: int) -> 
     assert counts / draws == pytest.approx(probabilities, abs=5 * np.sqrt(0.25 / draws))
 
 
+def test_a_stream_gives_the_numbers_of_its_decisions_ahead() -> None:
+    """However many were used in between; what a device has used is skipped."""
+    stream, other = (SeededStream(np.random.SeedSequence(3)) for _ in range(2))
+    numbers = other.ahead(200)
+    assert stream.ahead(3) == numbers[:3] and stream.ahead(0) == [] and other.ahead(200) == numbers
+    assert stream.bernoulli(numbers[0] + 1e-9) and not stream.bernoulli(numbers[1] - 1e-9)
+    stream.skip(100)
+    assert stream.ahead(98) == numbers[102:200]
+
+
 class Scripted(SeededStream):
     """One draw, decided beforehand; `seen`: the probabilities it was asked to draw with."""
 

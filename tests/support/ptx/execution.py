@@ -93,7 +93,7 @@ class Machine:
                 if not self.alive.any():
                     break
                 position, group = divided(waiting, (position, group & ~active))
-            elif active.any():
+            elif not instruction.predicate or active.any():
                 self.active = active
                 self.partial = bool(waiting) or bool(instruction.predicate)
                 self.code[position - 1](self)
@@ -132,6 +132,8 @@ class Machine:
 
     def whole(self, size: int, text: str) -> Mask:
         """Which groups of `size` threads (of a warp, of a CTA) are active. Raises Divergent for a part of one."""
+        if not self.partial and self.active.all():
+            return np.ones(len(self.active) // size, np.bool_)
         groups = self.active.reshape(-1, size)
         some: Mask = groups.any(1)
         missing = (self.alive & ~self.active).reshape(-1, size).any(1)

@@ -46,20 +46,20 @@ def resolve(parts: tuple[str, ...], sources: int) -> Operation | None:
     if kind not in TYPES:
         return None
     dtype = TYPES[kind]
-    floating = dtype is np.float32
-    ordered = floating or dtype is np.float64
+    floating = dtype in (np.float32, np.float64)
     flushed = flush if "ftz" in parts else same
     if name in ("add", "sub", "mul", "div", "min", "max") and floating:
         function = FLOATING[name]
         return Operation((dtype,) * sources, lambda *values: flushed(functools.reduce(function, values)))
     if name == "fma":
-        return Operation((dtype,) * 3, lambda x, y, z: flushed(fused(flushed(x), flushed(y), flushed(z))))
+        exact = FUSED[dtype]
+        return Operation((dtype,) * 3, lambda x, y, z: flushed(exact(flushed(x), flushed(y), flushed(z))))
     if name in UNARY and floating:
         return Operation((dtype,), lambda x: flushed(UNARY[name](flushed(x))))
     if name == "selp":
         return Operation((dtype, dtype, np.bool_), lambda x, y, which: np.where(which, x, y))
     if name == "setp":
-        return Operation((dtype, dtype), ORDERED_NOT_EQUAL if ordered and parts[1] == "ne" else COMPARISONS[parts[1]])
+        return Operation((dtype, dtype), ORDERED_NOT_EQUAL if floating and parts[1] == "ne" else COMPARISONS[parts[1]])
     if name in ("mul", "mad") and parts[1] in ("wide", "hi"):
         return wide(name, parts[1], dtype)
     if name == "mad":
@@ -89,6 +89,11 @@ def flush(values: Values) -> Values:
 def fused(x: Values, y: Values, z: Values) -> Values:
     """A product of two fp32 is exact in fp64."""
     return np.asarray(x.astype(np.float64) * y + z, np.float32)
+
+
+def fused_double(x: Values, y: Values, z: Values) -> Values:
+    """With 64 bits of a mantissa, where a GPU keeps all: rarely the last bit of the result differs."""
+    return np.asarray(x.astype(np.longdouble) * y + z, np.float64)
 
 
 def divide(x: Values, y: Values) -> Values:
@@ -170,7 +175,13 @@ def ordered_not_equal(x: Values, y: Values) -> Values:
     return (x < y) | (x > y)
 
 
+def unordered(compare: Compute) -> Compute:
+    """True if a number is NaN, too; `compare` is the opposite."""
+    return lambda x, y: ~compare(x, y)
+
+
 ORDERED_NOT_EQUAL: Compute = ordered_not_equal
+FUSED: dict[type[np.generic], Compute] = {np.float32: fused, np.float64: fused_double}
 FLOATING: dict[str, Compute] = {
     "add": np.add,
     "sub": np.subtract,
@@ -207,4 +218,9 @@ COMPARISONS: dict[str, Compute] = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
+    "ltu": unordered(operator.ge),
+    "leu": unordered(operator.gt),
+    "gtu": unordered(operator.le),
+    "geu": unordered(operator.lt),
+    "num": lambda x, y: (x == x) & (y == y),
 }

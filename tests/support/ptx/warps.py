@@ -17,7 +17,7 @@ def shuffle(instruction: Instruction, program: Program) -> Run:
     """shfl.sync: the value of another thread of the warp."""
     form = instruction.parts[2]
     destination, source, lane, *_ = instruction.operands
-    if form not in ("bfly", "idx") or not isinstance(destination, str):
+    if form not in ("bfly", "idx", "up") or not isinstance(destination, str):
         raise Undefined(f"{instruction.text}: no exchange that the executor knows")
     value, other = reader(source, np.uint32, instruction), reader(lane, np.uint32, instruction)
     kind = program.kind(destination)
@@ -26,6 +26,8 @@ def shuffle(instruction: Instruction, program: Program) -> Run:
         machine.whole(WARP, instruction.text)
         own = machine.registers["%laneid"]
         lanes = own ^ other(machine) if form == "bfly" else np.broadcast_to(other(machine), own.shape)
+        if form == "up":  # the first threads keep their own
+            lanes = np.where(own < lanes, own, own - lanes)
         places = np.arange(machine.count) // WARP * WARP + (lanes & np.uint32(31)).astype(np.int64)
         machine.write(destination, kind, value(machine)[places])
 

@@ -1,0 +1,286 @@
+"""Draws from rows of logits above temperature 0, on the device, in the OpenAI Triton language.
+
+A row's weights are exp((logit - peak) / temperature) in fp64, and 0 for logits below peak + offset, and for what top-p
+leaves out: weights below bounds[row], and those equal to it in columns above lasts[row]. `settings` are (temperature,
+offset, top-p). A row is cut into blocks. The sum of its weights is the sum of the blocks' sums, always in the
+same order, so that every kernel finds the same number. The token of a uniform number u is the first whose cumulative
+weight exceeds u times the sum: first its block, then its place in the block.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LIKELY = tl.constexpr(1e-4)  # share of the peak's weight
+BITS = tl.constexpr(62)  # of a weight in [0, 1]
+
+
+@triton.jit(do_not_specialize=["columns", "blocks"])
+def peaks(logits, block_peaks, columns, blocks, BLOCK: tl.constexpr):
+    """Grid (rows, blocks): the largest logit of each block of logits [rows, V = columns]; +inf if one is NaN."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row.to(tl.int64) * columns + column, mask=column < columns, other=float("-inf"))
+    tl.store(block_peaks + row * blocks + block, tl.max(tl.where(logit == logit, logit, float("inf")), axis=0))
+
+
+@triton.jit(do_not_specialize=["columns", "blocks", "num_names", "stride", "is_cut"])
+def weigh(
+    logits,
+    block_peaks,
+    settings,
+    sums,
+    bounds,
+    lasts,
+    weights,
+    names,
+    likely,
+    counts,
+    columns,
+    blocks,
+    num_names,
+    stride,
+    is_cut,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (rows, blocks): the sum of the weights of each block. is_cut: whether `cut` has found the bounds; else there
+    are none. weights [rows, stride]: of each token, if `stride` is not 0; names [num_names]: the token of each column
+    of a trimmed draft. likely, counts [rows, blocks]: sum and number of the weights that are not far below the peak's.
+    """
+    row, block = tl.program_id(0), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    bound = tl.load(bounds + row, mask=is_cut > 0, other=-1.0)
+    last = tl.load(lasts + row, mask=is_cut > 0, other=0)
+    peak = peak_of(block_peaks, row, blocks, BLOCKS)
+    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, bound, last)
+    tl.store(sums + row * blocks + block, tl.sum(weight, axis=0))
+    token = tl.where(num_names > 0, tl.load(names + column, mask=inside & (num_names > 0), other=0), column)
+    tl.store(weights + row.to(tl.int64) * stride + token, weight, mask=inside & (stride > 0))
+    is_likely = weight >= LIKELY
+    tl.store(likely + row * blocks + block, tl.sum(tl.where(is_likely, weight, 0.0), axis=0))
+    tl.store(counts + row * blocks + block, tl.sum(is_likely.to(tl.int32), axis=0))
+    if (block == 0) & (is_cut == 0):
+        tl.store(bounds + row, tl.full((), -1.0, tl.float64))
+        tl.store(lasts + row, 0)
+
+
+@triton.jit(do_not_specialize=["columns", "blocks"])
+def gather(
+    logits,
+    block_peaks,
+    settings,
+    sums,
+    bounds,
+    lasts,
+    likely,
+    counts,
+    found,
+    found_weights,
+    found_columns,
+    columns,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (rows, blocks): found_weights, found_columns [rows, V] get the likely tokens of each row in order, found
+    [rows] their number; all tokens if top-p needs more than the likely ones."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    every = mass_of(likely, row, blocks, BLOCKS) < top_mass(sums, settings, row, blocks, BLOCKS)
+    index = tl.arange(0, BLOCKS)
+    number = tl.load(counts + row * blocks + index, mask=index < blocks, other=0)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    peak = peak_of(block_peaks, row, blocks, BLOCKS)
+    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, -1.0, 0)
+    kept = (every | (weight >= LIKELY)) & (column < columns)
+    before = tl.where(every, block * BLOCK, tl.sum(tl.where(index < block, number, 0), axis=0))
+    place = row.to(tl.int64) * columns + before + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    tl.store(found_weights + place, weight, mask=kept)
+    tl.store(found_columns + place, column, mask=kept)
+    if block == 0:
+        tl.store(found + row, tl.where(every, columns, tl.sum(number, axis=0)))
+
+
+@triton.jit(do_not_specialize=["columns", "blocks"])
+def cut(
+    settings,
+    sums,
+    bounds,
+    lasts,
+    found,
+    found_weights,
+    found_columns,
+    columns,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (rows,): the bound of top-p: the greatest weight such that it and the greater ones have the mass together.
+    Of equal weights the first ones are taken. The bits of weights are ordered as weights are, so the bound is found bit
+    by bit."""
+    row = tl.program_id(0)
+    mass, count = top_mass(sums, settings, row, blocks, BLOCKS), tl.load(found + row)
+    weights, tokens = found_weights + row.to(tl.int64) * columns, found_columns + row.to(tl.int64) * columns
+    bound = tl.full((), 0, tl.int64)
+    for bit in range(BITS):
+        higher = bound | (tl.full((), 1, tl.int64) << (BITS - 1 - bit))
+        total = tl.full((), 0.0, tl.float64)
+        for start in range(0, count, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            weight = tl.load(weights + place, mask=place < count, other=0.0)
+            total += tl.sum(tl.where(weight.to(tl.int64, bitcast=True) >= higher, weight, 0.0), axis=0)
+        bound = tl.where(total >= mass, higher, bound)
+    total = tl.full((), 0.0, tl.float64)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights + place, mask=place < count, other=0.0)
+        total += tl.sum(tl.where(weight.to(tl.int64, bitcast=True) > bound, weight, 0.0), axis=0)
+    last = columns
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights + place, mask=place < count, other=0.0)
+        tie = tl.where((weight.to(tl.int64, bitcast=True) == bound) & (place < count), weight, 0.0)
+        enough = (tie > 0) & (total + tl.cumsum(tie, axis=0) >= mass)
+        token = tl.load(tokens + place, mask=enough, other=0)
+        last = tl.minimum(last, tl.min(tl.where(enough, token, columns), axis=0))
+        total += tl.sum(tie, axis=0)
+    tl.store(bounds + row, bound.to(tl.float64, bitcast=True))
+    tl.store(lasts + row, last)
+
+
+@triton.jit(do_not_specialize=["columns", "blocks", "num_names", "layer", "slot"])
+def extend(
+    logits,
+    block_peaks,
+    settings,
+    sums,
+    bounds,
+    lasts,
+    uniforms,
+    names,
+    tokens,
+    parents,
+    depths,
+    slots,
+    values,
+    frontier,
+    totals,
+    masses,
+    shares,
+    row_peaks,
+    columns,
+    blocks,
+    num_names,
+    layer,
+    slot,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (1,): draw the token of a chain's node layer + 1 from logits [V = columns], and make it the next frontier.
+    slot: of the node in the draft's cache; -1 if the draft will not score it. masses[layer]: the sum of the weights;
+    shares[layer]: the token's probability; row_peaks[layer]: the peak. All values are equal, so rows stand in the order
+    of creation."""
+    peak = peak_of(block_peaks, 0, blocks, BLOCKS)
+    mass = mass_of(sums, 0, blocks, BLOCKS)
+    block = tl.arange(0, BLOCKS)
+    chosen, rest = find(tl.load(sums + block, mask=block < blocks, other=0.0), tl.load(uniforms + layer) * mass, BLOCKS)
+    weight = weights_at(
+        logits, chosen * BLOCK + tl.arange(0, BLOCK), columns, peak, settings, tl.load(bounds), tl.load(lasts)
+    )
+    place, _ = find(weight, rest, BLOCK)
+    column = chosen * BLOCK + place
+    share = tl.sum(tl.where(tl.arange(0, BLOCK) == place, weight, 0.0), axis=0) / mass
+    token = tl.where(num_names > 0, tl.load(names + column, mask=num_names > 0, other=0), column)
+    child = layer + 1
+    tl.store(tokens + child, token)
+    tl.store(parents + child, layer)
+    tl.store(depths + child, child)
+    tl.store(slots + child, slot)
+    tl.store(values + child, tl.full((), 0.0, tl.float64))
+    tl.store(frontier + child, child)
+    tl.store(totals + child, child + 1)
+    tl.store(masses + layer, mass)
+    tl.store(shares + layer, share)
+    tl.store(row_peaks + layer, peak)
+
+
+@triton.jit(do_not_specialize=["columns", "blocks", "size"])
+def draw(
+    logits,
+    block_peaks,
+    settings,
+    sums,
+    bounds,
+    lasts,
+    uniforms,
+    row_nodes,
+    depths,
+    drawn,
+    row_peaks,
+    columns,
+    blocks,
+    size,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (size + 1,): draw a token after each row of a tree. Rows of one depth use the same uniform number: one of
+    them is on the accepted path."""
+    row = tl.program_id(0)
+    node = tl.load(row_nodes + row)
+    uniform = tl.load(uniforms + tl.load(depths + node, mask=node >= 0, other=0))
+    peak = peak_of(block_peaks, row, blocks, BLOCKS)
+    block = tl.arange(0, BLOCKS)
+    at = uniform * mass_of(sums, row, blocks, BLOCKS)
+    chosen, rest = find(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0), at, BLOCKS)
+    column = chosen * BLOCK + tl.arange(0, BLOCK)
+    bound, last = tl.load(bounds + row), tl.load(lasts + row)
+    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, bound, last)
+    place, _ = find(weight, rest, BLOCK)
+    tl.store(drawn + row, (chosen * BLOCK + place).to(tl.int64))
+    tl.store(row_peaks + row, peak)
+
+
+@triton.jit
+def peak_of(block_peaks, row, blocks, BLOCKS: tl.constexpr):
+    """The largest logit of a row."""
+    block = tl.arange(0, BLOCKS)
+    return tl.max(tl.load(block_peaks + row * blocks + block, mask=block < blocks, other=float("-inf")), axis=0)
+
+
+@triton.jit
+def mass_of(sums, row, blocks, BLOCKS: tl.constexpr):
+    """The sum of a row's weights."""
+    block = tl.arange(0, BLOCKS)
+    return tl.sum(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0), axis=0)
+
+
+@triton.jit
+def top_mass(sums, settings, row, blocks, BLOCKS: tl.constexpr):
+    """The mass that top-p keeps of a row."""
+    return tl.load(settings + 2) * mass_of(sums, row, blocks, BLOCKS)
+
+
+@triton.jit
+def weights_at(logits, column, columns, peak, settings, bound, last):
+    """The weights of these columns; 0 outside of the row."""
+    logit = tl.load(logits + column, mask=column < columns, other=float("-inf"))
+    temperature, offset = tl.load(settings), tl.load(settings + 1)
+    least = (peak.to(tl.float64) + offset).to(tl.float32)
+    weight = tl.exp((logit.to(tl.float64) - peak.to(tl.float64)) / temperature)
+    kept = (logit >= least) & (column < columns) & ((weight > bound) | ((weight == bound) & (column <= last)))
+    return tl.where(kept, weight, 0.0)
+
+
+@triton.jit
+def find(weights, at, COUNT: tl.constexpr):
+    """The first index whose cumulative weight exceeds `at`, and what `at` exceeds the weights before it by. Never an
+    index of weight 0: a rounding error at the end selects the last of the others."""
+    index = tl.arange(0, COUNT)
+    positive = weights > 0
+    first = tl.min(tl.where(positive & (tl.cumsum(weights, axis=0) > at), index, COUNT), axis=0)
+    chosen = tl.minimum(first, tl.max(tl.where(positive, index, 0), axis=0))
+    return chosen, at - tl.sum(tl.where(index < chosen, weights, 0.0), axis=0)

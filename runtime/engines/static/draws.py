@@ -1,0 +1,187 @@
+"""What a round above temperature 0 does on the device besides the passes and the tree: draws, and block verification.
+The kernels are those of `drawing.py` and `chain.py` in `plugins/device_round`, which say what the buffers hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....models import bindings
+from ....models.errors import EngineError
+from ....plugins.device_round.images import MOST_BLOCKS, TOKEN_BLOCK
+from ...sampling.softmax import NO_NUMBERS
+from ..layout import Layout
+from ..rounds import BEST, BLOCK, RoundDraws, RoundShape
+from .device import Device, Stream
+
+Fields = Mapping[str, tuple[str, tuple[int, ...]]]
+DOUBLE = 8
+SETTINGS = 3  # numbers of the settings of draft and target each: temperature, offset of the least logit, top-p
+
+
+class Scores(Protocol):
+    """A pass with logits on the device."""
+
+    def address(self, name: str) -> int: ...
+
+
+class Vocabulary(NamedTuple):
+    """The columns of the logits of target and draft, and the address of the tokens of a trimmed draft's columns."""
+
+    target: int
+    draft: int
+    names: int
+    num_names: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels can draw from these rows."""
+        return num_blocks(self.target) <= MOST_BLOCKS and (self.num_names > 0 or self.draft == self.target)
+
+
+def num_blocks(columns: int) -> int:
+    return -(-columns // TOKEN_BLOCK)
+
+
+def given_fields(shape: RoundShape) -> Fields:
+    """What the host uploads: the settings, then the uniform numbers."""
+    return {} if shape.verify == BEST else {"draws": ("float64", (2 * SETTINGS + sum(shape.most_draws),))}
+
+
+def found_fields(shape: RoundShape) -> Fields:
+    """What the host gets besides the tree: probabilities of drawn tokens, and the rows' peaks, the draft's first."""
+    if shape.verify == BEST:
+        return {}
+    drafted = shape.depth if shape.is_drawn else 0
+    return {"shares": ("float64", (drafted,)), "row_peaks": ("float32", (drafted + shape.size + 1,))}
+
+
+def work_fields(shape: RoundShape, vocabulary: Vocabulary) -> Fields:
+    if shape.verify == BEST:
+        return {}
+    depth, rows, blocks = shape.depth, shape.size + 1, num_blocks(max(vocabulary.target, vocabulary.draft))
+    fields = {
+        "block_peaks": ("float32", (rows, blocks)),
+        "sums": ("float64", (rows, blocks)),
+        "drawn": ("int64", (rows,)),
+    }
+    fields |= {"bounds": ("float64", (rows,)), "lasts": ("int32", (rows,))}
+    fields |= {"likely": ("float64", (rows, blocks)), "counts": ("int32", (rows, blocks))}
+    if shape.is_cut:
+        columns = max(vocabulary.target, vocabulary.draft)
+        fields |= {"found": ("int32", (rows,)), "found_weights": ("float64", (rows, columns))}
+        fields |= {"found_columns": ("int32", (rows, columns))}
+    if shape.is_drawn:
+        fields |= {"weights": ("float64", (depth, vocabulary.target)), "masses": ("float64", (rows,))}
+    if shape.verify == BLOCK:
+        fields |= {"pi": ("float64", (rows,)), "excesses": ("float64", (depth, blocks))}
+    return fields
+
+
+class Buffers:
+    """The memory of a round, by the names of its parts, and the stream on which it is used."""
+
+    def __init__(self, device: Device, stream: Stream, layouts: Sequence[Layout]) -> None:
+        self._device, self._stream = device, stream
+        self._places = [(layout, device.allocate(layout.nbytes)) for layout in layouts]
+
+    def at(self, name: str) -> int:
+        """The address of a part."""
+        for layout, memory in self._places:
+            if name in layout.fields:
+                return memory.address + layout.fields[name].offset
+        raise KeyError(name)
+
+    def launch(self, kernel: str, grid: tuple[int, int], pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Queue a kernel with these addresses and numbers."""
+        self._device.launch(kernel, grid, (*pointers, *numbers), self._stream)
+
+
+class Draws:
+    """Queues the kernels of the rounds of one shape."""
+
+    def __init__(self, shape: RoundShape, vocabulary: Vocabulary, buffers: Buffers) -> None:
+        self._shape, self._vocabulary = shape, vocabulary
+        self._at, self._launch = buffers.at, buffers.launch
+        given = self._at("draws")
+        self._draft_settings, self._target_settings = given, given + SETTINGS * DOUBLE
+        draft, tests, _ = shape.most_draws
+        self._draft = given + 2 * SETTINGS * DOUBLE
+        self._tests = self._draft + draft * DOUBLE
+        self._last = self._tests + tests * DOUBLE
+
+    def extend(self, layer: int, each: Scores, slot: int) -> None:
+        """Draw the next token of a chain from the first row of a draft's pass. slot: the token's own in the draft's
+        cache, -1 for none."""
+        at, (stride, columns, names, num_names) = self._at, self._vocabulary
+        weights = at("weights") + layer * stride * DOUBLE
+        row = self._row(each, self._draft_settings)
+        blocks = num_blocks(columns)
+        self._weigh(row, 1, columns, (weights, names), (num_names, stride))
+        nodes = map(at, ("tokens", "parents", "depths", "slots", "values", "frontier", "totals"))
+        found = map(at, ("masses", "shares", "row_peaks"))
+        pointers = (*row, self._draft, names, *nodes, *found)
+        self._launch("extend", (1, 1), pointers, (columns, blocks, num_names, layer, slot))
+
+    def choose(self, target: Scores) -> int:
+        """Draw the target's tokens. Returns the address of one for each row, as `verify` reads them."""
+        at, shape, columns = self._at, self._shape, self._vocabulary.target
+        row, blocks = self._row(target, self._target_settings), num_blocks(columns)
+        row_peaks = at("row_peaks") + shape.most_draws[0] * 4
+        self._weigh(row, shape.size + 1, columns, (0, 0), (0, 0))
+        if shape.verify != BLOCK:
+            pointers = (*row, self._last, at("row_nodes"), at("depths"), at("drawn"), row_peaks)
+            self._launch("draw", (shape.size + 1, 1), pointers, (columns, blocks, shape.size))
+            return at("drawn")
+        chain = (*row, at("weights"), at("masses"))
+        numbers = columns, blocks, shape.depth
+        self._launch("chances", (1, 1), (*chain, at("tokens"), at("pi"), row_peaks), numbers)
+        self._launch("excess", (shape.depth, blocks), (*chain, at("pi"), at("excesses")), numbers[:2])
+        draws = at("pi"), at("excesses"), self._tests, self._last, at("tokens"), at("drawn")
+        self._launch("accept", (1, 1), (*chain, *draws), numbers)
+        return at("drawn")
+
+    def _weigh(
+        self, row: tuple[int, ...], rows: int, columns: int, kept: tuple[int, int], names: tuple[int, int]
+    ) -> None:
+        """Find the sums of these rows. kept, names: the addresses and numbers that `weigh` needs to keep weights."""
+        blocks, likely = num_blocks(columns), (self._at("likely"), self._at("counts"))
+        numbers, grid = (columns, blocks), (rows, blocks)
+        self._launch("peaks", grid, row[:2], numbers)
+        self._launch("weigh", grid, (*row, *kept, *likely), (*numbers, *names, 0))
+        if self._shape.is_cut:
+            found = tuple(map(self._at, ("found", "found_weights", "found_columns")))
+            self._launch("gather", grid, (*row, *likely, *found), numbers)
+            self._launch("cut", (rows, 1), (*row[2:], *found), numbers)
+            self._launch("weigh", grid, (*row, *kept, *likely), (*numbers, *names, 1))
+
+    def _row(self, each: Scores, settings: int) -> tuple[int, ...]:
+        logits, at = each.address(bindings.LOGITS.name), self._at
+        return logits, at("block_peaks"), settings, at("sums"), at("bounds"), at("lasts")
+
+
+def numbers_of(draws: RoundDraws) -> list[float]:
+    """The content of "draws"."""
+    T = draws.temperature
+    offsets = (T * math.log(share) if share > 0 else -math.inf for share in (draws.draft_share, draws.target_share))
+    return [
+        *(number for offset in offsets for number in (T, offset, draws.top_p)),
+        *draws.draft,
+        *draws.tests,
+        *draws.last,
+    ]
+
+
+def check_peaks(peaks: NDArray[np.float32]) -> None:
+    """Raises EngineError if a row of logits had a NaN, or no finite peak."""
+    if not np.isfinite(peaks).all():
+        raise EngineError(NO_NUMBERS)
+
+
+def path_values(shares: NDArray[np.float64]) -> list[float]:
+    """The log-probabilities of the root and of the nodes of a drawn chain."""
+    return [0.0, *np.log(shares).cumsum().tolist()]
