@@ -57,9 +57,9 @@ class Place(NamedTuple):
     def verify(self, depth: int, size: int, chain: bool) -> Verified:
         """A proposal of these limits."""
         if chain:
-            taken = min(self.chained, depth)
-            choices = [VerifierChoice(0, 1)] * taken + [VerifierChoice(None, 1)] * (taken < depth)
-            return Verified(list(range(1, taken + 1)), choices)
+            right = min(self.chained, depth)
+            choices = [VerifierChoice(0, 1)] * right + [VerifierChoice(None, 1)] * (right < depth)
+            return Verified(list(range(1, right + 1)), choices)
         depths, rows, offered = [0], {0: 0}, {0: 0}  # rows: of this tree, by those of the greatest
         ranks: dict[int, int] = {}
         for node, parent in enumerate(self.parents, start=1):
@@ -169,8 +169,7 @@ def main() -> None:
         chats = (llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in asked)
         prompts = [llm.tokenizer.encode(text, add_special_tokens=False) for text in chats]
         prompts = [prompt for prompt in prompts if len(prompt) <= args.max_prompt][: args.texts]
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        texts = [list(result.token_ids) for result in llm.generate(prompts, params)]
     bundle = EngineBundle.open(args.bundle)
     with closing(bundle.open_draft()) as draft:
         traces = [

@@ -59,7 +59,7 @@ def test_low_bit_bundles_are_built_and_compared(
 
         def build(options: BuildOptions, begin: Any) -> None:
             built.append(options.precision)
-            open_llm(1, None, options.precision).close()
+            open_llm(1, None, options.precision or "fp32").close()
             (tmp_path / f"1-{options.precision}").rename(options.output)
 
         monkeypatch.setattr(pipeline, "build", build)

@@ -22,7 +22,7 @@ from draftwood.runtime.engines.passes import run
 from draftwood.runtime.engines.rounds import BLOCK, MATCH, RoundShape
 from draftwood.runtime.engines.static import cuda
 from draftwood.runtime.sampling.random import RandomStreams
-from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.sampling.sampler import Sampler, ScoredRows
 from draftwood.runtime.speculation.config import VERIFIERS
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
@@ -69,7 +69,7 @@ class HostRounds:
         run(self._proposer.propose(graph, grower, Fixed(), self._sampler, streams.draft))
         tree = unroll(graph, size, depth)
         output = self._target.score(tree.to_batch(self._target.spec, self._cache.length, False), self._cache)
-        acceptance = VERIFIERS[verify](tree, output.logits, self._sampler, streams)
+        acceptance = VERIFIERS[verify](tree, ScoredRows(self._sampler, output.logits), streams)
         self._cache.commit([0, *acceptance.rows])
         self._proposer.commit(tree, acceptance.rows, acceptance.next_token)
         self._root = acceptance.next_token
