@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ...models.errors import ConfigError
@@ -142,6 +141,7 @@ class Parsed(NamedTuple):
 def parse(trt: ModuleType, backend: str, graph: Path, flags: Sequence[Any]) -> Parsed:
     """Parse a graph. Weights beside it are mapped: the parser would read a copy of them into memory. Raises
     PolygraphyException with the parser's words for what it does not take."""
+    import onnx_ir as ir  # imported here: options of a build are checked before
     from polygraphy.backend.trt import create_network
     from polygraphy.exception import PolygraphyException
 

@@ -132,12 +132,11 @@ def test_draws_follow_their_probabilities_in_any_vocabulary(vocab_size: int) -> 
 
 
 def test_a_stream_gives_the_numbers_of_its_decisions_ahead() -> None:
-    """However many were used in between; what a device has used is skipped."""
     stream, other = (SeededStream(np.random.SeedSequence(3)) for _ in range(2))
     numbers = other.ahead(200)
     assert stream.ahead(3) == numbers[:3] and stream.ahead(0) == [] and other.ahead(200) == numbers
     assert stream.bernoulli(numbers[0] + 1e-9) and not stream.bernoulli(numbers[1] - 1e-9)
-    stream.skip(100)
+    stream.skip(100)  # that a device has used
     assert stream.ahead(98) == numbers[102:200]
 
 
@@ -157,10 +156,8 @@ def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
     """Rejections in a row, for offers that cover some of the tokens: R = norm(max(pi R - D, 0)) everywhere."""
     generator = np.random.default_rng(seed)
     p, ids = generator.dirichlet(np.ones(9)), generator.permutation(9)[:4]
-    drawing, residual = (
-        Drawing(Candidates(ids, generator.dirichlet(np.ones(4)))),
-        Residual(Weights(3.0, (3 * p).__getitem__), ids),
-    )
+    drawing = Drawing(Candidates(ids, generator.dirichlet(np.ones(4))))
+    residual = Residual(Weights(3.0, (3 * p).__getitem__), ids)
     R, pi, whole_pi = p, 1.0, 1.0
     for index in (2, 0, 3):
         _, _, remaining = drawing.draw(Scripted(index))
