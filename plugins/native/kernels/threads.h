@@ -15,7 +15,7 @@
 #define MOST_THREADS 1024
 #define MOST_PHASES 4096
 #define WAIT_SPINS 20000 /* then somebody else needs the core: yield */
-#define IDLE_SPINS 4000  /* about 100 us */
+#define IDLE_SPINS 40000 /* about 1 ms: longer than the host takes between the passes of a round */
 
 struct phase {
     _Alignas(64) atomic_int next, done; /* units */
