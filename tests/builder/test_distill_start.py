@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from distilling import COLUMNS, distilled, options, write_target
+from distilling import COLUMNS, distilled, options
 from safetensors.torch import load_file, save_file
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
@@ -33,16 +33,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("distill") / "target")
+def target(distill_target: Path) -> Path:
+    return distill_target
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trimmed draft, with its state beside it."""
-    folder = tmp_path_factory.mktemp("draft") / "draft"
-    distilled(options(target, folder))
-    return folder
+def draft(distilled_draft: Path) -> Path:
+    return distilled_draft
 
 
 def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bundling import built
-from distilling import COLUMNS, distilled, options, watch, write_target, written
+from distilling import COLUMNS, distilled, options, watch, written
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaForCausalLM
@@ -45,16 +45,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("distill") / "target")
+def target(distill_target: Path) -> Path:
+    return distill_target
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trimmed draft, with its state beside it."""
-    folder = tmp_path_factory.mktemp("draft") / "draft"
-    distilled(options(target, folder))
-    return folder
+def draft(distilled_draft: Path) -> Path:
+    return distilled_draft
 
 
 def network_of(target: Path, kept: int = 64, seed: int = 0) -> DraftNetwork:
