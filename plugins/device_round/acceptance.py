@@ -7,8 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .inputs import STATE
 
-@triton.jit(do_not_specialize=["columns", "size"])
+
+@triton.jit(do_not_specialize=["columns", "size", "depth", "nodes", "accepted_rows"])
 def verify(
     top_ids,
     row_nodes,
@@ -18,25 +20,43 @@ def verify(
     values,
     rows,
     slots,
+    state,
     summary,
     accepted,
+    target_rows,
     draft_rows,
+    moves,
     row_tokens,
     row_parents,
     row_depths,
     row_values,
     columns,
     size,
+    depth,
+    nodes,
+    accepted_rows,
     ROWS: tl.constexpr,
 ):
-    """Grid (1,): `match_best`. From the root go to the child with the target's most probable token, as long as there is
-    one. top_ids [rows, K = columns]: the target's tokens, best first. A number below 0 is ~ of a token that matches no
-    child.
+    """Grid (texts,): `match_best`. From the root go to the child with the target's most probable token, as long as
+    there is one. top_ids [texts, size + 1, K = columns]: the target's tokens, best first. A number below 0 is ~ of a
+    token that matches no child.
 
-    summary: number of accepted rows, the target's token after them, number of accepted rows that the draft has scored,
-    number of rows. accepted: the accepted rows. draft_rows: the slots of the scored ones, counted from the target's
-    `length` as rows are. row_tokens, row_parents, row_depths, row_values [size + 1]: the tree, for the host.
+    summary [texts, 4]: number of accepted rows, the target's token after them, number of accepted rows that the draft
+    has scored, number of rows. accepted [texts, depth]: the accepted rows. target_rows [texts, depth + 1], draft_rows
+    [texts, accepted_rows]: the columns of the rows that will be committed; the draft's pending tokens are there
+    already. moves [texts, 2]: how many. row_tokens, row_parents, row_depths, row_values [texts, size + 1]: the tree,
+    for the host.
     """
+    text, count_rows = tl.program_id(0), size + 1
+    top_ids, row_nodes = top_ids + text * count_rows * columns, row_nodes + text * count_rows
+    tokens, parents, depths = tokens + text * nodes, parents + text * nodes, depths + text * nodes
+    values, rows, slots = values + text * nodes, rows + text * nodes, slots + text * nodes
+    row_tokens, row_parents = row_tokens + text * count_rows, row_parents + text * count_rows
+    row_depths, row_values = row_depths + text * count_rows, row_values + text * count_rows
+    accepted, target_rows = accepted + text * depth, target_rows + text * (depth + 1)
+    pending = tl.load(state + text * STATE + 1)
+    draft_rows += text * accepted_rows + pending
+
     row = tl.arange(0, ROWS)
     node = tl.load(row_nodes + row, mask=row <= size, other=-1)
     is_row = node >= 0
@@ -49,31 +69,42 @@ def verify(
     tl.store(row_values + row, tl.load(values + node, mask=is_row, other=0.0), mask=is_row)
 
     count, scored = 0, 0
+    tl.store(target_rows, text * count_rows)
     best = tl.load(top_ids).to(tl.int32)
     child = tl.max(tl.where((parent == 0) & (token == best), row, -1), axis=0)
     while child >= 0:
         tl.store(accepted + count, child)
+        tl.store(target_rows + count + 1, text * count_rows + child)
         slot = tl.load(slots + tl.load(row_nodes + child))
-        tl.store(draft_rows + count, slot + 1)
+        tl.store(draft_rows + count, slot)
         count += 1
         scored += (slot >= 0).to(tl.int32)  # only the last row of a path may not be scored
         best = tl.load(top_ids + child * columns).to(tl.int32)
         child = tl.max(tl.where((parent == child) & (token == best), row, -1), axis=0)
+    summary, moves = summary + 4 * text, moves + 2 * text
     tl.store(summary, count)
     tl.store(summary + 1, tl.where(best < 0, ~best, best))
     tl.store(summary + 2, scored)
     tl.store(summary + 3, tl.sum(is_row.to(tl.int32), axis=0))
+    tl.store(moves, count + 1)
+    tl.store(moves + 1, pending + scored)
 
 
-@triton.jit(do_not_specialize=["tensor_words", "heads", "capacity", "row_words"])
-def commit(cache, state, sources, count, tensor_words, heads, capacity, row_words, WORDS: tl.constexpr):
-    """Grid (tensors * heads, blocks of a row): move row length + sources[i] of a cache to row length + 1 + i, for i
-    below `count`, in every plane. Sources ascend, so no row is overwritten before it is read."""
-    length, moves = tl.load(state), tl.load(count)
-    plane = tl.program_id(0)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+@triton.jit(do_not_specialize=["tensor_words", "heads", "capacity", "row_words", "most", "read"])
+def commit(cache, state, sources, moves, tensor_words, heads, capacity, row_words, most, read, WORDS: tl.constexpr):
+    """Grid (tensors * heads, texts * blocks of a row): append the rows of columns sources[text, :moves[text, read]] of
+    a cache to the text's committed rows, in every plane. read: 0 for the target, 1 for the draft. most: the numbers of
+    a text in `sources`. Sources ascend, and none stands before its place, so no row is overwritten before it is
+    read."""
+    blocks = tl.cdiv(row_words, WORDS)
+    text, plane = tl.program_id(1) // blocks, tl.program_id(0)
+    state, sources = state + text * STATE, sources + text * most
+    start = tl.load(state + 4 + 2 * read) + tl.load(state) + read * (1 - tl.load(state + 1))
+    first_column = tl.load(state + 5 + 2 * read)
+    word = tl.program_id(1) % blocks * WORDS + tl.arange(0, WORDS)
     base = cache + (plane // heads) * tensor_words + (plane % heads).to(tl.int64) * capacity * row_words
-    for i in range(moves):
-        source = (length + tl.load(sources + i)).to(tl.int64) * row_words
-        target = (length + 1 + i).to(tl.int64) * row_words
-        tl.store(base + target + word, tl.load(base + source + word, mask=word < row_words), mask=word < row_words)
+    for i in range(tl.load(moves + 2 * text + read)):
+        source, target = first_column + tl.load(sources + i), start + i
+        if source != target:
+            row = tl.load(base + source.to(tl.int64) * row_words + word, mask=word < row_words)
+            tl.store(base + target.to(tl.int64) * row_words + word, row, mask=word < row_words)

@@ -1,10 +1,10 @@
 """Draws from rows of logits above temperature 0, on the device, in the OpenAI Triton language.
 
-A row's weights are exp((logit - peak) / temperature) in fp64, and 0 for logits below peak + offset, and for what top-p
-leaves out: weights below bounds[row], and those equal to it in columns above lasts[row]. `settings` are (temperature,
-offset, top-p). A row is cut into blocks. The sum of its weights is the sum of the blocks' sums, always in the
-same order, so that every kernel finds the same number. The token of a uniform number u is the first whose cumulative
-weight exceeds u times the sum: first its block, then its place in the block.
+A row's weights are exp((logit - peak) / temperature) in fp64, and 0 for logits below peak + offset, and for what top-k
+and top-p leave out: weights below bounds[row], and those equal to it in columns above lasts[row]. `settings` are
+(temperature, offset, top-p, top-k); top-k 0 keeps all tokens. A row is cut into blocks. The sum of its weights is the
+sum of the blocks' sums, always in the same order, so that every kernel finds the same number. The token of a uniform
+number u is the first whose cumulative weight exceeds u times the sum: first its block, then its place in the block.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,8 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LIKELY = tl.constexpr(1e-4)  # share of the peak's weight
-BITS = tl.constexpr(62)  # of a weight in [0, 1]
+from . import images
+
+LEVELS = tl.constexpr(images.LEVELS)
 
 
 @triton.jit(do_not_specialize=["columns", "blocks"])
@@ -49,7 +50,7 @@ def weigh(
 ):
     """Grid (rows, blocks): the sum of the weights of each block. is_cut: whether `cut` has found the bounds; else there
     are none. weights [rows, stride]: of each token, if `stride` is not 0; names [num_names]: the token of each column
-    of a trimmed draft. likely, counts [rows, blocks]: sum and number of the weights that are not far below the peak's.
+    of a trimmed draft. likely, counts [rows, LEVELS, blocks]: sum and number of the weights of each level.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -61,95 +62,13 @@ def weigh(
     tl.store(sums + row * blocks + block, tl.sum(weight, axis=0))
     token = tl.where(num_names > 0, tl.load(names + column, mask=inside & (num_names > 0), other=0), column)
     tl.store(weights + row.to(tl.int64) * stride + token, weight, mask=inside & (stride > 0))
-    is_likely = weight >= LIKELY
-    tl.store(likely + row * blocks + block, tl.sum(tl.where(is_likely, weight, 0.0), axis=0))
-    tl.store(counts + row * blocks + block, tl.sum(is_likely.to(tl.int32), axis=0))
+    for level in tl.static_range(LEVELS):
+        is_likely, place = is_of(weight, level), (row * LEVELS + level) * blocks + block
+        tl.store(likely + place, tl.sum(tl.where(is_likely, weight, 0.0), axis=0))
+        tl.store(counts + place, tl.sum(is_likely.to(tl.int32), axis=0))
     if (block == 0) & (is_cut == 0):
         tl.store(bounds + row, tl.full((), -1.0, tl.float64))
         tl.store(lasts + row, 0)
-
-
-@triton.jit(do_not_specialize=["columns", "blocks"])
-def gather(
-    logits,
-    block_peaks,
-    settings,
-    sums,
-    bounds,
-    lasts,
-    likely,
-    counts,
-    found,
-    found_weights,
-    found_columns,
-    columns,
-    blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Grid (rows, blocks): found_weights, found_columns [rows, V] get the likely tokens of each row in order, found
-    [rows] their number; all tokens if top-p needs more than the likely ones."""
-    row, block = tl.program_id(0), tl.program_id(1)
-    every = mass_of(likely, row, blocks, BLOCKS) < top_mass(sums, settings, row, blocks, BLOCKS)
-    index = tl.arange(0, BLOCKS)
-    number = tl.load(counts + row * blocks + index, mask=index < blocks, other=0)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    peak = peak_of(block_peaks, row, blocks, BLOCKS)
-    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, -1.0, 0)
-    kept = (every | (weight >= LIKELY)) & (column < columns)
-    before = tl.where(every, block * BLOCK, tl.sum(tl.where(index < block, number, 0), axis=0))
-    place = row.to(tl.int64) * columns + before + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-    tl.store(found_weights + place, weight, mask=kept)
-    tl.store(found_columns + place, column, mask=kept)
-    if block == 0:
-        tl.store(found + row, tl.where(every, columns, tl.sum(number, axis=0)))
-
-
-@triton.jit(do_not_specialize=["columns", "blocks"])
-def cut(
-    settings,
-    sums,
-    bounds,
-    lasts,
-    found,
-    found_weights,
-    found_columns,
-    columns,
-    blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Grid (rows,): the bound of top-p: the greatest weight such that it and the greater ones have the mass together.
-    Of equal weights the first ones are taken. The bits of weights are ordered as weights are, so the bound is found bit
-    by bit."""
-    row = tl.program_id(0)
-    mass, count = top_mass(sums, settings, row, blocks, BLOCKS), tl.load(found + row)
-    weights, tokens = found_weights + row.to(tl.int64) * columns, found_columns + row.to(tl.int64) * columns
-    bound = tl.full((), 0, tl.int64)
-    for bit in range(BITS):
-        higher = bound | (tl.full((), 1, tl.int64) << (BITS - 1 - bit))
-        total = tl.full((), 0.0, tl.float64)
-        for start in range(0, count, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            weight = tl.load(weights + place, mask=place < count, other=0.0)
-            total += tl.sum(tl.where(weight.to(tl.int64, bitcast=True) >= higher, weight, 0.0), axis=0)
-        bound = tl.where(total >= mass, higher, bound)
-    total = tl.full((), 0.0, tl.float64)
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        weight = tl.load(weights + place, mask=place < count, other=0.0)
-        total += tl.sum(tl.where(weight.to(tl.int64, bitcast=True) > bound, weight, 0.0), axis=0)
-    last = columns
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        weight = tl.load(weights + place, mask=place < count, other=0.0)
-        tie = tl.where((weight.to(tl.int64, bitcast=True) == bound) & (place < count), weight, 0.0)
-        enough = (tie > 0) & (total + tl.cumsum(tie, axis=0) >= mass)
-        token = tl.load(tokens + place, mask=enough, other=0)
-        last = tl.minimum(last, tl.min(tl.where(enough, token, columns), axis=0))
-        total += tl.sum(tie, axis=0)
-    tl.store(bounds + row, bound.to(tl.float64, bitcast=True))
-    tl.store(lasts + row, last)
 
 
 @triton.jit(do_not_specialize=["columns", "blocks", "num_names", "layer", "slot"])
@@ -259,9 +178,9 @@ def mass_of(sums, row, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def top_mass(sums, settings, row, blocks, BLOCKS: tl.constexpr):
-    """The mass that top-p keeps of a row."""
-    return tl.load(settings + 2) * mass_of(sums, row, blocks, BLOCKS)
+def is_of(weight, level):
+    """Whether a weight belongs to a level: not far below the peak's, farther below, or above 0."""
+    return (weight > 0) & (weight >= tl.where(level == 0, 1e-4, tl.where(level == 1, 1e-8, 0.0)))
 
 
 @triton.jit

@@ -1,5 +1,7 @@
-"""The token tree of a round at temperature 0, grown on the device: the draft's best-first tree and its best tokens, in
+"""The token trees of a round at temperature 0, grown on the device: the draft's best-first tree and its best tokens, in
 the OpenAI Triton language. `expand` and `unroll` are `BestFirst` and `unroll` of the runtime, ties included.
+
+A round has one or several texts, each with a tree of its own. Arrays have a first axis for the texts.
 
 Nodes are numbered in creation order; node 0 is the root. `values` fp64: a node's log-probability, the sum of the
 log-probabilities on its path. An order by value means: the greater value first, and the earlier node of equal values.
@@ -15,7 +17,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["columns", "layer", "width", "size", "num_names", "first_slot"])
+@triton.jit(
+    do_not_specialize=["columns", "layer", "width", "size", "num_names", "first_slot", "nodes", "layers", "ranked"]
+)
 def expand(
     top_ids,
     top_logprobs,
@@ -33,24 +37,32 @@ def expand(
     size,
     num_names,
     first_slot,
+    nodes,
+    layers,
+    ranked,
     OFFERS: tl.constexpr,
 ):
-    """Grid (1,): add a layer of nodes, and choose those that the next draft pass scores.
+    """Grid (texts,): add a layer of nodes, and choose those that the next draft pass scores.
 
-    The draft scored the nodes frontier[layer, :width], -1 where there is none; top_ids and top_logprobs [width, K =
-    columns] are its most probable tokens, best first. Each node offers its first `width` tokens. A token is admitted if
-    fewer than `size` admitted ones, of this and earlier layers, are as probable. The next frontier is the most probable
-    admitted nodes below which a token could be admitted. totals[layer + 1]: the number of nodes. names [num_names]: the
-    token of each column of a trimmed draft. slots: the slots of scored nodes in the draft's cache, from `first_slot`
-    on; -1 for other nodes, and for all of them if `first_slot` is -1.
+    The draft scored the nodes frontier[text, layer, :width], -1 where there is none; top_ids and top_logprobs [rows, K
+    = columns] are its most probable tokens, best first, `ranked` rows for each text. Each node offers its first `width`
+    tokens. A token is admitted if fewer than `size` admitted ones, of this and earlier layers, are as probable. The
+    next frontier is the most probable admitted nodes below which a token could be admitted. totals[text, layer + 1]:
+    the number of nodes. names [num_names]: the token of each column of a trimmed draft. slots [texts, nodes]: the
+    columns of scored nodes in the draft's masks, from `first_slot` on, `width` for each text; -1 for other nodes, and
+    for all of them if `first_slot` is -1. layers: depth + 1.
     """
+    text = tl.program_id(0)
+    frontier, totals = frontier + text * layers * width, totals + text * layers
+    values += text * nodes
     total = tl.load(totals + layer)
     this, following = frontier + layer * width, frontier + (layer + 1) * width
     offer = tl.arange(0, OFFERS)
     row, rank = offer // width, offer % width
     node = tl.load(this + row, mask=row < width, other=-1)
     offered = node >= 0
-    cell = row * columns + rank
+    first_cell = text * ranked * columns
+    cell = first_cell + row * columns + rank
     # At most 0, whatever the ranking's rounding is: a child is never better than its parent.
     gain = tl.minimum(tl.load(top_logprobs + cell, mask=offered, other=float("-inf")), 0.0).to(tl.float64)
     value = tl.load(values + node, mask=offered, other=float("-inf")) + gain
@@ -59,7 +71,8 @@ def expand(
     as_good = tl.zeros((OFFERS,), tl.int32)  # offers of at least this value, itself included
     for other in range(width * width):
         above = tl.load(this + other // width)
-        other_gain = tl.load(top_logprobs + other // width * columns + other % width, mask=above >= 0, other=0.0)
+        other_cell = first_cell + other // width * columns + other % width
+        other_gain = tl.load(top_logprobs + other_cell, mask=above >= 0, other=0.0)
         other_value = tl.load(values + above, mask=above >= 0, other=float("-inf"))
         other_value += tl.minimum(other_gain, 0.0).to(tl.float64)
         before += ((other_value > value) | ((other_value == value) & (other < offer))).to(tl.int32)
@@ -73,23 +86,26 @@ def expand(
     scored = useful & (before < width) & (first_slot >= 0)
     column = tl.load(top_ids + cell, mask=admitted, other=0).to(tl.int32)
     token = tl.load(names + column, mask=admitted & (num_names > 0), other=0)
-    child = total + before
-    tl.store(values + child, value, mask=admitted)
+    tl.store(values + total + before, value, mask=admitted)
+    child = text * nodes + total + before
     tl.store(tokens + child, tl.where(num_names > 0, token, column), mask=admitted)
     tl.store(parents + child, node, mask=admitted)
     tl.store(depths + child, tl.full((OFFERS,), layer + 1, tl.int32), mask=admitted)
-    tl.store(slots + child, tl.where(scored, first_slot + before, -1), mask=admitted)
+    tl.store(slots + child, tl.where(scored, first_slot + text * width + before, -1), mask=admitted)
     num_useful = tl.sum(useful.to(tl.int32), axis=0)
     tl.store(following + offer, tl.where(offer < num_useful, total + offer, -1), mask=offer < width)
     tl.store(totals + layer + 1, total + tl.sum(admitted.to(tl.int32), axis=0))
 
 
-@triton.jit(do_not_specialize=["layer", "size"])
-def unroll(totals, values, rows, row_nodes, layer, size, NODES: tl.constexpr):
-    """Grid (blocks of all possible nodes and rows,): the root and the `size` nodes of the greatest values become the
-    rows of a tree, in the order by value, which is an order with parents first. totals[layer]: the number of nodes.
-    rows: the row of each node, -1 for none. row_nodes [size + 1]: the inverse, -1 for rows that are not used."""
-    total = tl.load(totals + layer)
+@triton.jit(do_not_specialize=["layer", "size", "nodes"])
+def unroll(totals, values, rows, row_nodes, layer, size, nodes, NODES: tl.constexpr):
+    """Grid (blocks of all possible nodes and rows, texts): the root and the `size` nodes of the greatest values become
+    the rows of a tree, in the order by value, which is an order with parents first. totals[text, layer]: the number of
+    nodes, in the last layer. rows [texts, nodes]: the row of each node, -1 for none. row_nodes [texts, size + 1]: the
+    inverse, -1 for rows that are not used."""
+    text = tl.program_id(1)
+    values, rows, row_nodes = values + text * nodes, rows + text * nodes, row_nodes + text * (size + 1)
+    total = tl.load(totals + text * (layer + 1) + layer)
     node = tl.program_id(0) * NODES + tl.arange(0, NODES)
     value = tl.load(values + node, mask=node < total, other=0.0)
     before = tl.zeros((NODES,), tl.int32)

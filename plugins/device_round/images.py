@@ -23,8 +23,13 @@ NODE_BLOCK = 128
 ROW_BLOCK = 256  # most rows of a tree
 COLUMN_BLOCK = 64
 WORD_BLOCK = 128
+LIST_BLOCK = 256  # tokens of a list that are read at once
+LEVELS = 3  # of weights, see `drawing.is_of`
+RANKS, BINS = 4, 12  # of estimates of acceptance: those of the runtime's `Calibration`
 TOKEN_BLOCK = 512  # tokens of a block of a row of logits
 MOST_BLOCKS = 512  # of a row
+PENDING = 2  # most tokens that a draft has not read after a round: the last accepted one, and the target's own
+STATE = 8  # numbers that say where a text of a round is, see inputs.py
 DTYPES = {NUMBER: np.int32, LONG: np.int64}
 
 
@@ -40,23 +45,41 @@ class Kernel(NamedTuple):
 TABLE = (I32, I32, I32, I32)  # tokens, parents, depths, slots
 PASS = (I64, I64, I32, U8, I64, I64)  # input_ids, position_ids, sequences, tree_mask, write_indices, output_rows
 DRAWN = {"BLOCK": TOKEN_BLOCK, "BLOCKS": MOST_BLOCKS}
+TREE = {"ROWS": ROW_BLOCK, **DRAWN}
 ROW = (F32, F32, F64, F64, F64, I32)  # logits, block_peaks, settings, sums, bounds, lasts
+WALK = (F64, F64, I32, I32, I32, I64, I32, I32, NUMBER)  # of `traverse` and `reject`
+LEFT = (F64, F64, *[I32] * 4, *[F64] * 4, I32, F64)
 KERNELS = {
-    "expand": Kernel("growth", (I64, F32, I32, I32, I32, F64, *TABLE, *[NUMBER] * 6), {"OFFERS": OFFER_BLOCK}),
-    "unroll": Kernel("growth", (I32, F64, I32, I32, NUMBER, NUMBER), {"NODES": NODE_BLOCK}),
-    "pending_inputs": Kernel("inputs", (I32, *PASS, I32, I32, F64, *TABLE, NUMBER, NUMBER), {"COLUMNS": COLUMN_BLOCK}),
-    "tree_inputs": Kernel("inputs", (I32, I32, *TABLE, *PASS, *[NUMBER] * 4), {"COLUMNS": COLUMN_BLOCK}),
-    "verify": Kernel("acceptance", (I64, *[I32] * 4, F64, *[I32] * 8, F64, NUMBER, NUMBER), {"ROWS": ROW_BLOCK}),
+    "expand": Kernel("growth", (I64, F32, I32, I32, I32, F64, *TABLE, *[NUMBER] * 9), {"OFFERS": OFFER_BLOCK}),
+    "unroll": Kernel("growth", (I32, F64, I32, I32, *[NUMBER] * 3), {"NODES": NODE_BLOCK}),
+    "pending_inputs": Kernel("inputs", (I32, *PASS, *[I32] * 3, F64, *TABLE, *[NUMBER] * 8), {"COLUMNS": COLUMN_BLOCK}),
+    "tree_inputs": Kernel("inputs", (I32, I32, *TABLE, *PASS, *[NUMBER] * 9), {"COLUMNS": COLUMN_BLOCK}),
+    "verify": Kernel("acceptance", (I64, *[I32] * 4, F64, *[I32] * 11, F64, *[NUMBER] * 5), {"ROWS": ROW_BLOCK}),
     "peaks": Kernel("drawing", (F32, F32, NUMBER, NUMBER), {"BLOCK": TOKEN_BLOCK}),
     "weigh": Kernel("drawing", (*ROW, F64, I32, F64, I32, *[NUMBER] * 5), DRAWN),
-    "gather": Kernel("drawing", (*ROW, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
-    "cut": Kernel("drawing", (F64, F64, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
+    "gather": Kernel("cutting", (*ROW, F64, I32, I32, F64, I32, *[NUMBER] * 3), DRAWN),
+    "cut": Kernel("cutting", (F64, F64, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
     "extend": Kernel("drawing", (*ROW, F64, I32, *TABLE, F64, I32, I32, F64, F64, F32, *[NUMBER] * 5), DRAWN),
     "draw": Kernel("drawing", (*ROW, F64, I32, I32, I64, F32, *[NUMBER] * 3), DRAWN),
     "chances": Kernel("chain", (*ROW, F64, F64, I32, F64, F32, *[NUMBER] * 3), {"BLOCKS": MOST_BLOCKS}),
     "excess": Kernel("chain", (*ROW, *[F64] * 4, NUMBER, NUMBER), DRAWN),
     "accept": Kernel("chain", (*ROW, *[F64] * 6, I32, I64, *[NUMBER] * 3), DRAWN),
-    "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 3), {"WORDS": WORD_BLOCK}),
+    "grow": Kernel(
+        "drawn_growth",
+        (F32, *[F64] * 4, I32, *TABLE, F64, I32, I32, F64, I32, F64, F32, I32, *[NUMBER] * 9),
+        {**DRAWN, "NODES": OFFER_BLOCK},
+    ),
+    "prepare": Kernel("drawn_tree", (*ROW, F64, *[I32] * 4, F64, F64, I32, F32, NUMBER, NUMBER), DRAWN),
+    "refuse": Kernel(
+        "drawn_tree",
+        (F64, F64, I32, F64, I32, *[I32] * 5, *[F64] * 7, *[NUMBER] * 6),
+        {**TREE, "BLOCK": LIST_BLOCK},
+    ),
+    "traverse": Kernel("drawn_tree", WALK, {"ROWS": ROW_BLOCK}),
+    "reject": Kernel("drawn_tree", WALK, {"ROWS": ROW_BLOCK}),
+    "remainder": Kernel("remainder", (*LEFT, *[NUMBER] * 3), TREE),
+    "settle": Kernel("remainder", (*LEFT, F64, I64, *[NUMBER] * 3), TREE),
+    "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 5), {"WORDS": WORD_BLOCK}),
 }
 HEADER = "// Triton {}, shared bytes: {}\n"  # the first line of a file
 

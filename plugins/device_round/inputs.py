@@ -1,8 +1,11 @@
 """The inputs of the passes of a round, written on the device, in the OpenAI Triton language: see models/bindings.py.
 
-`state` is (length, count, pending tokens): `length`, the target's committed rows, is the position of the root, the last
-committed token. `pending` are the one or two committed tokens that the draft has not read; the last one is the root. As
-soon as it has read them, the draft has length + 1 committed rows.
+A round has one or several texts, whose rows follow one another in each pass: as many rows for every text, of which
+unused ones are padding. `state` [texts, STATE]: length, count, the pending tokens, and for the caches of target and
+draft each the first slot of the text's rows and the slot of the masks' first column. `length`, the target's committed
+rows, is the position of the root, the last committed token. `count`: of the one or two committed tokens that the draft
+has not read, the last of which is the root; its cache has length + 1 - count committed rows. Speculative rows stand
+behind the committed rows of the only text, or in an area for all texts.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -12,8 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PENDING = tl.constexpr(2)  # most tokens that the draft has not read: images.PENDING
+STATE = tl.constexpr(8)  # images.STATE
 
-@triton.jit(do_not_specialize=["columns", "width"])
+
+@triton.jit(do_not_specialize=["columns", "width", "nodes", "layers", "accepted", "outputs", "texts", "sequence_rows"])
 def pending_inputs(
     state,
     input_ids,
@@ -22,6 +28,7 @@ def pending_inputs(
     tree_mask,
     write_indices,
     output_rows,
+    draft_rows,
     frontier,
     totals,
     values,
@@ -31,37 +38,53 @@ def pending_inputs(
     slots,
     columns,
     width,
+    nodes,
+    layers,
+    accepted,
+    outputs,
+    texts,
+    sequence_rows,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (T,): a draft pass over the pending tokens, a chain, whose output row is the root's. The root becomes node
-    0, and the only node of the first frontier [width]."""
+    """Grid (T,): a draft pass over the pending tokens, a chain for each text, in the first columns. Output row i is
+    the root of text i; further ones are not read. The root becomes node 0, and the only node of the first frontier
+    [width]. draft_rows [texts, accepted]: begins with the columns of the pending tokens, which will be committed."""
     row = tl.program_id(0)
-    length, count = tl.load(state), tl.load(state + 1)
+    text, place = row // PENDING, row % PENDING
+    state += text * STATE
+    is_text = text < texts
+    length, count = tl.load(state, mask=is_text, other=0), tl.load(state + 1, mask=is_text, other=0)
     committed = length + 1 - count
-    is_pending = row < count
-    tl.store(input_ids + row, tl.load(state + 2 + row, mask=is_pending, other=0).to(tl.int64))
-    tl.store(position_ids + row, tl.where(is_pending, committed + row, 0).to(tl.int64))
+    is_pending = place < count
+    tl.store(input_ids + row, tl.load(state + 2 + place, mask=is_pending, other=0).to(tl.int64))
+    tl.store(position_ids + row, tl.where(is_pending, committed + place, 0).to(tl.int64))
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        visible = (column <= row) & is_pending
+        visible = (column <= row) & (column >= row - place) & is_pending
         tl.store(tree_mask + row * columns + column, visible.to(tl.uint8), mask=column < columns)
-    if row == 0:
-        place(sequences, write_indices, committed, 0)
-        tl.store(output_rows, (count - 1).to(tl.int64))
+    if is_pending:
+        tl.store(draft_rows + text * accepted + place, row)
+    if (row >= texts) & (row < outputs):
+        tl.store(output_rows + row, tl.zeros((), tl.int64))
+    locate(state, sequences, write_indices, row, text, is_text & (place == 0), committed, 6, 0, texts, sequence_rows)
+    if is_text & (place == 0):
+        tl.store(output_rows + text, (row + count - 1).to(tl.int64))
         for node in range(width):
-            tl.store(frontier + node, tl.where(node == 0, 0, -1))
-        tl.store(totals, 1)
-        tl.store(values, tl.full((), 0.0, tl.float64))
-        tl.store(tokens, tl.load(state + 1 + count))
-        tl.store(parents, -1)
-        tl.store(depths, 0)
-        tl.store(slots, -1)
+            tl.store(frontier + text * layers * width + node, tl.where(node == 0, 0, -1))
+        tl.store(totals + text * layers, 1)
+        tl.store(values + text * nodes, tl.full((), 0.0, tl.float64))
+        tl.store(tokens + text * nodes, tl.load(state + 1 + count))
+        tl.store(parents + text * nodes, -1)
+        tl.store(depths + text * nodes, 0)
+        tl.store(slots + text * nodes, -1)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "read", "first"])
+@triton.jit(
+    do_not_specialize=["rows", "columns", "read", "first", "chosen", "nodes", "spread", "texts", "sequence_rows"]
+)
 def tree_inputs(
     state,
-    nodes,
+    row_nodes,
     tokens,
     parents,
     depths,
@@ -76,14 +99,27 @@ def tree_inputs(
     columns,
     read,
     first,
+    chosen,
+    nodes,
+    spread,
+    texts,
+    sequence_rows,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (T,): a pass over nodes[:rows], -1 for padding rows, which see nothing. Row i attends to the columns
-    `columns_of` of its node and of the node's ancestors; -1: an ancestor is committed. `read`: committed rows of this
-    cache beyond `length`. The pass writes its rows from speculative slot `first` on."""
+    """Grid (T,): a pass over row_nodes[text, :rows] of each text, -1 for padding rows, which see nothing. chosen: the
+    numbers of a text in row_nodes. Row i attends to the columns of its node and of the node's ancestors: `columns_of`
+    of these nodes, plus `spread` for each text before; -1: an ancestor is no column. read: 1 for the draft, whose rows
+    also attend to the columns of the pending tokens; 0 for the target. The pass writes its rows from column `first`
+    on."""
     row = tl.program_id(0)
-    length = tl.load(state)
-    node = tl.load(nodes + row, mask=row < rows, other=-1)
+    text, place = row // rows, row % rows
+    is_text = text < texts
+    state += text * STATE
+    tokens, parents, depths = tokens + text * nodes, parents + text * nodes, depths + text * nodes
+    columns_of += text * nodes
+    length = tl.load(state, mask=is_text, other=0)
+    pending = read * tl.load(state + 1, mask=is_text, other=0)
+    node = tl.load(row_nodes + text * chosen + place, mask=is_text, other=-1)
     is_node = node >= 0
     position = length + tl.load(depths + node, mask=is_node, other=0)
     tl.store(input_ids + row, tl.load(tokens + node, mask=is_node, other=0).to(tl.int64))
@@ -91,21 +127,31 @@ def tree_inputs(
     tl.store(output_rows + row, row.to(tl.int64))
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        visible = tl.zeros((COLUMNS,), tl.uint8)
+        unread = column - text * PENDING
+        visible = (is_node & (unread >= 0) & (unread < pending)).to(tl.uint8)
         above = node
         while above >= 0:
-            visible = tl.where(column == tl.load(columns_of + above), 1, visible).to(tl.uint8)
+            seen = tl.load(columns_of + above)
+            visible = tl.where((column == seen + text * spread) & (seen >= 0), 1, visible).to(tl.uint8)
             above = tl.load(parents + above)
         tl.store(tree_mask + row * columns + column, visible, mask=column < columns)
-    if row == 0:
-        place(sequences, write_indices, length + read, first)
+    is_first, committed = is_text & (place == 0), length + read - pending
+    locate(state, sequences, write_indices, row, text, is_first, committed, 4 + 2 * read, first, texts, sequence_rows)
 
 
 @triton.jit
-def place(sequences, write_indices, committed, first):
-    """The only sequence: `committed` rows, then the mask's columns; the rows of the pass go to column `first` on."""
-    tl.store(sequences, 0)
-    tl.store(sequences + 1, 0)
-    tl.store(sequences + 2, committed)
-    tl.store(sequences + 3, committed)
-    tl.store(write_indices, (committed + first).to(tl.int64))
+def locate(state, sequences, write_indices, row, text, is_first, committed, places, first, texts, sequence_rows):
+    """Where a text is: its rows of the pass begin at `row`; the fields of `state` from `places` on say where its slots
+    and the masks' columns are. All rows of the pass go to column `first` on. sequence_rows: of `sequences`; texts that
+    a pass lacks have no rows."""
+    if is_first:
+        tl.store(sequences + 4 * text, row)
+        tl.store(sequences + 4 * text + 1, tl.load(state + places))
+        tl.store(sequences + 4 * text + 2, committed)
+        tl.store(sequences + 4 * text + 3, tl.load(state + places + 1))
+    if row == 0:
+        tl.store(write_indices, (tl.load(state + places + 1) + first).to(tl.int64))
+        for other in range(texts, sequence_rows):
+            tl.store(sequences + 4 * other, tl.num_programs(0))
+            for field in range(1, 4):
+                tl.store(sequences + 4 * other + field, 0)

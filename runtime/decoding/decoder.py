@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from ...models.bindings import TOP_IDS
 from ..engines.base import Engine, ForwardOutput
 from ..engines.passes import Passes, Steps, forward, prefill_passes
-from ..engines.rounds import RoundEngine, RoundShape
+from ..engines.rounds import Rounds, RoundShape
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler, ScoredRows
 from ..sampling.softmax import softmax_of
-from ..speculation.config import SpeculativeConfig
+from ..speculation.config import Rules, SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
@@ -24,7 +24,7 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
 from .chunk import LENGTH, TokenChunk
-from .device import acceptance_of, can_draw, draws_of, tree_of, use_draws
+from .device import acceptance_of, can_draw, draws_of, is_cut, tree_of, use_draws
 from .logprobs import output_logprobs, read_prompt
 from .loop import Job, drive
 from .request_state import RequestState
@@ -77,13 +77,14 @@ class SpeculativeDecoder:
         self._controller: Controller | None = None  # of the present request
         self._target = target
         self._costs = costs
-        self._within: dict[tuple[int, int, bool], SpeculativeConfig] = {}  # by a plan's depth, size and chain
+        # By a plan's depth, size and chain, and whether it is for temperature 0.
+        self._rules: dict[tuple[tuple[int, int, bool] | None, bool], Rules] = {}
         drafts = config is not None and config.drafts
         self._config = config if draft is not None or not drafts else None
         self._max_length = max_length
         self._eos = frozenset(eos)
         self._proposer: DraftProposer | None = None
-        self._rounds: RoundEngine | None = None
+        self._rounds: Rounds | None = None
         self._cache = target.new_cache()
         try:
             if draft is not None and drafts:
@@ -171,14 +172,16 @@ class SpeculativeDecoder:
         other place decides this."""
         if self._rounds is None or self._proposer is None or self._config is None or self._needs_logits(request):
             return None
-        if not request.greedy and not can_draw(request.sampler.params, request.streams):
+        if not request.greedy and not can_draw(request.streams):
             return None
         if plan is not None and not plan.depth:
             return None
-        shape = (self._config if plan is None else self._limit(self._config, plan)).round_shape(request.greedy)
+        shape = self._rules_of(self._config, plan, request.greedy).shape
         if shape is not None and not request.greedy:
-            shape = shape._replace(is_cut=request.sampler.params.top_p < 1)
-        if shape is None or shape.depth >= request.tokens_left or not shape.fills_layers:
+            shape = shape._replace(is_cut=is_cut(request.sampler.params))
+        if shape is None or shape.depth >= request.tokens_left:
+            return None
+        if not shape.fills_layers and (plan is None or not shape.is_tree):  # a tree is drawn as deep as planned
             return None
         return shape if self._rounds.fits(shape, self._proposer.unread) else None
 
@@ -186,11 +189,12 @@ class SpeculativeDecoder:
         """The same round on the device. Its time counts as the target's."""
         assert self._rounds is not None and self._proposer is not None, "see _device_shape"
         with request.scoring:
-            draws = None if request.greedy else draws_of(shape, request.sampler.params, request.streams)
+            params, streams = request.sampler.params, request.streams
+            draws = None if request.greedy else draws_of(shape, params, streams, request.calibration)
             output = yield self._rounds.prepare(shape, self._proposer.pending, draws)
         outcome = self._rounds.outcome
         tree, acceptance = tree_of(outcome), acceptance_of(outcome)
-        use_draws(shape, acceptance, request.streams)
+        use_draws(shape, outcome, streams)
         accepted = [tree.token_ids[row] for row in acceptance.rows]
         self._proposer.follow(shape, accepted, outcome.num_scored, acceptance.next_token)
         token_ids = [*accepted, acceptance.next_token]
@@ -236,15 +240,17 @@ class SpeculativeDecoder:
 
     def _plan(self, request: RequestState) -> RoundPlan | None:
         """The plan of the next round; None where rounds are not planned or no proposed token fits."""
-        max_depth = request.tokens_left - 1
-        if request.controller is None or max_depth < 1:
+        controller, max_depth = request.controller, request.tokens_left - 1
+        if controller is None or max_depth < 1:
             return None
         sharing = request.sharing()
         if self._proposer is None:  # the text so far says what would be proposed, and how much of it
             max_depth = len(request.look_up(max_depth))
-        held = request.controller.held(max_depth, sharing)
-        unread = 1 if held or self._proposer is None else self._proposer.unread
-        return held or request.controller.plan(request.length, max_depth, sharing, unread)
+        held = controller.held(max_depth, sharing)
+        if held is not None:
+            return held
+        unread = 1 if self._proposer is None else self._proposer.unread
+        return controller.plan(request.length, max_depth, sharing, unread)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
@@ -253,24 +259,23 @@ class SpeculativeDecoder:
             return Proposal(graph, root_alone(request.root), NO_SPECULATION if self._config is None else END_OF_ROOM)
         if self._proposer is None:
             return self._look_up(request, plan, max_depth)
-        config, greedy, depth, sampler = self._config, request.greedy, max_depth, request.sampler
-        if plan is not None:
-            if not plan.depth:
-                return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
-            config, depth = self._limit(config, plan), min(max_depth, plan.depth)
+        if plan is not None and not plan.depth:
+            return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
+        rules, sampler = self._rules_of(self._config, plan, request.greedy), request.sampler
+        depth = max_depth if plan is None else min(max_depth, plan.depth)
         found = request.look_up(depth)
-        if not config.chooses(greedy):
+        if found and not rules.chooses:
             graft_given(graph, found)
         estimate = request.calibration or uncorrected
-        grower, stopper = config.grower(greedy, depth, estimate), config.stopper(estimate)
-        ranking_only = config.ranks(greedy) and not sampler.follows_path
+        grower, stopper = rules.grower(depth, estimate), rules.stopper(estimate)
+        ranking_only, ahead = rules.ranks and not sampler.follows_path, min(rules.ahead, depth - 1)
         draft = request.streams.draft
-        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, draft, ranking_only)
-        if config.chooses(greedy):
+        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, draft, ranking_only, ahead)
+        if found and rules.chooses:
             graft_chosen(graph, found)
-        tree = unroll(graph, config.max_tokens, max_depth)
-        observed = request.observed
-        reason = growth_end(graph, tree, self._config, greedy, max_depth, plan, by_rule) if observed else ""
+        tree, reason = unroll(graph, rules.max_tokens, max_depth), ""
+        if request.observed:
+            reason = growth_end(graph, tree, self._config, request.greedy, max_depth, plan, by_rule)
         return Proposal(graph, tree, reason)
 
     def _look_up(self, request: RequestState, plan: RoundPlan | None, max_depth: int) -> Proposal:
@@ -280,12 +285,12 @@ class SpeculativeDecoder:
         graft_chosen(graph, kept)
         return Proposal(graph, unroll(graph, len(kept), max_depth), NOT_WORTH_IT if found and not kept else LOOKED_UP)
 
-    def _limit(self, config: SpeculativeConfig, plan: RoundPlan) -> SpeculativeConfig:
-        """The configuration within the plan's limits; cached."""
-        limits = plan.depth, plan.size, plan.chain
-        if limits not in self._within:
-            self._within[limits] = config.within(plan)
-        return self._within[limits]
+    def _rules_of(self, config: SpeculativeConfig, plan: RoundPlan | None, greedy: bool) -> Rules:
+        """The rules of the configuration, within the plan's limits if there is one; cached."""
+        key = None if plan is None else (plan.depth, plan.size, plan.chain), greedy
+        if key not in self._rules:
+            self._rules[key] = (config if plan is None else config.within(plan)).rules(greedy)
+        return self._rules[key]
 
     def _needs_best(self, request: RequestState) -> bool:
         """Whether this round needs only each row's most probable token from the target, and no logits."""

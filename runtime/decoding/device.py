@@ -9,6 +9,7 @@ from ..sampling.params import SamplingParams
 from ..sampling.random import HasUniforms, RandomStreams
 from ..sampling.sampler import NEGLIGIBLE
 from ..speculation.graph.token_tree import TokenTree
+from ..speculation.planning.calibration import Calibration
 from ..speculation.verifier import Acceptance
 
 
@@ -41,22 +42,32 @@ def acceptance_of(outcome: RoundOutcome) -> Acceptance:
     return Acceptance(list(outcome.accepted), outcome.next_token)
 
 
-def can_draw(params: SamplingParams, streams: RandomStreams) -> bool:
-    """Whether the device draws as these settings say, and with these streams' numbers."""
-    return params.top_k == 0 and all(isinstance(stream, HasUniforms) for stream in streams)
+def can_draw(streams: RandomStreams) -> bool:
+    """Whether the device can draw with these streams' numbers."""
+    return all(isinstance(stream, HasUniforms) for stream in streams)
 
 
-def draws_of(shape: RoundShape, params: SamplingParams, streams: RandomStreams) -> RoundDraws:
-    """What a round above temperature 0 may draw with."""
+def is_cut(params: SamplingParams) -> bool:
+    """Whether these settings leave tokens out by their order."""
+    return params.top_p < 1 or params.top_k > 0
+
+
+def draws_of(
+    shape: RoundShape, params: SamplingParams, streams: RandomStreams, calibration: Calibration | None = None
+) -> RoundDraws:
+    """What a round above temperature 0 may draw with. calibration: the estimates of a drawn tree."""
     numbers = []
     for stream, count in zip(streams, shape.most_draws, strict=True):
         assert isinstance(stream, HasUniforms), "see can_draw"
         numbers.append(stream.ahead(count))
-    return RoundDraws(params.temperature, max(params.min_p, NEGLIGIBLE), params.min_p, params.top_p, *numbers)
+    draft, tests, last = numbers
+    estimates = calibration.logs() if calibration is not None and shape.is_tree else ()
+    shares = max(params.min_p, NEGLIGIBLE), params.min_p
+    return RoundDraws(params.temperature, *shares, params.top_p, params.top_k, draft, tests, last, estimates)
 
 
-def use_draws(shape: RoundShape, acceptance: Acceptance, streams: RandomStreams) -> None:
+def use_draws(shape: RoundShape, outcome: RoundOutcome, streams: RandomStreams) -> None:
     """Take the numbers that a round has used from the streams."""
-    for stream, count in zip(streams, shape.num_draws(len(acceptance.rows)), strict=True):
+    for stream, count in zip(streams, shape.num_draws(outcome), strict=True):
         if isinstance(stream, HasUniforms):
             stream.skip(count)

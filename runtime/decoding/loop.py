@@ -137,6 +137,10 @@ class Loop(Generic[J, C]):
     def step(self) -> Iterator[JobEvent[J, C]]:
         """Run the next pass, joined for as many jobs as fit into it; yields the resulting events, job by job."""
         running = self.scheduler.running
+        if len(running) == 1 and not self._pools and running[0].next_pass is not None:
+            self._num_started = 1
+            yield from self._run_alone(running[0], running[0].next_pass)  # nothing to select or to join
+            return
         for job in self._select_started(running):
             if not job.started:
                 job.started = True

@@ -77,9 +77,8 @@ class SpecDecodeStats:
         self.expected_tokens += plan.tokens
         self.expected_seconds += plan.seconds
         self.num_chains += plan.chain
-        speculating = plan.depth > 0
-        before = self.switches[-1].speculating if self.switches else True
-        if speculating != before and not plan.probe:
+        speculating, switches = plan.depth > 0, self.switches
+        if speculating != (not switches or switches[-1].speculating) and not plan.probe:
             why = plan.reason or f"a proposal promises {plan.speed_up:.2f} times plain speed"
             reason = f"{'speculating' if speculating else 'decoding plainly'} because {why}"
             self.switches.append(SpeculationSwitch(self.num_tokens, speculating, reason))

@@ -1,22 +1,23 @@
-"""RoundEngine: an engine one pass of which is a whole round, from the draft's first pass to the commit."""
+"""Rounds: passes that are whole rounds, from the draft's first pass to the commit."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...models.errors import EngineError
-from .base import KVCache, Pass, SoloEngine
+from .base import Pass
 
 BEST, MATCH, BLOCK = "best", "match", "block"  # how a round is verified; BEST: `match` at temperature 0
+TRAVERSAL, REJECTION = "traversal", "rejection"
 
 
 class RoundShape(NamedTuple):
     """The proposal of a round: the draft's `width` most probable nodes of each layer get `width` children each, down to
     `depth`; the `size` most probable nodes of all are verified. A chain has width 1, and as many tokens as layers.
-    is_drawn: the tokens of a chain are drawn from the draft instead. verify: BEST, MATCH or, for a drawn chain, BLOCK.
-    is_cut: whether top-p leaves tokens out.
+    is_drawn: the tokens are drawn from the draft instead: those of a chain, or if is_tree, those of DySpec's tree.
+    verify: BEST, MATCH or, for a drawn chain, BLOCK, for a drawn tree, TRAVERSAL or REJECTION. is_cut: whether top-k or
+    top-p leaves tokens out.
     """
 
     depth: int
@@ -25,6 +26,7 @@ class RoundShape(NamedTuple):
     verify: str = BEST
     is_drawn: bool = False
     is_cut: bool = False
+    is_tree: bool = False
 
     @property
     def fills_layers(self) -> bool:
@@ -35,33 +37,53 @@ class RoundShape(NamedTuple):
     @property
     def most_draws(self) -> tuple[int, int, int]:
         """The most uniform numbers that a round needs for the draft, for tests and for the target's own tokens."""
-        tests, last = (self.depth + 1, 1) if self.verify == BLOCK else (0, self.depth + 1)
-        return (self.depth if self.is_drawn else 0, *((0, 0) if self.verify == BEST else (tests, last)))
+        if self.verify == BEST:
+            return 0, 0, 0
+        draft = self.depth * self.most_drawn if self.is_drawn else 0
+        if self.verify == MATCH:
+            return draft, 0, self.depth + 1
+        return draft, self.size if self.is_tree else self.depth + 1, 1
 
-    def num_draws(self, num_accepted: int) -> tuple[int, int, int]:
-        """How many of them a round has used that accepted so many tokens: as many as the runtime's verifier."""
+    @property
+    def most_drawn(self) -> int:
+        """The most tokens of a layer that are drawn. Each is among the `size` best at that time, and so are the first
+        tokens below the nodes of a layer, whose values may be equal."""
+        return self.size + self.width if self.is_tree else 1
+
+    def num_draws(self, outcome: RoundOutcome) -> tuple[int, int, int]:
+        """How many of them a round has used: as many as the runtime's growers and verifiers."""
         draft, tests, last = self.most_draws
-        return (draft, tests - num_accepted, last) if tests else (draft, 0, min(last, num_accepted + 1))
+        accepted = len(outcome.accepted)
+        if self.is_tree:
+            draft, tests = outcome.num_drawn, outcome.num_tests
+        elif tests:
+            tests -= accepted
+        return draft, tests, min(last, accepted + 1)
 
 
 class RoundDraws(NamedTuple):
     """What a round above temperature 0 draws with. draft_share, target_share: tokens that are less probable than this
-    share of the most probable one's have probability 0, for draft and target. top_p: the share of the others' mass that
-    is kept. draft, tests, last: uniform numbers, see RoundShape.most_draws."""
+    share of the most probable one's have probability 0, for draft and target. top_p: the share of the mass that is
+    kept of the `top_k` most probable others, or of all others if that is 0. draft, tests, last: uniform numbers, see
+    RoundShape.most_draws. estimates: log a and log (1 - a) of a drawn token's estimated acceptance a, by its rank and
+    the bin of its probability."""
 
     temperature: float
     draft_share: float
     target_share: float
     top_p: float
+    top_k: int
     draft: Sequence[float]
     tests: Sequence[float]
     last: Sequence[float]
+    estimates: Sequence[float] = ()
 
 
 class RoundOutcome(NamedTuple):
     """token_ids, parents, depths, values: of the rows of the verified tree, the root first, whose parent is -1; a value
     is the log-probability of a row's path. accepted: the accepted rows, a path. next_token: the target's token after
-    them. num_scored: how many accepted rows, from the first on, the draft has read."""
+    them. num_scored: how many accepted rows, from the first on, the draft has read. num_drawn, num_tests: the uniform
+    numbers that a drawn tree has used for the draft and for tests."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
@@ -70,17 +92,15 @@ class RoundOutcome(NamedTuple):
     accepted: tuple[int, ...]
     next_token: int
     num_scored: int
+    num_drawn: int = 0
+    num_tests: int = 0
 
 
-class RoundEngine(SoloEngine):
-    """Runs rounds over one cache of the target and one of the draft, and commits what it accepts in both. outcome: of
-    the last round."""
+class Rounds(ABC):
+    """The rounds of one text, over its caches of target and draft. Each is a pass, which commits in both caches what it
+    accepts; its engine joins passes of several texts. outcome: of the last round."""
 
     outcome: RoundOutcome
-
-    def new_cache(self) -> KVCache:
-        """Raises EngineError: rounds run over the caches for which the engine was made."""
-        raise EngineError("rounds have no caches of their own: open those of the target and of the draft")
 
     @abstractmethod
     def fits(self, shape: RoundShape, num_pending: int) -> bool:
@@ -89,5 +109,9 @@ class RoundEngine(SoloEngine):
 
     @abstractmethod
     def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
-        """The pass that runs a round. pending: the tokens that the draft has not read; the last one is the root. draws:
-        None at temperature 0."""
+        """The pass that runs a round. Its output has no rows. pending: the tokens that the draft has not read; the last
+        one is the root. draws: None at temperature 0."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No round follows. The caches are their owner's."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cuda_driver.machine import Machine
 from fakes import FakeCache
-from scripted_rounds import COLUMNS, VOCABULARY, DeviceRounds, Ranker, RankingEngine
+from scripted_rounds import COLUMNS, VOCABULARY, JointRounds, Ranker, RankingEngine
 
 from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round.images import HEADER, KERNELS, image
@@ -19,6 +22,7 @@ from draftwood.runtime.decoding.device import acceptance_of, tree_of
 from draftwood.runtime.engines.passes import run
 from draftwood.runtime.engines.rounds import RoundShape
 from draftwood.runtime.engines.static import cuda
+from draftwood.runtime.engines.static.draws import Buffers
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
@@ -38,13 +42,15 @@ PROMPT = (3, 1, 4, 1, 5)
 class HostRounds:
     """The same rounds by the proposer and the verifier."""
 
-    def __init__(self, shape: RoundShape, target: Ranker, draft: Ranker, kept_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self, shape: RoundShape, target: Ranker, draft: Ranker, kept_tokens: tuple[int, ...], text: Sequence[int]
+    ) -> None:
         self._shape, self._target = shape, RankingEngine(target, VOCABULARY)
         self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, VOCABULARY, kept_tokens))
-        self._cache.committed = list(PROMPT[:-1])
-        self._root = PROMPT[-1]
-        self._sampler = Sampler(SamplingParams(temperature=0), PROMPT, (), VOCABULARY)
-        run(self._proposer.start(PROMPT))
+        self._cache.committed = list(text[:-1])
+        self._root = text[-1]
+        self._sampler = Sampler(SamplingParams(temperature=0), text, (), VOCABULARY)
+        run(self._proposer.start(text))
 
     @property
     def pending(self) -> list[int]:
@@ -65,28 +71,32 @@ class HostRounds:
 
 
 def compared(
-    gpu: Machine, shape: RoundShape, ties: bool = False, kept_tokens: tuple[int, ...] = (), seed: int = 1
+    gpu: Machine,
+    shape: RoundShape,
+    ties: bool = False,
+    kept_tokens: tuple[int, ...] = (),
+    seed: int = 1,
+    texts: Sequence[Sequence[int]] = (PROMPT,),
+    **area: int,
 ) -> int:
-    """Six rounds of the host and of the device, in turn; the first one is queued, the others are replayed. Returns the
-    number of accepted tokens."""
+    """Six rounds of the host, text by text, and of the device, in turn; the first one is queued, the others are
+    replayed. area: see JointRounds. Returns the number of accepted tokens."""
     draft = Ranker(seed, 6, ties)
     target = Ranker(seed + 100, 6, ties, draft, kept_tokens)
-    host, device = (
-        HostRounds(shape, target, draft, kept_tokens),
-        DeviceRounds(gpu, shape, target, draft, PROMPT, kept_tokens),
-    )
+    hosts = [HostRounds(shape, target, draft, kept_tokens, text) for text in texts]
+    device = JointRounds(gpu, shape, target, draft, texts, kept_tokens, **area)
     accepted = 0
     gpu.counts.clear()
     for _ in range(6):
-        tree, acceptance = host.run()
-        outcome = device.run()
-        found = tree_of(outcome)
-        for field in ("token_ids", "parents", "depths", "children", "merged", "certain"):
-            assert getattr(found, field) == getattr(tree, field), field
-        np.testing.assert_allclose(found.shares, tree.shares)
-        assert acceptance_of(outcome) == acceptance
-        assert device.pending == host.pending
-        accepted += len(acceptance.rows)
+        for host, outcome in zip(hosts, device.run_all(), strict=True):
+            tree, acceptance = host.run()
+            found = tree_of(outcome)
+            for field in ("token_ids", "parents", "depths", "children", "merged", "certain"):
+                assert getattr(found, field) == getattr(tree, field), field
+            np.testing.assert_allclose(found.shares, tree.shares)
+            assert acceptance_of(outcome) == acceptance
+            accepted += len(acceptance.rows)
+        assert device.all_pending == [host.pending for host in hosts]
     assert gpu.counts["wait"] == 6 and gpu.counts["graph"] == 5
     return accepted
 
@@ -104,12 +114,45 @@ def test_a_trimmed_draft_proposes_tokens_of_the_target(gpu: Machine) -> None:
     assert compared(gpu, RoundShape(3, 5, 2), kept_tokens=kept) > 2
 
 
+TEXTS = (PROMPT, (2, 7), (1, 8, 2, 8, 1, 8))
+
+
+@pytest.mark.parametrize("widest", [64, 16])
+def test_texts_that_share_a_round_get_what_each_gets_alone(widest: int, gpu: Machine) -> None:
+    """In a cache for four texts, of which columns are in use; as many texts as fit share a pass of the target."""
+    shape = RoundShape(3, 5, 2)
+    assert compared(gpu, shape, widest == 16, texts=TEXTS, sequences=4, widest=widest, used=5) > 6
+
+
+def test_a_text_alone_in_a_cache_for_several(gpu: Machine) -> None:
+    assert compared(gpu, RoundShape(4, 4, 1), sequences=2) > 2
+
+
 @pytest.mark.full
 def test_rounds_of_many_shapes(gpu: Machine) -> None:
     rng = np.random.default_rng(0)
     for seed in range(60):
         depth, width = int(rng.integers(1, 7)), int(rng.integers(1, 6))
         compared(gpu, RoundShape(depth, int(rng.integers(1, 25)), width), bool(rng.integers(2)), seed=seed)
+
+
+@pytest.mark.full
+def test_texts_that_share_rounds_of_many_shapes(gpu: Machine) -> None:
+    rng = np.random.default_rng(1)
+    for seed in range(40):
+        depth, width, size = (int(rng.integers(1, most)) for most in (5, 4, 9))
+        texts = [rng.integers(0, VOCABULARY, int(rng.integers(1, 20))).tolist() for _ in range(int(rng.integers(1, 5)))]
+        widest = 1 << int(rng.integers(4, 7))
+        compared(
+            gpu,
+            RoundShape(depth, size, width),
+            bool(rng.integers(2)),
+            seed=seed,
+            texts=texts,
+            sequences=4,
+            widest=widest,
+            used=int(rng.integers(0, 3)),
+        )
 
 
 @pytest.mark.parametrize(
@@ -133,6 +176,46 @@ def test_a_kernel_that_differs_would_be_noticed(
     monkeypatch.setattr(cuda, "image", lambda name: changed if name == kernel else image(name))
     with gpu.expecting(), pytest.raises((AssertionError, EngineError)):
         compared(gpu, RoundShape(3, 5, 2), ties=True)
+
+
+NUMBERS = {
+    "pending_inputs": ("columns", "width", "nodes", "layers", "accepted", "outputs", "texts", "sequence_rows"),
+    "expand": ("columns", "layer", "width", "size", "num_names", "first_slot", "nodes", "layers", "ranked"),
+    "unroll": ("layer", "size", "nodes"),
+    "tree_inputs": (*("rows", "columns", "read", "first", "chosen", "nodes", "spread", "texts", "sequence_rows"),),
+    "verify": ("columns", "size", "depth", "nodes", "accepted_rows"),
+    "commit": ("tensor_words", "heads", "capacity", "row_words", "most", "read"),
+}
+WRONG = [  # some others make loops over wrong parents endless
+    *(("pending_inputs", name) for name in ("layers", "accepted", "texts", "sequence_rows")),
+    *(("expand", name) for name in ("columns", "first_slot", "ranked")),
+    ("unroll", "nodes"),
+    *(("tree_inputs", name) for name in ("read", "first", "chosen", "spread", "sequence_rows")),
+    *(("verify", name) for name in ("size", "depth", "accepted_rows")),
+    *(("commit", name) for name in ("capacity", "most", "read")),
+]
+
+
+@pytest.mark.parametrize(("kernel", "number"), WRONG)
+def test_a_wrong_number_of_a_launch_would_be_noticed(
+    kernel: str, number: str, gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, names = Buffers.launch, NUMBERS[kernel]
+
+    def changed(self: Buffers, name: str, grid: Any, pointers: Any, numbers: tuple[int, ...]) -> None:
+        assert name != kernel or len(numbers) == len(names)
+        wrong = (
+            value + (each == number and name == kernel) for each, value in zip_longest(names, numbers, fillvalue=0)
+        )
+        launch(self, name, grid, pointers, tuple(wrong)[: len(numbers)])
+
+    monkeypatch.setattr(Buffers, "launch", changed)
+    with gpu.expecting() as faults:
+        try:
+            compared(gpu, RoundShape(3, 5, 2), True, texts=TEXTS, sequences=4, widest=16, used=5)
+        except (AssertionError, EngineError, ValueError, IndexError, KeyError):
+            return
+        assert faults
 
 
 def test_the_images_are_compiled_from_these_kernels() -> None:

@@ -4,6 +4,7 @@ changes a prediction."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,14 +16,16 @@ from fakes import FakeCache, FakeEngine
 from numpy.typing import NDArray
 
 from draftwood.models import bindings
+from draftwood.plugins.device_round.images import PENDING
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
 from draftwood.runtime.engines.rounds import RoundDraws, RoundOutcome, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, DeviceMemory, Stream
-from draftwood.runtime.engines.static.round import PENDING, CachePlace, Names, Round
+from draftwood.runtime.engines.static.round import CachePlace, Names, Round, TextPlace
 
-CAPACITY, WORDS = 160, 3
+CAPACITY, WORDS = 256, 3
+REGION = 50  # slots of a text where texts share a cache
 VOCABULARY, COLUMNS = 40, 18  # tokens, and the first of them, which are ranked
 GEOMETRY = CacheGeometry(2, 2, CAPACITY, 4 * WORDS, 2 * CAPACITY * 4 * WORDS + 64)
 Context = tuple[int, ...]
@@ -124,29 +127,31 @@ class DeviceCache(NamedTuple):
         block = array_at(self.memory.address, (tensors, tensor_bytes), np.uint8)
         return block[:, : heads * capacity * row_bytes].view(np.int32).reshape(tensors, heads, capacity, WORDS)
 
-    def place(self) -> CachePlace:
-        return CachePlace(self.memory.address, GEOMETRY, self.ranker.columns, self.ranker.num_logits)
+    def place(self, sequences: int) -> CachePlace:
+        return CachePlace(self.memory.address, GEOMETRY, self.ranker.columns, self.ranker.num_logits, sequences)
 
     def write(self, start: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
         for word, numbers in enumerate((tokens, positions, np.multiply(tokens, 31))):
             self.rows[:, :, start : start + len(tokens), word] = numbers
 
-    def text(self, length: int) -> list[int]:
-        """The committed tokens, which stand at their positions in every plane."""
-        rows = self.rows[:, :, :length]
+    def text(self, first: int, length: int) -> list[int]:
+        """The committed tokens from this slot on, which stand at their positions in every plane."""
+        rows = self.rows[:, :, first : first + length]
         assert (rows == rows[0, 0]).all() and (rows[0, 0, :, 1] == np.arange(length)).all()
         return [int(token) for token in rows[0, 0, :, 0]]
 
 
 class DevicePass:
-    """A RoundPass over such a cache."""
+    """A RoundPass over such a cache, with rows of `texts` texts of at most `sequences`."""
 
-    def __init__(self, machine: Machine, device: CudaDevice, cache: DeviceCache, shape: PassShape) -> None:
-        sizes = {"T": shape.width, "S": shape.columns, "R": shape.outputs, "B": 1, "N": 1, "4": 4}
+    def __init__(
+        self, machine: Machine, device: CudaDevice, cache: DeviceCache, shape: PassShape, texts: int, sequences: int
+    ) -> None:
+        sizes = {"T": shape.width, "S": shape.columns, "R": shape.outputs, "B": 1, "N": sequences, "4": 4}
         sizes |= {"K": cache.ranker.columns, "V": cache.ranker.num_logits}
         items = (*bindings.inputs(bindings.COMPACT), bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.LOGITS)
         self._layout = Layout.packed({i.name: (i.dtype, tuple(sizes[axis] for axis in i.shape)) for i in items})
-        self.shape, self._machine, self._cache = shape, machine, cache
+        self.shape, self._machine, self._cache, self._texts = shape, machine, cache, texts
         self._memory = device.allocate(self._layout.nbytes)
         array_at(self._memory.address, (self._layout.nbytes,), np.uint8)[:] = 1  # what an earlier pass has left
         places = (self._memory.address, self._layout.nbytes), (cache.memory.address, GEOMETRY.nbytes)
@@ -170,18 +175,28 @@ class DevicePass:
     def _run(self) -> None:
         views: dict[str, Any] = self._layout.views(array_at(self._memory.address, (self._layout.nbytes,), np.uint8))
         (ids,), (positions,), (mask,) = (views[name] for name in ("input_ids", "position_ids", "tree_mask"))
-        (start,), ((*zeros, length, place),) = views["write_indices"].tolist(), views["sequences"].tolist()
-        assert zeros == [0, 0] and length == place <= start <= CAPACITY - len(ids) and mask.max() <= 1
+        (start,), sequences = views["write_indices"].tolist(), views["sequences"].tolist()
+        assert start <= CAPACITY - len(ids) and mask.max() <= 1
+        field, memory = (
+            self._layout.fields["sequences"],
+            array_at(self._memory.address, (self._layout.nbytes,), np.uint8),
+        )
+        gap = memory[field.offset + field.nbytes : self._layout.fields["tree_mask"].offset]
+        assert (gap == 1).all(), "something was written behind the texts"
+        assert all(fields == [len(ids), 0, 0, 0] for fields in sequences[self._texts :]), "texts without rows"
         self._cache.write(start, ids, positions)
+        firsts = [fields[0] for fields in sequences[: self._texts]]
+        assert firsts == sorted(set(firsts)) and firsts[0] == 0
         for output, row in enumerate(views["output_rows"].tolist()):
             seen = np.flatnonzero(mask[row])
             if not len(seen):
                 assert ids[row] == positions[row] == 0, "padding"
                 continue
+            _, first_slot, length, place = sequences[bisect_right(firsts, row) - 1]
             assert place + seen[-1] == start + row, "a row sees itself, and nothing after it"
             rows = self._cache.rows[0, 0, place + seen, :2]
             assert rows[:, 1].tolist() == list(range(length, length + len(seen))), "a row sees a gap or a sibling"
-            context = (*self._cache.text(length), *rows[:, 0].tolist())
+            context = (*self._cache.text(first_slot, length), *rows[:, 0].tolist())
             views["top_ids"][0, output], views["top_logprobs"][0, output] = self._cache.ranker.after(context)
             views["logits"][0, output] = self._cache.ranker.logits(context)
 
@@ -191,8 +206,86 @@ def widths(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-class DeviceRounds:
-    """Rounds of one shape; `text` has been read by the target, without its last token."""
+class JointRounds:
+    """Rounds of one shape of several texts, which the target has read without their last tokens. A single text's
+    speculative rows stand behind it, those of several texts in an area behind all of them; `used` columns of it are
+    somebody else's. widest: rows of the target's widest pass, a compiled width."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        shape: RoundShape,
+        target: Ranker | Scorer,
+        draft: Ranker | Scorer,
+        texts: Sequence[Sequence[int]],
+        kept_tokens: Sequence[int] = (),
+        sequences: int = 1,
+        widest: int = 64,
+        used: int = 0,
+    ) -> None:
+        self._machine, self.device, self._sequences = machine, CudaDevice(), sequences
+        self._area = None if sequences == 1 else sequences * REGION + used
+        self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
+        for each in self.caches:
+            for first, text in zip(range(0, CAPACITY, REGION), texts, strict=False):
+                each.write(first, text[:-1], range(len(text) - 1))
+        self.restart_all(texts)
+        names = self.device.allocate(4 * len(kept_tokens))
+        array_at(names.address, (len(kept_tokens),), np.int32)[:] = kept_tokens
+        count, group = len(texts), min(len(texts), widest // (shape.size + 1))
+        firsts = [(PENDING + layer * shape.width) * count for layer in range(shape.depth - 1)]
+        layers = [self._pass(1, shape.width, first, count) for first in firsts]
+        sizes = [min(group, count - first) for first in range(0, count, group)]
+        self._round = Round(
+            self.device,
+            self.device.new_stream(),
+            shape,
+            [self._pass(1, PENDING, 0, count, count == 1), *layers],
+            [self._pass(0, shape.size + 1, 0, size) for size in sizes],
+            (self.caches[0].place(sequences), self.caches[1].place(sequences)),
+            Names(names, len(kept_tokens)),
+            count,
+        )
+
+    def _pass(self, cache: int, rows: int, first: int, texts: int, last_only: bool = False) -> DevicePass:
+        width = widths(rows * texts)
+        shape = PassShape(width, mask_columns(width, first + width, 99), 1 if last_only else width)
+        return DevicePass(self._machine, self.device, self.caches[cache], shape, texts, self._sequences)
+
+    def restart_all(self, texts: Sequence[Sequence[int]]) -> None:
+        """Begin anew with the texts of the first round."""
+        self._texts = [list(text) for text in texts]
+        self._lengths = [len(text) - 1 for text in texts]
+        self._read = list(self._lengths)
+
+    @property
+    def all_pending(self) -> list[list[int]]:
+        """Of each text the tokens that the draft has not read."""
+        return [text[read:] for text, read in zip(self._texts, self._read, strict=True)]
+
+    def run_all(self, draws: RoundDraws | None = None) -> list[RoundOutcome]:
+        """A round; afterwards both caches hold what it has accepted."""
+        places = []
+        for number, pending in enumerate(self.all_pending):
+            length, read, first = self._lengths[number], self._read[number], number * REGION
+            areas = (first + length, first + read) if self._area is None else (self._area, self._area)
+            places.append(TextPlace(length, pending, (first, areas[0]), (first, areas[1])))
+        outcomes = self._round.run(places, draws)
+        for number, outcome in enumerate(outcomes):
+            text = self._texts[number]
+            text += [*(outcome.token_ids[row] for row in outcome.accepted), outcome.next_token]
+            self._read[number] = self._lengths[number] + 1 + outcome.num_scored
+            self._lengths[number] += 1 + len(outcome.accepted)
+        for first, text, length, read in zip(
+            range(0, CAPACITY, REGION), self._texts, self._lengths, self._read, strict=False
+        ):
+            assert self.caches[0].text(first, length) == text[:-1]
+            assert self.caches[1].text(first, read) == text[:read]
+        return outcomes
+
+
+class DeviceRounds(JointRounds):
+    """Rounds of a single text."""
 
     def __init__(
         self,
@@ -203,45 +296,17 @@ class DeviceRounds:
         text: Sequence[int],
         kept_tokens: Sequence[int] = (),
     ) -> None:
-        self._machine, self.device = machine, CudaDevice()
-        self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
-        for each in self.caches:
-            each.write(0, text[:-1], range(len(text) - 1))
-        self.restart(text)
-        names = self.device.allocate(4 * len(kept_tokens))
-        array_at(names.address, (len(kept_tokens),), np.int32)[:] = kept_tokens
-        layers = [self._pass(1, shape.width, layer * shape.width) for layer in range(shape.depth - 1)]
-        passes = [self._pass(1, PENDING, 0, True), *layers]
-        self._round = Round(
-            self.device,
-            self.device.new_stream(),
-            shape,
-            passes,
-            self._pass(0, shape.size + 1, 0),
-            (self.caches[0].place(), self.caches[1].place()),
-            Names(names, len(kept_tokens)),
-        )
+        super().__init__(machine, shape, target, draft, [text], kept_tokens)
 
     @property
     def pending(self) -> list[int]:
         """The tokens that the draft has not read."""
-        return self._text[self._read :]
-
-    def _pass(self, cache: int, rows: int, first: int, last_only: bool = False) -> DevicePass:
-        width = widths(rows)
-        shape = PassShape(width, mask_columns(width, first + width, 99), 1 if last_only else width)
-        return DevicePass(self._machine, self.device, self.caches[cache], shape)
+        return self.all_pending[0]
 
     def restart(self, text: Sequence[int]) -> None:
         """Begin anew with the text of the first round."""
-        self._length, self._read, self._text = len(text) - 1, len(text) - 1, list(text)
+        self.restart_all([text])
 
     def run(self, draws: RoundDraws | None = None) -> RoundOutcome:
         """A round; afterwards both caches hold what it has accepted."""
-        outcome = self._round.run(self._length, self.pending, draws)
-        self._text += [*(outcome.token_ids[row] for row in outcome.accepted), outcome.next_token]
-        self._read = self._length + 1 + outcome.num_scored
-        self._length += 1 + len(outcome.accepted)
-        assert self.caches[0].text(self._length) == self._text[:-1]
-        assert self.caches[1].text(self._read) == self._text[: self._read]
-        return outcome
+        return self.run_all(draws)[0]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....models.errors import ConfigError, DraftwoodError, RequestError
-from ..backends import slot_bytes
+from ..backends import CPU, slot_bytes
 from ..base import EngineSpec
+from ..gpus import free_bytes
 from ..limits import SYSTEM, group_folders, read_lines
 
 CACHE_SHARE = 0.4  # share of the available memory for caches: a growing cache is copied, so it needs its size twice
@@ -60,15 +61,17 @@ class CacheBudget:
         return max(1, room - self.spare - prompt_tokens)
 
 
-def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None) -> CacheBudget:
+def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provider: str = CPU) -> CacheBudget:
     """The budget for the caches of these engines, target first.
 
-    kv_cache_bytes: memory for all caches; None takes CACHE_SHARE of the memory that is available now. Raises
-    ConfigError when this share suffices for no request.
+    kv_cache_bytes: memory for all caches; None takes CACHE_SHARE of the memory that is available now. provider: of the
+    engines; caches of another one than the CPU's lie in the memory of the first GPU. Raises ConfigError when this share
+    suffices for no request, and EngineError without a GPU.
     """
     target = specs[0]
     longest, spare = target.capacity, target.max_width
-    available = available_bytes()
+    on_gpu = provider != CPU and kv_cache_bytes is None
+    available = free_bytes() if on_gpu else available_bytes()
     if kv_cache_bytes is None and available is None:
         return CacheBudget(None, longest, spare)
     if kv_cache_bytes is None:
@@ -78,8 +81,9 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None) -> Cac
         slots = kv_cache_bytes // sum(slot_bytes(spec) + scratch_bytes(spec) for spec in specs) - padding
         if slots < 2 * spare:
             raise ConfigError(
-                f"{available or 0} bytes of memory are available, too few for the caches of one request: free some, "
-                "raise the limit of this process or container, or set --kv-cache-bytes"
+                f"{available or 0} bytes of memory are available{' on the GPU' if on_gpu else ''}, too few for the "
+                "caches of one request: free some, raise the limit of this process or container, or set "
+                "--kv-cache-bytes"
             )
         return CacheBudget(slots, longest, spare, padding)
     return CacheBudget(kv_cache_bytes // sum(map(slot_bytes, specs)), longest, spare)

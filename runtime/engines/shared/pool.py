@@ -207,8 +207,9 @@ class PooledEngine(Engine):
             passes[0].batch.output_rows if len(passes) == 1 else self._pad_output_rows(wanted or [rows - 1], width)
         )
         every = np.concatenate(placed.slots)
+        ranking_only = all(each.batch.ranking_only for each in passes if each.output_read)
         together = TokenBatch(
-            token_ids, position_ids, mask, output_rows, rows, cache_only=not wanted, wanted=tuple(asked)
+            token_ids, position_ids, mask, output_rows, rows, ranking_only, not wanted, wanted=tuple(asked)
         )
         if self._storage.places:
             together = replace(together, slots=every)

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from ....models import bindings
 from ....models.errors import EngineError
-from ....plugins.device_round.images import MOST_BLOCKS, TOKEN_BLOCK
+from ....plugins.device_round.images import BINS, LEVELS, MOST_BLOCKS, RANKS, TOKEN_BLOCK
 from ...sampling.softmax import NO_NUMBERS
 from ..layout import Layout
-from ..rounds import BEST, BLOCK, RoundDraws, RoundShape
+from ..rounds import BEST, BLOCK, MATCH, RoundDraws, RoundShape
 from .device import Device, Stream
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]
 DOUBLE = 8
-SETTINGS = 3  # numbers of the settings of draft and target each: temperature, offset of the least logit, top-p
+SETTINGS = 4  # numbers of the settings of draft and target each, see `drawing.py`
 
 
 class Scores(Protocol):
@@ -49,36 +49,47 @@ def num_blocks(columns: int) -> int:
 
 def given_fields(shape: RoundShape) -> Fields:
     """What the host uploads: the settings, then the uniform numbers."""
-    return {} if shape.verify == BEST else {"draws": ("float64", (2 * SETTINGS + sum(shape.most_draws),))}
+    if shape.verify == BEST:
+        return {}
+    estimates = 2 * RANKS * BINS if shape.is_tree else 0
+    return {"draws": ("float64", (2 * SETTINGS + sum(shape.most_draws) + estimates,))}
 
 
 def found_fields(shape: RoundShape) -> Fields:
-    """What the host gets besides the tree: probabilities of drawn tokens, and the rows' peaks, the draft's first."""
+    """What the host gets besides the tree: probabilities of a chain's drawn tokens, and the rows' peaks, the draft's
+    first."""
     if shape.verify == BEST:
         return {}
-    drafted = shape.depth if shape.is_drawn else 0
-    return {"shares": ("float64", (drafted,)), "row_peaks": ("float32", (drafted + shape.size + 1,))}
+    peaks = {"row_peaks": ("float32", (num_scored(shape) + shape.size + 1,))}
+    return peaks if shape.is_tree else {"shares": ("float64", (num_scored(shape),)), **peaks}
+
+
+def num_scored(shape: RoundShape) -> int:
+    """The most nodes from which tokens are drawn."""
+    if not shape.is_drawn:
+        return 0
+    return 1 + (shape.depth - 1) * shape.width
 
 
 def work_fields(shape: RoundShape, vocabulary: Vocabulary) -> Fields:
     if shape.verify == BEST:
         return {}
-    depth, rows, blocks = shape.depth, shape.size + 1, num_blocks(max(vocabulary.target, vocabulary.draft))
+    rows, blocks = max(shape.size + 1, shape.width), num_blocks(max(vocabulary.target, vocabulary.draft))
     fields = {
         "block_peaks": ("float32", (rows, blocks)),
         "sums": ("float64", (rows, blocks)),
         "drawn": ("int64", (rows,)),
     }
     fields |= {"bounds": ("float64", (rows,)), "lasts": ("int32", (rows,))}
-    fields |= {"likely": ("float64", (rows, blocks)), "counts": ("int32", (rows, blocks))}
+    fields |= {"likely": ("float64", (rows, LEVELS, blocks)), "counts": ("int32", (rows, LEVELS, blocks))}
     if shape.is_cut:
         columns = max(vocabulary.target, vocabulary.draft)
         fields |= {"found": ("int32", (rows,)), "found_weights": ("float64", (rows, columns))}
         fields |= {"found_columns": ("int32", (rows, columns))}
     if shape.is_drawn:
-        fields |= {"weights": ("float64", (depth, vocabulary.target)), "masses": ("float64", (rows,))}
+        fields |= {"weights": ("float64", (num_scored(shape), vocabulary.target)), "masses": ("float64", (rows,))}
     if shape.verify == BLOCK:
-        fields |= {"pi": ("float64", (rows,)), "excesses": ("float64", (depth, blocks))}
+        fields |= {"pi": ("float64", (rows,)), "excesses": ("float64", (shape.depth, blocks))}
     return fields
 
 
@@ -89,11 +100,12 @@ class Buffers:
         self._device, self._stream = device, stream
         self._places = [(layout, device.allocate(layout.nbytes)) for layout in layouts]
 
-    def at(self, name: str) -> int:
-        """The address of a part."""
+    def at(self, name: str, text: int = 0) -> int:
+        """The address of a part, or of a text's numbers in it."""
         for layout, memory in self._places:
             if name in layout.fields:
-                return memory.address + layout.fields[name].offset
+                field = layout.fields[name]
+                return memory.address + field.offset + (text and text * field.nbytes // field.shape[0])
         raise KeyError(name)
 
     def launch(self, kernel: str, grid: tuple[int, int], pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
@@ -102,17 +114,18 @@ class Buffers:
 
 
 class Draws:
-    """Queues the kernels of the rounds of one shape."""
+    """Queues the kernels of the rounds of one shape, with chosen tokens or a drawn chain."""
 
     def __init__(self, shape: RoundShape, vocabulary: Vocabulary, buffers: Buffers) -> None:
         self._shape, self._vocabulary = shape, vocabulary
         self._at, self._launch = buffers.at, buffers.launch
         given = self._at("draws")
         self._draft_settings, self._target_settings = given, given + SETTINGS * DOUBLE
-        draft, tests, _ = shape.most_draws
+        draft, tests, last = shape.most_draws
         self._draft = given + 2 * SETTINGS * DOUBLE
         self._tests = self._draft + draft * DOUBLE
         self._last = self._tests + tests * DOUBLE
+        self._estimates = self._last + last * DOUBLE
 
     def extend(self, layer: int, each: Scores, slot: int) -> None:
         """Draw the next token of a chain from the first row of a draft's pass. slot: the token's own in the draft's
@@ -131,19 +144,25 @@ class Draws:
         """Draw the target's tokens. Returns the address of one for each row, as `verify` reads them."""
         at, shape, columns = self._at, self._shape, self._vocabulary.target
         row, blocks = self._row(target, self._target_settings), num_blocks(columns)
-        row_peaks = at("row_peaks") + shape.most_draws[0] * 4
+        row_peaks = at("row_peaks") + num_scored(shape) * 4
         self._weigh(row, shape.size + 1, columns, (0, 0), (0, 0))
-        if shape.verify != BLOCK:
+        if shape.verify == MATCH:
             pointers = (*row, self._last, at("row_nodes"), at("depths"), at("drawn"), row_peaks)
             self._launch("draw", (shape.size + 1, 1), pointers, (columns, blocks, shape.size))
-            return at("drawn")
+        else:
+            self._verify(row, row_peaks)
+        return at("drawn")
+
+    def _verify(self, row: tuple[int, ...], row_peaks: int) -> None:
+        """Verify what was drawn. row: see _row; row_peaks: of the target."""
+        at, shape, columns = self._at, self._shape, self._vocabulary.target
+        blocks = num_blocks(columns)
         chain = (*row, at("weights"), at("masses"))
         numbers = columns, blocks, shape.depth
         self._launch("chances", (1, 1), (*chain, at("tokens"), at("pi"), row_peaks), numbers)
         self._launch("excess", (shape.depth, blocks), (*chain, at("pi"), at("excesses")), numbers[:2])
         draws = at("pi"), at("excesses"), self._tests, self._last, at("tokens"), at("drawn")
         self._launch("accept", (1, 1), (*chain, *draws), numbers)
-        return at("drawn")
 
     def _weigh(
         self, row: tuple[int, ...], rows: int, columns: int, kept: tuple[int, int], names: tuple[int, int]
@@ -155,7 +174,7 @@ class Draws:
         self._launch("weigh", grid, (*row, *kept, *likely), (*numbers, *names, 0))
         if self._shape.is_cut:
             found = tuple(map(self._at, ("found", "found_weights", "found_columns")))
-            self._launch("gather", grid, (*row, *likely, *found), numbers)
+            self._launch("gather", grid, (*row, *likely, *found), (*numbers, 0))
             self._launch("cut", (rows, 1), (*row[2:], *found), numbers)
             self._launch("weigh", grid, (*row, *kept, *likely), (*numbers, *names, 1))
 
@@ -169,10 +188,11 @@ def numbers_of(draws: RoundDraws) -> list[float]:
     T = draws.temperature
     offsets = (T * math.log(share) if share > 0 else -math.inf for share in (draws.draft_share, draws.target_share))
     return [
-        *(number for offset in offsets for number in (T, offset, draws.top_p)),
+        *(number for offset in offsets for number in (T, offset, draws.top_p, draws.top_k)),
         *draws.draft,
         *draws.tests,
         *draws.last,
+        *draws.estimates,
     ]
 
 
@@ -182,6 +202,9 @@ def check_peaks(peaks: NDArray[np.float32]) -> None:
         raise EngineError(NO_NUMBERS)
 
 
-def path_values(shares: NDArray[np.float64]) -> list[float]:
-    """The log-probabilities of the root and of the nodes of a drawn chain."""
-    return [0.0, *np.log(shares).cumsum().tolist()]
+def path_values(parents: Sequence[int], shares: Sequence[float]) -> tuple[float, ...]:
+    """The log-probabilities of the rows of a tree, by each row's parent and probability."""
+    values = [0.0]
+    for parent, share in zip(parents[1:], shares[1:], strict=True):
+        values.append(values[parent] + math.log(share))
+    return tuple(values)

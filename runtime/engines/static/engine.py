@@ -20,11 +20,11 @@ from ....plugins.tree_attention.op import SequenceRow
 from ..base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, check_cache, closed_error, num_fitting
 from ..cache import GrowingKVCache
 from ..layout import Layout, PassShape, check_growth
-from ..rounds import RoundEngine
+from ..rounds import Rounds
 from .device import Device, Execution, Program
 from .memory import CacheMemory, cache_geometry
-from .pool import StaticPool
-from .rounds import Side, StaticRounds, can_run
+from .pool import SharedKVCache, StaticPool
+from .rounds import SharedRounds, StaticRounds, can_run
 
 
 class MemoryUse(NamedTuple):
@@ -64,6 +64,9 @@ class StaticEngine(Engine):
         self.has_queued_moves = False  # whether commits are queued that no pass has waited for
         self._executions: dict[PassShape, Execution] = {}
         self._pool: StaticPool | None = None
+        self._joint: dict[
+            StaticEngine, SharedRounds
+        ] = {}  # the rounds with a draft, of an engine for several sequences
         self._warm: list[CacheMemory] = []  # what `warm_up` has made, while no cache uses it
 
     @property
@@ -135,14 +138,21 @@ class StaticEngine(Engine):
         cache.speculative += batch.num_tokens
         return output
 
-    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> RoundEngine | None:
-        """See Engine.rounds: with a static draft on the same device, both for one sequence."""
+    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
+        """See Engine.rounds: with a static draft on the same device, both for one sequence or both for several."""
         if not isinstance(draft, StaticEngine) or draft.device.number != self.device.number:
             return None
-        if not isinstance(cache, StaticKVCache) or not isinstance(draft_cache, StaticKVCache):
+        kind = StaticKVCache if self.spec.max_batch == 1 else SharedKVCache
+        if not isinstance(cache, kind) or not isinstance(draft_cache, kind):
             return None
-        sides = Side(self, cache), Side(draft, draft_cache)
-        return StaticRounds(*sides) if self.device.runs_rounds and all(map(can_run, sides)) else None
+        if not self.device.runs_rounds or not all(map(can_run, (self, draft))):
+            return None
+        if self.spec.max_batch == 1:
+            return StaticRounds(SharedRounds(self, draft, (cache.memory, draft_cache.memory)), cache, draft_cache)
+        with self.lock:
+            if draft not in self._joint:
+                self._joint[draft] = SharedRounds(self, draft, (cache.memory, draft_cache.memory))
+            return StaticRounds(self._joint[draft], cache, draft_cache)
 
     def close(self) -> None:
         with self.lock:  # waits for the pass of another thread
@@ -150,6 +160,7 @@ class StaticEngine(Engine):
                 self.device.synchronize(self.stream)  # rows of a commit may be on their way
                 self._executions.clear()
                 self._warm.clear()
+                self._joint.clear()
                 self._pool = None
                 self.program.close()
             self.closed = True
@@ -192,6 +203,19 @@ class StaticKVCache(GrowingKVCache):
         """Score a batch. start: the slot of its first row. limit: the most columns that its mask may have."""
         place = SequenceRow(0, 0, self.length, self.length)
         return self._memory.bind_pass(PassShape.of(batch, limit)).run(batch, [place], start, batch.num_tokens)
+
+    def has_room(self, first: int, rows: int) -> bool:
+        """Whether a pass of `rows` rows fits behind `first` speculative rows."""
+        seen = first + self._spec.width_for(rows)
+        return seen <= self._engine.program.max_columns and self.length + seen <= self._spec.capacity
+
+    def place(self, columns: int) -> tuple[int, int]:
+        """The first slot of the committed rows, and that of `columns` speculative ones. The caller holds the lock."""
+        return 0, self.length
+
+    def accept(self, length: int) -> None:
+        """A round on the device has committed rows, of which there are now `length`."""
+        self.length, self.speculative = length, 0
 
     def _allocate(self, capacity: int) -> None:
         check_growth(self._spec, capacity)

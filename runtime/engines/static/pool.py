@@ -57,21 +57,41 @@ class SharedKVCache:
         """See KVCache.truncate."""
         self._pool.truncate(self, length)
 
+    @property
+    def memory(self) -> CacheMemory:
+        """The memory of all sequences."""
+        return self._pool.memory
+
+    def has_room(self, first: int, rows: int) -> bool:
+        """Whether `rows` rows fit behind `first` speculative rows, whatever other sequences have. A round commits fewer
+        of them than these."""
+        return first + rows <= self._pool.share and self.length + first + rows <= self._pool.region
+
+    def place(self, columns: int) -> tuple[int, int]:
+        """The first slot of the committed rows, and that of `columns` speculative ones of all sequences. The caller
+        holds the lock."""
+        return self.first_slot, self._pool.reserve(columns)
+
+    def accept(self, length: int) -> None:
+        """A round on the device has committed rows, of which there are now `length`."""
+        self.length, self.speculative_columns = length, NO_COLUMNS
+
     def close(self) -> None:
         """See KVCache.close. Another sequence may use the region afterwards."""
         self._pool.release(self)
 
 
 class StaticPool:
-    """The shared cache of an engine that was built for several sequences. Several threads may use it."""
+    """The shared cache of an engine that was built for several sequences. Several threads may use it. region: the slots
+    of a sequence."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self.spec = engine.spec
         self._engine = engine
         self._columns = engine.program.max_columns
         self._tree_slot = self.spec.max_batch * self.spec.capacity - self._columns
-        self._region = self._tree_slot // self.spec.max_batch
-        self._memory = CacheMemory(engine)
+        self.region = self._tree_slot // self.spec.max_batch
+        self.memory = CacheMemory(engine)
         self._caches: dict[int, SharedKVCache] = {}  # open caches, by the first slot of their regions
         self._used = 0  # columns in use, garbage included
         self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # source and target slots of pending copies
@@ -85,7 +105,7 @@ class StaticPool:
     def new_cache(self) -> SharedKVCache:
         """Open a cache. Raises EngineError when all regions are in use."""
         with self._engine.lock:
-            regions = (number * self._region for number in range(self.spec.max_batch))
+            regions = (number * self.region for number in range(self.spec.max_batch))
             first_slot = next((first for first in regions if first not in self._caches), None)
             if first_slot is None:
                 raise EngineError(
@@ -119,7 +139,7 @@ class StaticPool:
             batch, sequences, wanted = self._join([each.batch for each in passes], caches, width, first)
             self._queue_moves()
             shape = PassShape.of(batch, self._columns)
-            output = self._memory.bind_pass(shape).run(batch, sequences, self._tree_slot + first, sum(wanted))
+            output = self.memory.bind_pass(shape).run(batch, sequences, self._tree_slot + first, sum(wanted))
             outputs, scored = [], 0
             for cache, count, rows in zip(caches, counts, wanted, strict=True):
                 cache.speculative_columns = np.concatenate((cache.speculative_columns, self._used + np.arange(count)))
@@ -133,8 +153,8 @@ class StaticPool:
         if any(not 0 <= slot < cache.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {cache.speculative} speculative rows exist")
         length = cache.length + len(slots)
-        if length > self._region:
-            raise too_long_error(length, self._region)
+        if length > self.region:
+            raise too_long_error(length, self.region)
         with self._engine.lock:
             sources = self._tree_slot + cache.speculative_columns[np.asarray(slots, np.int64)]
             self._moves.append((sources, cache.first_slot + np.arange(cache.length, length)))
@@ -149,7 +169,7 @@ class StaticPool:
         """See SharedKVCache.buffer."""
         with self._engine.lock:
             self._queue_moves()
-            return self._memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self._region]
+            return self.memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self.region]
 
     def _check(self, batch: TokenBatch, cache: SharedKVCache) -> None:
         """Raises EngineError for a batch that would overwrite rows of other sequences, or that fits no pass."""
@@ -158,8 +178,8 @@ class StaticPool:
         check_mask(self.spec, batch.mask, cache.speculative)
         # A row is committed to the slot of its position, so every position must be within the region.
         last = int(batch.position_ids[: batch.num_tokens].max())
-        if last >= self._region:
-            raise too_long_error(last + 1, self._region)
+        if last >= self.region:
+            raise too_long_error(last + 1, self.region)
         if (rows := cache.speculative + batch.num_tokens) > self.share:
             raise EngineError(
                 f"{rows} speculative rows exceed the {self.share} that the {self.spec.role}'s plan has for each of "
@@ -176,6 +196,14 @@ class StaticPool:
             self._compact()
         return self._used
 
+    def reserve(self, columns: int) -> int:
+        """The slot of the first of `columns` columns behind those in use, for a round on the device, which leaves them
+        unused. All moves before it are queued. The caller holds the lock."""
+        if self._used + columns > self._columns:
+            self._compact()
+        self._queue_moves()
+        return self._tree_slot + self._used
+
     def _compact(self) -> None:
         """Move live speculative rows to the first columns, in their order."""
         live = np.sort(np.concatenate([NO_COLUMNS, *(cache.speculative_columns for cache in self._caches.values())]))
@@ -191,7 +219,7 @@ class StaticPool:
         if self._moves:
             sources, targets = map(np.concatenate, zip(*self._moves, strict=True))
             if len(sources):
-                self._memory.move(sources, targets)
+                self.memory.move(sources, targets)
             self._moves.clear()
 
     def _join(

@@ -1,5 +1,5 @@
-"""A round on the device: the draft grows a tree, the target scores it, the accepted path is committed. The host queues
-all of it, or replays one graph, and waits once."""
+"""A round on the device: the draft grows a tree, the target scores it, the accepted path is committed, for one or
+several texts together. The host queues all of it, or replays one graph, and waits once."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ....models import bindings
-from ....plugins.device_round.images import NODE_BLOCK, WORD_BLOCK
+from ....plugins.device_round.images import NODE_BLOCK, PENDING, STATE, WORD_BLOCK
 from ..layout import Layout, PassShape
-from ..rounds import BEST, RoundDraws, RoundOutcome, RoundShape
+from ..rounds import RoundDraws, RoundOutcome, RoundShape
 from .device import CacheGeometry, Device, DeviceMemory, Stream
-from .draws import (
-    Buffers,
-    Draws,
-    Vocabulary,
-    check_peaks,
-    found_fields,
-    given_fields,
-    numbers_of,
-    path_values,
-    work_fields,
-)
+from .drawn_trees import draws_for, tree_fields, tree_found_fields
+from .draws import Buffers, Vocabulary, check_peaks, found_fields, given_fields, numbers_of, path_values, work_fields
 
 log = logging.getLogger("draftwood.engines")
-PENDING = 2  # most tokens that the draft has not read after a round: the last accepted one, and the target's own
 WORD = 4  # bytes that a thread of `commit` moves at a time
 TABLE = ("tokens", "parents", "depths", "slots")  # of the nodes
 PASS = ("input_ids", "position_ids", "sequences", "tree_mask", "write_indices", "output_rows")
@@ -47,12 +37,30 @@ class RoundPass(Protocol):
 
 
 class CachePlace(NamedTuple):
-    """A cache, and of the outputs of its engine's passes K, the number of ranked tokens, and V, that of logits."""
+    """A cache, and of its engine's passes K, the number of ranked tokens, V, that of logits, and N, the most texts."""
 
     address: int
     geometry: CacheGeometry
     columns: int
     num_logits: int
+    sequences: int = 1
+
+
+class TextPlace(NamedTuple):
+    """A text of a round. length: the target's committed rows; the draft's are as many and one, without the pending
+    tokens. target, draft: in each cache the first slot of the committed rows, and the slot of the masks' first
+    column."""
+
+    length: int
+    pending: Sequence[int]
+    target: tuple[int, int]
+    draft: tuple[int, int]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """A row of "state"."""
+        unused = (0,) * (PENDING - len(self.pending))
+        return self.length, len(self.pending), *self.pending, *unused, *self.target, *self.draft
 
 
 class Names(NamedTuple):
@@ -63,7 +71,8 @@ class Names(NamedTuple):
 
 
 class Round:
-    """The rounds of one shape over one pair of caches: buffers of fixed addresses and, after the first run, a graph.
+    """The rounds of one shape and number of texts over one pair of caches: buffers of fixed addresses and, after the
+    first run, a graph.
 
     The kernels are those of `plugins/device_round`, which say what the buffers hold.
     """
@@ -74,41 +83,46 @@ class Round:
         stream: Stream,
         shape: RoundShape,
         draft: Sequence[RoundPass],
-        target: RoundPass,
+        targets: Sequence[RoundPass],
         caches: tuple[CachePlace, CachePlace],
         names: Names,
+        texts: int = 1,
     ) -> None:
-        """draft: the passes of the layers, the pending tokens' first. caches: the target's and the draft's."""
-        self._device, self._stream, self._shape = device, stream, shape
-        self._draft, self._target, self._caches, self._names = draft, target, caches, names
+        """draft: the passes of the layers, the pending tokens' first, each with the rows of all texts. targets: passes
+        with the rows of as many texts as fit, one after the other. caches: the target's and the draft's. texts: 1 above
+        temperature 0."""
+        self._device, self._stream, self._shape, self._texts = device, stream, shape, texts
+        self._draft, self._targets, self._caches, self._names = draft, targets, caches, names
         depth, rows = shape.depth, shape.size + 1
         nodes = self._max_nodes = most_nodes(shape)
-        table = {name: ("int32", (nodes,)) for name in (*TABLE, "rows")}
-        lists = {"frontier": (depth + 1) * shape.width, "totals": depth + 1, "row_nodes": rows, "draft_rows": depth}
+        lists = {"frontier": (depth + 1) * shape.width, "totals": depth + 1, "row_nodes": rows, "moves": 2}
+        lists |= {"target_rows": depth + 1, "draft_rows": PENDING + depth}
+        counts = dict.fromkeys((*TABLE, "rows"), nodes) | lists
         vocabulary = Vocabulary(caches[0].num_logits, caches[1].num_logits, names.memory.address, names.columns)
-        work = {"values": ("float64", (nodes,)), **table, **work_fields(shape, vocabulary)}
-        self._given = Layout.packed({"state": ("int32", (2 + PENDING,)), **given_fields(shape)})
-        self._work = Layout.packed(work | {name: ("int32", (count,)) for name, count in lists.items()})
-        row = {name: ("int32", (rows,)) for name in ("row_tokens", "row_parents", "row_depths")}
-        path = {"row_values": ("float64", (rows,)), "summary": ("int32", (4,)), "accepted": ("int32", (depth,))}
-        self._result = Layout.packed({**path, **row, **found_fields(shape)})
+        work = {"values": ("float64", (texts, nodes)), **work_fields(shape, vocabulary)}
+        work |= tree_fields(shape, vocabulary, nodes)
+        self._given = Layout.packed({"state": ("int32", (texts, STATE)), **given_fields(shape)})
+        self._work = Layout.packed(work | {name: ("int32", (texts, count)) for name, count in counts.items()})
+        row = {name: ("int32", (texts, rows)) for name in ("row_tokens", "row_parents", "row_depths")}
+        path = {"row_values": ("float64", (texts, rows)), "summary": ("int32", (texts, 4))}
+        path["accepted"] = "int32", (texts, depth)
+        self._result = Layout.packed({**path, **row, **found_fields(shape), **tree_found_fields(shape)})
         self._buffers = Buffers(device, stream, (self._given, self._work, self._result))
         self._at, self._launch = self._buffers.at, self._buffers.launch
         self._host_given = device.allocate_pinned(self._given.nbytes)
         self._host_found = device.allocate_pinned(self._result.nbytes)
-        self._draws = None if shape.verify == BEST else Draws(shape, vocabulary, self._buffers)
+        self._draws = draws_for(shape, vocabulary, self._buffers)
         self._graph: Any | None = None
         self._may_capture = True
 
-    def run(self, length: int, pending: Sequence[int], draws: RoundDraws | None = None) -> RoundOutcome:
-        """Run a round and wait for it. length: the target's committed rows; the draft's are as many and one, without
-        the pending tokens. Raises EngineError if a distribution is none."""
+    def run(self, texts: Sequence[TextPlace], draws: RoundDraws | None = None) -> list[RoundOutcome]:
+        """Run a round of these texts and wait for it. Raises EngineError if a distribution is none."""
         given = self._given.views(self._host_given)
-        given["state"][: 2 + len(pending)] = length, len(pending), *pending
+        given["state"][:] = [text.numbers for text in texts]
         if draws is not None:
             given["draws"][:] = numbers_of(draws)
         if self._graph is None:
-            for each in {id(each): each for each in (*self._draft, self._target)}.values():
+            for each in self._passes:
                 each.bind()
             self._enqueue()
         else:
@@ -116,11 +130,16 @@ class Round:
         self._device.synchronize(self._stream)
         if self._graph is None and self._may_capture:
             self._capture()
-        return self._outcome()
+        return [self._outcome(text) for text in range(self._texts)]
+
+    @property
+    def _passes(self) -> list[RoundPass]:
+        """Each pass once."""
+        return list({id(each): each for each in (*self._draft, *self._targets)}.values())
 
     def _capture(self) -> None:
         """Capture the round as a graph, after its first run, as `StaticPass` does."""
-        if all(each.is_capturable(self._stream) for each in (*self._draft, self._target)):
+        if all(each.is_capturable(self._stream) for each in self._passes):
             self._graph = self._device.capture(self._enqueue, self._stream)
         self._may_capture = self._graph is not None
         if self._graph is None:
@@ -129,72 +148,102 @@ class Round:
     def _enqueue(self) -> None:
         """Queue the round: the state up, every pass and the kernels between them, the results back."""
         depth, size, width = self._shape[:3]
-        first_pass, at = self._draft[0], self._at
+        first_pass, at, texts, nodes = self._draft[0], self._at, self._texts, self._max_nodes
         needed = max(field.offset + field.nbytes for field in self._given.fields.values())
         self._device.upload(at("state"), self._host_given[:needed], self._stream)
         table = at("values"), *map(at, TABLE)
+        lists = at("draft_rows"), at("frontier"), at("totals")
+        numbers = first_pass.shape.columns, width, nodes, depth + 1, PENDING + depth, first_pass.shape.outputs
         self._launch(
             "pending_inputs",
             (first_pass.shape.width, 1),
-            (at("state"), *addresses(first_pass), at("frontier"), at("totals"), *table),
-            (first_pass.shape.columns, width),
+            (at("state"), *addresses(first_pass), *lists, *table),
+            (*numbers, texts, self._caches[1].sequences),
         )
         for layer, each in enumerate(self._draft):
             each.enqueue(self._stream)
             is_last = layer == depth - 1
-            slot = -1 if is_last else layer * width
+            first = (PENDING + layer * width) * texts
+            slot = -1 if is_last else first
             if self._draws is not None and self._shape.is_drawn:
                 self._draws.extend(layer, each, slot)
             else:
                 ranking = each.address(bindings.TOP_IDS.name), each.address(bindings.TOP_LOGPROBS.name)
-                lists = self._names.memory.address, at("frontier"), at("totals")
-                numbers = self._caches[1].columns, layer, width, size, self._names.columns, slot
-                self._launch("expand", (1, 1), (*ranking, *lists, *table), numbers)
+                names = self._names.memory.address, at("frontier"), at("totals")
+                offers = self._caches[1].columns, layer, width, size, self._names.columns, slot
+                ranked = width if layer else 1
+                self._launch("expand", (texts, 1), (*ranking, *names, *table), (*offers, nodes, depth + 1, ranked))
             if not is_last:
                 frontier = at("frontier") + (layer + 1) * width * WORD
-                self._write_inputs(self._draft[layer + 1], frontier, "slots", width, 1, layer * width)
+                columns = width, self._draft[layer + 1].shape.columns, 1, first, (depth + 1) * width, nodes, 0
+                self._write_inputs(self._draft[layer + 1], frontier, "slots", columns, 0, texts)
         tree = "totals", "values", "rows", "row_nodes"
-        blocks = -(-max(self._max_nodes, size + 1) // NODE_BLOCK)
-        self._launch("unroll", (blocks, 1), tuple(map(at, tree)), (depth, size))
-        self._write_inputs(self._target, at("row_nodes"), "rows", size + 1, 0, 0)
-        self._target.enqueue(self._stream)
-        found = "summary", "accepted", "draft_rows", "row_tokens", "row_parents", "row_depths", "row_values"
-        nodes = "row_nodes", "tokens", "parents", "depths", "values", "rows", "slots"
-        best, columns = self._target.address(bindings.TOP_IDS.name), self._caches[0].columns
-        if self._draws is not None:
-            best, columns = self._draws.choose(self._target), 1
-        self._launch("verify", (1, 1), (best, *map(at, (*nodes, *found))), (columns, size))
-        counts = at("summary"), at("summary") + 2 * WORD
-        for cache, sources, count in zip(self._caches, ("accepted", "draft_rows"), counts, strict=True):
-            self._commit(cache, at(sources), count)
+        blocks = -(-max(nodes, size + 1) // NODE_BLOCK)
+        self._launch("unroll", (blocks, texts), tuple(map(at, tree)), (depth, size, nodes))
+        first = 0
+        for each in self._targets:
+            count = min(texts - first, each.shape.width // (size + 1))
+            self._verify(each, first, count)
+            first += count
+        self._commit(1, 0, texts)
         self._device.download(self._host_found, at("row_values"), self._stream)
 
-    def _write_inputs(self, each: RoundPass, nodes: int, columns_of: str, rows: int, read: int, first: int) -> None:
-        table = tuple(map(self._at, ("tokens", "parents", "depths", columns_of)))
-        pointers = (self._at("state"), nodes, *table, *addresses(each))
-        self._launch("tree_inputs", (each.shape.width, 1), pointers, (rows, each.shape.columns, read, first))
+    def _verify(self, target: RoundPass, first: int, texts: int) -> None:
+        """Queue the target's pass for `texts` texts from `first` on, verification, and the commit of its cache."""
+        depth, size, at = self._shape.depth, self._shape.size, self._at
+        rows = size + 1
+        columns = rows, target.shape.columns, 0, 0, rows, self._max_nodes, rows
+        self._write_inputs(target, at("row_nodes", first), "rows", columns, first, texts)
+        target.enqueue(self._stream)
+        best, ranked = target.address(bindings.TOP_IDS.name), self._caches[0].columns
+        if self._draws is not None:
+            best, ranked = self._draws.choose(target), 1
+        values = "shares" if self._shape.is_tree else "values"
+        tree = "row_nodes", "tokens", "parents", "depths", values, "rows", "slots", "state"
+        found = "summary", "accepted", "target_rows", "draft_rows", "moves"
+        pointers = (
+            at(name, first) for name in (*tree, *found, "row_tokens", "row_parents", "row_depths", "row_values")
+        )
+        numbers = ranked, size, depth, self._max_nodes, PENDING + depth
+        self._launch("verify", (texts, 1), (best, *pointers), numbers)
+        self._commit(0, first, texts)
 
-    def _commit(self, cache: CachePlace, sources: int, count: int) -> None:
-        """Queue the moves of accepted rows, whose number is on the device."""
+    def _write_inputs(
+        self, each: RoundPass, nodes: int, columns_of: str, numbers: tuple[int, ...], first: int, texts: int
+    ) -> None:
+        """Queue the inputs of a pass over nodes of `texts` texts from `first` on. numbers: of `tree_inputs`."""
+        state, *table = (self._at(name, first) for name in ("state", "tokens", "parents", "depths", columns_of))
+        sequences = self._caches[numbers[2]].sequences
+        pointers = (state, nodes, *table, *addresses(each))
+        self._launch("tree_inputs", (each.shape.width, 1), pointers, (*numbers, texts, sequences))
+
+    def _commit(self, side: int, first: int, texts: int) -> None:
+        """Queue the moves of accepted rows, whose number is on the device. side: 0 for the target, 1 for the draft."""
+        cache, sources = self._caches[side], ("target_rows", "draft_rows")[side]
         geometry = cache.geometry
         words = geometry.row_bytes // WORD
         sizes = geometry.tensor_bytes // WORD, geometry.heads, geometry.capacity, words
-        grid = geometry.tensors * geometry.heads, -(-words // WORD_BLOCK)
-        pointers = cache.address, self._at("state"), sources, count
-        self._device.launch("commit", grid, (*pointers, *sizes), self._stream)
+        grid = geometry.tensors * geometry.heads, texts * -(-words // WORD_BLOCK)
+        pointers = (self._at(name, first) for name in ("state", sources, "moves"))
+        numbers = *sizes, self._work.fields[sources].shape[1], side
+        self._launch("commit", grid, (cache.address, *pointers), numbers)
 
-    def _outcome(self) -> RoundOutcome:
+    def _outcome(self, text: int) -> RoundOutcome:
         found = self._result.views(self._host_found)
-        count, next_token, num_scored, rows = found["summary"].tolist()
+        count, next_token, num_scored, rows = found["summary"][text].tolist()
         tokens, parents, depths, values = (
-            tuple(found[name][:rows].tolist()) for name in ("row_tokens", "row_parents", "row_depths", "row_values")
+            tuple(found[name][text, :rows].tolist())
+            for name in ("row_tokens", "row_parents", "row_depths", "row_values")
         )
-        accepted = tuple(found["accepted"][:count].tolist())
+        accepted = tuple(found["accepted"][text, :count].tolist())
+        uses: tuple[int, ...] = ()
         if self._draws is not None:
-            check_peaks(found["row_peaks"][: len(found["shares"]) + rows])
-        if self._shape.is_drawn:
-            values = tuple(path_values(found["shares"]))
-        return RoundOutcome(tokens, parents, depths, values, accepted, next_token, num_scored)
+            check_peaks(found["row_peaks"][: len(found["row_peaks"]) - (self._shape.size + 1) + rows])
+        if self._shape.is_tree:
+            values, uses = path_values(parents, values), tuple(found["uses"].tolist())
+        elif self._shape.is_drawn:
+            values = path_values(parents, (1.0, *found["shares"].tolist()))
+        return RoundOutcome(tokens, parents, depths, values, accepted, next_token, num_scored, *uses)
 
 
 def addresses(each: RoundPass) -> tuple[int, ...]:
@@ -204,4 +253,6 @@ def addresses(each: RoundPass) -> tuple[int, ...]:
 
 def most_nodes(shape: RoundShape) -> int:
     """The most nodes of a tree that grows to this shape: `expand` admits at most `size` a layer."""
+    if shape.is_drawn:
+        return 1 + shape.depth * shape.most_drawn
     return 1 + min(shape.width, shape.size) + (shape.depth - 1) * min(shape.width**2, shape.size)

@@ -1,72 +1,104 @@
-"""Rounds on the device over a pair of static caches: which shapes fit, and what the caches are afterwards."""
+"""Rounds on the device over static caches: which shapes fit, which texts share a round, and what the caches are
+afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ....models import bindings
-from ....plugins.device_round.images import OFFER_BLOCK, ROW_BLOCK
-from ..base import ForwardOutput, KVCache, Pass, TokenBatch, closed_error
+from ....models.errors import EngineError
+from ....plugins.device_round.images import OFFER_BLOCK, PENDING, ROW_BLOCK
+from ..base import Engine, ForwardOutput, KVCache, Pass, TokenBatch, closed_error
 from ..layout import PassShape, mask_columns
-from ..rounds import BEST, RoundDraws, RoundEngine, RoundShape
+from ..rounds import BEST, RoundDraws, RoundOutcome, Rounds, RoundShape
 from .draws import Vocabulary
-from .memory import StaticPass
-from .round import PENDING, WORD, CachePlace, Names, Round
+from .memory import CacheMemory, StaticPass
+from .round import WORD, CachePlace, Names, Round, TextPlace
 
 if TYPE_CHECKING:  # engine.py imports this module
-    from .engine import StaticEngine, StaticKVCache
+    from .engine import StaticEngine
+
+MOST_ROUNDS = 32  # shapes and numbers of texts whose graphs are kept
+MOST_DRAWN = 8  # the same above temperature 0, where the buffers have rows of the vocabulary
 
 
-class Side(NamedTuple):
-    """An engine for one sequence, and one of its caches."""
+class RoundCache(KVCache, Protocol):
+    """A cache over which rounds run. StaticKVCache and SharedKVCache describe the methods."""
 
-    engine: StaticEngine
-    cache: StaticKVCache
+    def has_room(self, first: int, rows: int) -> bool: ...
 
-    @property
-    def columns(self) -> int:
-        """K: how many tokens of a row are ranked."""
-        return bindings.top_columns(self.engine.spec.model.num_logits)
+    def place(self, columns: int) -> tuple[int, int]: ...
 
-    def place(self) -> CachePlace:
-        memory = self.cache.memory
-        return CachePlace(memory.address, memory.geometry, self.columns, self.engine.spec.model.num_logits)
+    def accept(self, length: int) -> None: ...
 
-    def has_room(self, length: int, rows: int, first: int = 0) -> bool:
-        """Whether a pass of `rows` rows fits behind `length` committed and `first` speculative rows."""
-        if rows > self.engine.spec.max_width:
+
+def can_run(engine: StaticEngine) -> bool:
+    """Whether rounds can run over caches of this engine: it ranks tokens, and the kernel can move rows of this size."""
+    row_bytes = engine.spec.model.head_dim * engine.program.cache_itemsize
+    return bindings.TOP_IDS.name in engine.spec.outputs and row_bytes % WORD == 0
+
+
+class StaticRounds(Rounds):
+    """The rounds of a text over its caches."""
+
+    def __init__(self, shared: SharedRounds, target: RoundCache, draft: RoundCache) -> None:
+        self._shared, self._target, self._draft = shared, target, draft
+        self._pending: tuple[int, ...] = ()
+        self.draws: RoundDraws | None = None
+        shared.texts[target] = self
+
+    def fits(self, shape: RoundShape, num_pending: int) -> bool:
+        """See Rounds.fits."""
+        depth, size, width = shape[:3]
+        if not 0 < num_pending <= PENDING or not self._shared.runs(shape):
             return False
-        seen = first + self.engine.spec.width_for(rows)
-        return seen <= self.engine.program.max_columns and length + seen <= self.engine.spec.capacity
+        if self._draft.length + num_pending != self._target.length + 1:
+            return False
+        if depth > 1 and not self._draft.has_room(PENDING + (depth - 2) * width, width):
+            return False
+        return self._draft.has_room(0, PENDING) and self._target.has_room(0, size + 1)
 
-    def bound(self, rows: int, first: int = 0, last_only: bool = False) -> StaticPass:
-        """The pass of `rows` rows behind `first` speculative rows."""
-        width = self.engine.spec.width_for(rows)
-        columns = mask_columns(width, first + width, self.engine.program.max_columns)
-        return self.cache.memory.bind_pass(PassShape(width, columns, 1 if last_only else width))
+    def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
+        """See Rounds.prepare."""
+        self._pending, self.draws = tuple(pending), draws
+        rows = len(pending)
+        positions = self._target.length + 1 - rows + np.arange(rows)
+        batch = TokenBatch.pad(pending, positions, np.tri(rows, dtype=np.bool_), rows, True, True)
+        return Pass(self._shared.engine(shape), batch, self._target)
+
+    def place(self, target_columns: int, draft_columns: int) -> TextPlace:
+        """Where the text is, for a round with so many columns of all texts."""
+        places = self._target.place(target_columns), self._draft.place(draft_columns)
+        return TextPlace(self._target.length, self._pending, *places)
+
+    def accept(self, outcome: RoundOutcome) -> None:
+        """Take the result of the prepared round."""
+        length = self._target.length + 1
+        self._target.accept(length + len(outcome.accepted))
+        self._draft.accept(length + outcome.num_scored)
+        self.outcome = outcome
+
+    def close(self) -> None:
+        """See Rounds.close."""
+        self._shared.leave(self._target)
 
 
-def can_run(side: Side) -> bool:
-    """Whether rounds can run over this cache: the engine ranks tokens, and the kernel can move rows of this size."""
-    row_bytes = side.engine.spec.model.head_dim * side.engine.program.cache_itemsize
-    return bindings.TOP_IDS.name in side.engine.spec.outputs and row_bytes % WORD == 0
+class SharedRounds:
+    """What the rounds over one pair of cache memories share: a trimmed draft's tokens, buffers and graphs. They run on
+    the target's stream, one at a time. texts: the texts with caches in these memories, by the target's cache."""
 
-
-class StaticRounds(RoundEngine):
-    """The rounds of one pair of caches. They run on the target's stream, one at a time."""
-
-    def __init__(self, target: Side, draft: Side) -> None:
-        self.spec = target.engine.spec
-        self._target, self._draft = target, draft
-        self._rounds: dict[RoundShape, Round] = {}
-        self._next: tuple[RoundShape, tuple[int, ...], RoundDraws | None] | None = None
-        kept = np.array(draft.engine.spec.kept_tokens, np.int32)
-        device, stream = target.engine.device, target.engine.stream
+    def __init__(self, target: StaticEngine, draft: StaticEngine, memories: tuple[CacheMemory, CacheMemory]) -> None:
+        self.target, self.draft, self._memories = target, draft, memories
+        self.texts: dict[KVCache, StaticRounds] = {}
+        self._engines: dict[RoundShape, RoundEngine] = {}
+        self._rounds: dict[tuple[RoundShape, int], Round] = {}  # the latest one last
+        kept = np.array(draft.spec.kept_tokens, np.int32)
+        device, stream = target.device, target.stream
         self._names = Names(device.allocate(kept.nbytes), len(kept))
-        columns = target.engine.spec.model.num_logits, draft.engine.spec.model.num_logits
+        columns = target.spec.model.num_logits, draft.spec.model.num_logits
         self._vocabulary = Vocabulary(*columns, self._names.memory.address, len(kept))
         if len(kept):
             block = device.allocate_pinned(kept.nbytes)
@@ -74,58 +106,130 @@ class StaticRounds(RoundEngine):
             device.upload(self._names.memory.address, block, stream)
             device.synchronize(stream)
 
-    def fits(self, shape: RoundShape, num_pending: int) -> bool:
-        """See RoundEngine.fits."""
-        depth, size, width = shape[:3]
-        if shape.verify != BEST and not self._vocabulary.fits:
-            return False
-        if not 0 < num_pending <= PENDING or width**2 > OFFER_BLOCK or width > self._draft.columns or size >= ROW_BLOCK:
-            return False
-        length = self._target.cache.length
-        if self._draft.cache.length + num_pending != length + 1:
-            return False
-        if depth > 1 and not self._draft.has_room(length + 1, width, (depth - 2) * width):
-            return False
-        return self._draft.has_room(length + 1 - num_pending, PENDING) and self._target.has_room(length, size + 1)
+    @property
+    def is_joint(self) -> bool:
+        """Whether texts share the memories."""
+        return self.target.spec.max_batch > 1
 
-    def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
-        """See RoundEngine.prepare."""
-        self._next = shape, tuple(pending), draws
-        rows = len(pending)
-        positions = self._target.cache.length + 1 - rows + np.arange(rows)
-        batch = TokenBatch.pad(pending, positions, np.tri(rows, dtype=np.bool_), rows, True, True)
-        return Pass(self, batch, self._target.cache)
+    def runs(self, shape: RoundShape) -> bool:
+        """Whether passes and kernels are wide enough for a text's rounds of this shape. Rounds of several texts are run
+        at temperature 0 alone."""
+        if shape.verify != BEST and (self.is_joint or not self._vocabulary.fits):
+            return False
+        width, rows, ranked = shape.width, shape.size + 1, bindings.top_columns(self._vocabulary.draft)
+        offers = shape.most_drawn if shape.is_tree else width**2
+        if offers > OFFER_BLOCK or (width > ranked and not shape.is_tree):
+            return False
+        if rows > min(ROW_BLOCK, self.target.spec.max_width):
+            return False
+        return max(width, PENDING) <= self.draft.spec.max_width
 
-    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        """Run the prepared round. The output has no rows: its result is `outcome`."""
-        assert self._next is not None, "no round was prepared"
-        shape, pending, draws = self._next
-        target, draft = self._target, self._draft
-        with target.engine.lock, draft.engine.lock:
-            for engine in (target.engine, draft.engine):
+    def engine(self, shape: RoundShape) -> RoundEngine:
+        """The engine of all texts' rounds of this shape."""
+        if shape not in self._engines:
+            self._engines[shape] = RoundEngine(self, shape)
+        return self._engines[shape]
+
+    def most_texts(self, shape: RoundShape) -> int:
+        """The most texts of a round: those whose rows fit one pass of the draft. The target's passes may be several."""
+        fitting = self.draft.spec.max_width // max(shape.width, PENDING)
+        return min(fitting, self.target.spec.max_batch, self.draft.spec.max_batch)
+
+    def run(self, shape: RoundShape, texts: Sequence[StaticRounds]) -> None:
+        """Run a round of these texts."""
+        target, draft = self.target, self.draft
+        with target.lock, draft.lock:
+            for engine in (target, draft):
                 if engine.closed:
                     raise closed_error(engine.spec)
-            if shape not in self._rounds:
-                self._rounds[shape] = self._made(shape)
-            if draft.engine.has_queued_moves:  # on the draft's own stream
-                draft.engine.device.synchronize(draft.engine.stream)
-                draft.engine.has_queued_moves = False
-            length = target.cache.length
-            self.outcome = self._rounds[shape].run(length, pending, draws)
-            target.engine.has_queued_moves = False
-        target.cache.length = length + 1 + len(self.outcome.accepted)
-        draft.cache.length = length + 1 + self.outcome.num_scored
-        target.cache.speculative = draft.cache.speculative = 0
-        return ForwardOutput(np.zeros((0, self.spec.model.num_logits), np.float32), None, None)
+            columns = self._columns(shape, len(texts))
+            places = [text.place(*columns) for text in texts]
+            if draft.has_queued_moves:  # on the draft's own stream
+                draft.device.synchronize(draft.stream)
+                draft.has_queued_moves = False
+            outcomes = self._round(shape, len(texts)).run(places, texts[0].draws)
+            target.has_queued_moves = False
+            for text, outcome in zip(texts, outcomes, strict=True):
+                text.accept(outcome)
+
+    def leave(self, cache: KVCache) -> None:
+        """No round of this text follows."""
+        self.texts.pop(cache, None)
+        if not self.is_joint:
+            self._rounds.clear()
+
+    def _round(self, shape: RoundShape, texts: int) -> Round:
+        """The round of this shape, made on first use."""
+        made = self._rounds.pop((shape, texts), None)
+        is_best = shape.verify == BEST
+        alike = [each for each in self._rounds if (each[0].verify == BEST) == is_best]
+        most = MOST_ROUNDS if is_best else MOST_DRAWN
+        for each in alike[: max(len(alike) + 1 - most, 0)]:
+            del self._rounds[each]
+        self._rounds[shape, texts] = made or self._made(shape, texts)
+        return self._rounds[shape, texts]
+
+    def _made(self, shape: RoundShape, texts: int) -> Round:
+        targets, draft = self._passes(shape, texts)
+        passes = [self._bound(1, rows, first, texts == 1 and not first) for rows, first in draft]
+        scoring = [self._bound(0, rows, first) for rows, first in targets]
+        caches = self._place(0), self._place(1)
+        return Round(self.target.device, self.target.stream, shape, passes, scoring, caches, self._names, texts)
+
+    def _passes(self, shape: RoundShape, texts: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Rows and first column of each pass of the target, and of the draft. As many texts share a pass of the target
+        as fit; the next pass takes the same columns."""
+        rows, width = shape.size + 1, shape.width
+        fitting = self.target.spec.max_width // rows
+        targets = [(min(fitting, texts - first) * rows, 0) for first in range(0, texts, fitting)]
+        layers = [(width * texts, (PENDING + layer * width) * texts) for layer in range(shape.depth - 1)]
+        return targets, [(PENDING * texts, 0), *layers]
+
+    def _columns(self, shape: RoundShape, texts: int) -> tuple[int, int]:
+        """Columns that the passes write in the caches of target and draft."""
+        target, draft = (
+            max(first + engine.spec.width_for(rows) for rows, first in passes)
+            for engine, passes in zip((self.target, self.draft), self._passes(shape, texts), strict=True)
+        )
+        return target, draft
+
+    def _bound(self, side: int, rows: int, first: int, last_only: bool = False) -> StaticPass:
+        """A pass of `rows` rows behind `first` columns. side: 0 for the target, 1 for the draft."""
+        engine = (self.target, self.draft)[side]
+        width = engine.spec.width_for(rows)
+        columns = mask_columns(width, first + width, engine.program.max_columns)
+        return self._memories[side].bind_pass(PassShape(width, columns, 1 if last_only else width))
+
+    def _place(self, side: int) -> CachePlace:
+        spec, memory = (self.target, self.draft)[side].spec, self._memories[side]
+        num_logits = spec.model.num_logits
+        ranked = bindings.top_columns(num_logits)
+        return CachePlace(memory.address, memory.geometry, ranked, num_logits, spec.max_batch)
+
+
+class RoundEngine(Engine):
+    """The rounds of one shape, of several texts at a time."""
+
+    def __init__(self, shared: SharedRounds, shape: RoundShape) -> None:
+        self.spec = shared.target.spec
+        self._shared, self._shape = shared, shape
+
+    def new_cache(self) -> KVCache:
+        """Raises EngineError: rounds run over caches that are open."""
+        raise EngineError("rounds have no caches of their own: open those of the target and of the draft")
+
+    def num_joint(self, passes: Sequence[Pass]) -> int:
+        """See Engine.num_joint."""
+        return min(len(passes), self._shared.most_texts(self._shape))
+
+    def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
+        """Run the prepared rounds of these texts. An output has no rows: the result is Rounds.outcome."""
+        texts = [self._shared.texts.get(each.cache) for each in passes]
+        if None in texts:
+            raise EngineError("the rounds of this text were closed: open others over its caches")
+        self._shared.run(self._shape, [text for text in texts if text is not None])
+        none = np.zeros((0, self.spec.model.num_logits), np.float32)
+        return [ForwardOutput(none, None, None)] * len(passes)
 
     def close(self) -> None:
-        """Release the buffers; the caches are their owner's."""
-        self._rounds.clear()
-
-    def _made(self, shape: RoundShape) -> Round:
-        target, draft = self._target, self._draft
-        layers = [draft.bound(shape.width, layer * shape.width) for layer in range(shape.depth - 1)]
-        passes = [draft.bound(PENDING, last_only=True), *layers]
-        device, stream = target.engine.device, target.engine.stream
-        caches = target.place(), draft.place()
-        return Round(device, stream, shape, passes, target.bound(shape.size + 1), caches, self._names)
+        """Nothing: the engines of target and draft are their owner's."""

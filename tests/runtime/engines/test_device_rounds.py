@@ -20,10 +20,11 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Observer, Round
-from draftwood.runtime.engines.rounds import RoundShape
+from draftwood.runtime.engines.rounds import MATCH, TRAVERSAL, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.draws import Vocabulary
 from draftwood.runtime.engines.static.engine import StaticEngine
+from draftwood.runtime.engines.static.rounds import MOST_DRAWN, StaticRounds
 from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from tests.runtime.engines import test_tensorrt_engine as stand_in
@@ -36,6 +37,7 @@ PROMPT = random_text(30)
 CHAIN = SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
 TREE = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=9, max_draft_len=3, frontier_width=3)
 DEEP = replace(CHAIN, max_draft_len=6)
+DRAWN_TREE = SpeculativeConfig("dyspec", budget="fixed", max_total_draft_tokens=5, max_draft_len=2, frontier_width=2)
 
 
 class Pair:
@@ -129,11 +131,14 @@ def test_a_round_that_cannot_be_captured_is_queued(
 DRAWN = {
     "a drawn chain": (CHAIN, SAMPLED),
     "a drawn chain that must match": (replace(CHAIN, verify="match"), replace(SAMPLED, min_p=0.05)),
-    "a chosen tree": (TREE, replace(SAMPLED, top_p=0.9)),
+    "a chosen tree": (TREE, replace(SAMPLED, top_k=40)),
+    "a drawn tree": (DRAWN_TREE, SAMPLED),
+    "a drawn tree by rejection": (replace(DRAWN_TREE, verify="rejection"), replace(SAMPLED, top_k=20, top_p=0.9)),
 }
+LONG = ("a drawn chain that must match", "a drawn tree by rejection")
 OTHERS = {
-    "top-k": (CHAIN, replace(SAMPLED, top_k=40)),
-    "a drawn tree": (SpeculativeConfig("dyspec", budget="fixed", max_draft_len=3), SAMPLED),
+    "a drawn tree of a fixed shape": (SpeculativeConfig("k-ary", budget="fixed"), SAMPLED),
+    "a drawn tree by the draft's own estimates": (replace(DRAWN_TREE, key="draft"), SAMPLED),
     "a chain verified by rejection": (replace(CHAIN, verify="rejection"), SAMPLED),
     "log-probabilities": (CHAIN, replace(GREEDY, logprobs=2)),
     "penalties": (CHAIN, replace(GREEDY, repetition_penalty=1.2)),
@@ -148,9 +153,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.full if "match" in each else ()) for each in DRAWN]
-)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.full if each in LONG else ()) for each in DRAWN])
 def test_sampled_text_is_that_of_the_host(name: str, pair: Pair, gpu: Machine) -> None:
     """With the same uniform numbers; the last tokens are of the host's rounds, which use the streams further."""
     config, params = DRAWN[name]
@@ -180,18 +183,32 @@ def test_a_round_has_room_in_masks_and_caches(pair: Pair) -> None:
     caches = pair.target.new_cache(), pair.draft.new_cache()
     rounds = pair.target.rounds(caches[0], pair.draft, caches[1])
     assert rounds is not None and rounds.fits(RoundShape(4, 4, 1), 1)
-    for shape in (RoundShape(4, 32, 4), RoundShape(2, 20, 17), RoundShape(34, 31, 4), RoundShape(4, 256, 2)):
+    assert rounds.fits(RoundShape(2, 20, 17, TRAVERSAL, True, is_tree=True), 1)
+    many = RoundShape(2, 250, 7, TRAVERSAL, True, is_tree=True)
+    for shape in (RoundShape(4, 32, 4), RoundShape(2, 20, 17), RoundShape(34, 31, 4), RoundShape(4, 256, 2), many):
         assert not rounds.fits(shape, 1), shape
     assert not rounds.fits(RoundShape(4, 4, 1), 2) and not rounds.fits(RoundShape(4, 4, 1), 0)
     caches[0].length, caches[1].length = 595, 595  # type: ignore[misc]
     assert not rounds.fits(RoundShape(4, 8, 2), 1) and rounds.fits(RoundShape(3, 3, 1), 1)
     with pytest.raises(EngineError, match="open those of the target and of the draft"):
-        rounds.new_cache()
-    rounds.prepare(RoundShape(3, 3, 1), [1])
+        rounds.prepare(RoundShape(3, 3, 1), [1]).engine.new_cache()
     pair.draft.close()
     with pytest.raises(EngineError, match="the draft engine was closed"):
         rounds.prepare(RoundShape(3, 3, 1), [1]).run()
     decoder.close()
+
+
+def test_few_rounds_above_temperature_0_are_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their buffers are large. They do not take the place of rounds at temperature 0."""
+    rounds = pair.target.rounds(pair.target.new_cache(), pair.draft, pair.draft.new_cache())
+    assert isinstance(rounds, StaticRounds)
+    shared = rounds._shared
+    monkeypatch.setattr(shared, "_made", lambda shape, texts: object())
+    greedy = [RoundShape(depth, depth, 1) for depth in range(1, MOST_DRAWN + 3)]
+    drawn = [shape._replace(verify=MATCH, is_drawn=True) for shape in greedy]
+    for shape in (*greedy, *drawn, drawn[-1]):
+        shared._round(shape, 1)
+    assert list(shared._rounds) == [(shape, 1) for shape in (*greedy, *drawn[-MOST_DRAWN:])]
 
 
 def test_vocabularies_that_are_drawn_from() -> None:

@@ -13,8 +13,9 @@ from scripted_rounds import DeviceRounds, Scorer
 from uniforms import uniform_streams
 
 from draftwood.models.errors import EngineError
+from draftwood.plugins.device_round.images import STATE
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.device import acceptance_of, draws_of, use_draws
+from draftwood.runtime.decoding.device import draws_of, use_draws
 from draftwood.runtime.engines.rounds import BLOCK, RoundOutcome, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.draws import Draws
@@ -34,7 +35,7 @@ def texts(gpu: Machine) -> list[RoundOutcome]:
         streams = uniform_streams(seed)
         for _ in range(2):
             found.append(rounds.run(draws_of(SHAPE, PARAMS, streams)))
-            use_draws(SHAPE, acceptance_of(found[-1]), streams)
+            use_draws(SHAPE, found[-1], streams)
     return found
 
 
@@ -56,8 +57,10 @@ def given_late(patch: pytest.MonkeyPatch) -> None:
 
 def too_little_given(patch: pytest.MonkeyPatch) -> None:
     """The state without the uniform numbers."""
-    upload = CudaDevice.upload
-    patch.setattr(CudaDevice, "upload", lambda self, address, array, stream: upload(self, address, array[:16], stream))
+    upload, most = CudaDevice.upload, 4 * STATE
+    patch.setattr(
+        CudaDevice, "upload", lambda self, address, array, stream: upload(self, address, array[:most], stream)
+    )
 
 
 def too_long_a_copy(patch: pytest.MonkeyPatch) -> None:
@@ -93,7 +96,7 @@ def bound_in_a_capture(patch: pytest.MonkeyPatch) -> None:
 
     def changed(self: Round) -> None:
         if id(self) in seen:
-            self._target.bind()
+            self._targets[0].bind()
         seen.add(id(self))
         enqueue(self)
 
@@ -168,7 +171,7 @@ def test_an_error_is_noticed(
         change(patch)
         try:
             found = texts(gpu)
-        except (EngineError, AssertionError, KeyError, IndexError, RuntimeWarning):
+        except (EngineError, AssertionError, KeyError, IndexError, RuntimeWarning, ValueError):
             found = []
         gc.collect()
     if fault:

@@ -4,6 +4,7 @@ runs on the host. Every request gets the text it gets alone."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from draftwood.builder.engines.plan import CompileOptions
 from draftwood.builder.options import BuildOptions
 from draftwood.cli.inspect import describe
 from draftwood.models.errors import ConfigError, EngineError
-from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
+from draftwood.runtime import LLM, AsyncLLM, RequestOutput, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import cache_precision, slot_bytes
 from draftwood.runtime.engines.static.pool import StaticPool
@@ -32,7 +33,7 @@ PROMPTS: list[Prompt] = [
     "for i in range(10):",
     "x",
 ]
-GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=16, temperature=0.9, seed=5, ignore_eos=True)
 TREES = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=7, max_draft_len=3)
 CONFIGS = {
@@ -51,31 +52,30 @@ def opened(tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Iterator[C
 
 
 @pytest.fixture(scope="module")
-def alone(opened: Callable[..., LLM]) -> Iterator[LLM]:
+def alone(opened: Callable[..., LLM]) -> list[RequestOutput]:
+    """Of each of PROMPTS."""
     with opened(1) as llm:
-        yield llm
+        return [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
 
 
 def passes(gpu: Machine) -> int:
-    """That any engine was asked for since the last call."""
-    count = gpu.counts["graph"] + gpu.counts["enqueue"]
-    gpu.counts.clear()
+    """Of any engine since the last call, those of graphs included."""
+    count = gpu.ran["a program"]
+    gpu.ran.clear()
     return count
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_list_of_prompts_shares_passes_and_changes_no_text(
-    name: str, opened: Callable[..., LLM], alone: LLM, gpu: Machine
+    name: str, opened: Callable[..., LLM], alone: list[RequestOutput], gpu: Machine
 ) -> None:
     """More prompts than places: the next one begins when one ends."""
     with opened(config=CONFIGS[name]) as llm:
-        gpu.counts.clear()
+        gpu.ran.clear()
         found = llm.generate(PROMPTS, GREEDY)
         together = passes(gpu)
-        expected = [alone.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
-        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-        assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in expected]
-        gpu.counts.clear()
+        assert [each.token_ids for each in found] == [each.token_ids for each in alone]
+        assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in alone]
         for prompt in PROMPTS:
             llm.generate(prompt, GREEDY)
         assert together < 0.6 * passes(gpu)
@@ -84,7 +84,9 @@ def test_a_list_of_prompts_shares_passes_and_changes_no_text(
 
 
 def test_sampled_texts_with_a_seed_do_not_depend_on_company(opened: Callable[..., LLM]) -> None:
-    config = SpeculativeConfig("dyspec", budget="fixed", max_total_draft_tokens=6, max_draft_len=3)
+    """With trees that the host draws for any plan: the device, which draws for plans of one request alone, uses the
+    numbers of a seed in another way."""
+    config = SpeculativeConfig("dyspec", budget="fixed", max_total_draft_tokens=6, max_draft_len=3, key="draft")
     with opened(config=config) as llm, opened(1, config) as single:
         found = llm.generate(PROMPTS[:3], SEEDED)
         assert [each.token_ids for each in found] == [
@@ -92,7 +94,7 @@ def test_sampled_texts_with_a_seed_do_not_depend_on_company(opened: Callable[...
         ]
 
 
-def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: LLM) -> None:
+def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: list[RequestOutput]) -> None:
     """With settings of their own; one is aborted, and another takes its place."""
     with opened() as llm:
 
@@ -106,7 +108,7 @@ def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: 
             return [tokens_of(await collect(stream)) for stream in streams]
 
         found = run(work, llm)
-        expected = [alone.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS * 2]
+        expected = [each.token_ids for each in alone] * 2
         assert [tokens for index, tokens in enumerate(found) if index != 2] == expected[:2] + expected[3:]
         assert len(found[2]) < len(expected[2])
         engine: Any = llm.engines.target
@@ -117,7 +119,7 @@ def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: 
 def test_single_requests_hold_a_place_only_while_they_run(opened: Callable[..., LLM]) -> None:
     with opened() as llm:
         for _ in range(MAX_BATCH + 1):
-            llm.generate(PROMPTS[0], GREEDY)
+            llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=3))
         streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[: MAX_BATCH + 1]]
         for stream in streams[:MAX_BATCH]:
             next(stream)

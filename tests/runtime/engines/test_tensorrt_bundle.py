@@ -183,7 +183,6 @@ def test_a_graph_that_computes_something_else_is_not_compiled(
         ("--plugin", "--backend"),
         ("--no-plugin", "--backend"),
         ("--workspace 100", "--backend"),
-        ("--single-profile", "--backend"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(

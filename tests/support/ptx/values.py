@@ -218,6 +218,8 @@ COMPARISONS: dict[str, Compute] = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
+    "neu": operator.ne,
+    "equ": unordered(ordered_not_equal),
     "ltu": unordered(operator.ge),
     "leu": unordered(operator.gt),
     "gtu": unordered(operator.le),
