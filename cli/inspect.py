@@ -1,6 +1,7 @@
-"""draftwood inspect: shows the content of a bundle, and whether this machine can run the bundle.
+"""draftwood inspect: shows the content of a bundle, and whether this machine can run the bundle. Without a bundle it
+shows what this machine can run, and how to mend what it cannot.
 
-Nothing of the bundle is executed: no engine is opened, except with --open, and no chat template is rendered. Only data
+Nothing of a bundle is executed: no engine is opened, except with --open, and no chat template is rendered. Only data
 is compared.
 """
 
@@ -17,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..models.bindings import DRAFT
-from ..models.errors import DraftwoodError, RequestError
+from ..models.errors import ConfigError, DraftwoodError, RequestError
 from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
@@ -26,6 +27,7 @@ from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.engines.compatibility import TensorRTPlan
+from ..runtime.inspection.machine import abilities, look_around
 from ..runtime.text.tokenizer import read_template
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
 
@@ -34,8 +36,10 @@ HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("inspect", help="show what a bundle holds and whether it runs here")
-    parser.add_argument("bundle", type=Path)
+    parser = commands.add_parser(
+        "inspect", help="show what a bundle holds and whether it runs here, or what can run here"
+    )
+    parser.add_argument("bundle", type=Path, nargs="?", help="leave it out to see what this machine can run")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
         "--requests",
@@ -50,6 +54,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.bundle is None:
+        return show_machine(args)
     bundle = EngineBundle.open(args.bundle)
     template = read_template(bundle.folder)
     if args.chat_template:
@@ -88,6 +94,25 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"The {role} engine{words}.", markup=False, soft_wrap=True)
     if costs.differences:
         console.print(f"Costs were {costs.source}: {', '.join(costs.differences)}.", markup=False, soft_wrap=True)
+    return 0
+
+
+def show_machine(args: argparse.Namespace) -> int:
+    """What this machine can run. Raises ConfigError for options that need a bundle."""
+    given = [name for name, value in (("--open", args.open), ("--chat-template", args.chat_template)) if value]
+    if given or args.requests != REQUESTS:
+        raise ConfigError(f"{(*given, '--requests')[0]} needs a bundle: draftwood inspect BUNDLE")
+    found = abilities(look_around())
+    if args.json:
+        print(json.dumps([{"runs": each.runs} | each._asdict() for each in found]))
+        return 0
+    table = Table(title="This machine", title_justify="left")
+    for column in ("engine", "runs", ""):
+        table.add_column(column)
+    for each in found:
+        words = each.found if each.runs else "\n".join(each.obstacles)
+        table.add_row(each.engine, "yes" if each.runs else "no", escape(printable(words)))
+    Console().print(table)
     return 0
 
 

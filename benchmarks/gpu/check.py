@@ -99,6 +99,7 @@ def list_gpu_parts(shapes: tuple[str, str], folder: str) -> list[Part]:
         Part("speculative = plain", MINUTE, partial(check_texts, "cuda", 96, 3)),
         *stages(KERNEL, ("build", "load", "capture", "first token", "texts")),
         *(part for form in (SHARED, OWN, *LOW_BIT) for part in stages(form, ("build", "load", "texts"))),
+        *(Part(f"ONNX Runtime, {each}", MINUTE, partial(check_onnxruntime, each)) for each in ("fp32", "int4")),
         Part("kernel time", 90, time_kernel),
         *(part for form in (KERNEL, SHARED, OWN, *LOW_BIT) for part in stages(form, ("speed",))),
         Part(f"{shapes[0]} speculation", 180, partial(measure_speed, shapes)),
@@ -181,9 +182,18 @@ def measure_speed(shapes: tuple[str, str]) -> Findings:
 
 
 def check_tensorrt(backend: str, stage: str, form: str, folder: str) -> Findings:
-    """In a process of its own: TensorRT may end the process it is in, and Polygraphy serves one package in each."""
-    arguments = ", ".join(map(repr, (backend, stage, form, folder)))
-    code = f"import json; from benchmarks.gpu import tensorrt as part; print(json.dumps(part.check({arguments})))"
+    return check_apart("tensorrt", backend, stage, form, folder)
+
+
+def check_onnxruntime(precision: str) -> Findings:
+    return check_apart("onnx_runtime", precision, "cuda")
+
+
+def check_apart(module: str, *arguments: str) -> Findings:
+    """A module's `check` in a process of its own: a library may end the process it is in, and Polygraphy serves one
+    package of TensorRT in each."""
+    called = ", ".join(map(repr, arguments))
+    code = f"import json; from benchmarks.gpu import {module} as part; print(json.dumps(part.check({called})))"
     paths = [str(ROOT), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -99,7 +99,7 @@ def run_comparison(spec: EngineSpec, folder: Path) -> Path:
 
 
 def run_compilation(spec: EngineSpec, folder: Path) -> Path:
-    options = CompileOptions("tensorrt-rtx", "fp16", WIDTHS, COLUMNS, ("8.9",), single_profile=True)
+    options = CompileOptions("tensorrt-rtx", "fp16", WIDTHS, COLUMNS, ("8.9",))
     compile_plan(folder / "graph.onnx", folder / spec.file, spec.model, options, lambda step: lambda: None)
     return folder / spec.file
 

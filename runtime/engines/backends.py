@@ -30,6 +30,7 @@ from .onnx.file import check_graph
 BLOCKS = (128, 64, 32)  # sizes of a block, of which the largest that divides a matrix's inputs is taken
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}  # bytes of a number, or of a code
 SLOT_SCALE_BYTES = 4  # of a scale for each head and slot, in a cache of codes
+CPU = "cpu"  # the default provider
 GRAPH, WEIGHTS, PLAN = "onnx", "weights", "plan"  # what an engine's file holds, and its suffix
 REMOVED = ("openvino",)  # backends of older releases
 
@@ -46,7 +47,7 @@ class Opening(NamedTuple):
     memory instead of mapped from the file."""
 
     threads: int = 0
-    provider: str = "cpu"
+    provider: str = CPU
     private: bool = False
 
 

@@ -17,7 +17,7 @@ from draftwood.builder import pipeline
 from draftwood.builder.engines import plan
 from draftwood.builder.options import BuildOptions
 from draftwood.runtime.engines.rounds import RoundDraws, RoundOutcome
-from draftwood.runtime.engines.static.round import Round
+from draftwood.runtime.engines.static.round import Round, TextPlace
 
 pytestmark = pytest.mark.usefixtures("no_faults")
 
@@ -82,8 +82,8 @@ def test_a_device_whose_rounds_write_another_text_fails_the_stage(
 ) -> None:
     run = Round.run
 
-    def wrong(self: Round, length: int, pending: Sequence[int], draws: RoundDraws | None) -> RoundOutcome:
-        return run(self, length, pending, draws)._replace(accepted=(), num_scored=0, next_token=5)
+    def wrong(self: Round, texts: Sequence[TextPlace], draws: RoundDraws | None) -> list[RoundOutcome]:
+        return [each._replace(accepted=(), num_scored=0, next_token=5) for each in run(self, texts, draws)]
 
     monkeypatch.setattr(Round, "run", wrong)
     with pytest.raises(AssertionError, match=r"host's rounds and by the device's part at tokens \[0, 0\]"):

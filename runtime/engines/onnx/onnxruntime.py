@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,27 @@ from ....models.errors import EngineError
 from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import StackedKVCache
 from ..feeds import feed, output_of
-from ..layout import check_growth
+from ..layout import PassShape, axis_sizes, check_growth
+from .device import DeviceKVCache, DeviceMemory
 from .file import EXTERNAL
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+class Provider(NamedTuple):
+    """An execution provider of ONNX Runtime. name: ONNX Runtime's. device: ONNX Runtime's name of the device on which
+    it keeps caches; None: they lie in arrays of the host."""
+
+    name: str
+    device: str | None = None
+    options: Mapping[str, str] = {}
+
+
+PROVIDERS = {
+    "cpu": Provider("CPUExecutionProvider"),
+    # fp32 is fp32, not TF32, whose products have 10 bits: the tokens of passes of different widths would differ more
+    # often. Caches double by themselves, so that the provider's memory need not.
+    "cuda": Provider("CUDAExecutionProvider", "cuda", {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}),
+}
+GPU_PACKAGE, GPU_RELEASE = "onnxruntime-gpu", "1.27"  # the first one whose CUDA provider has every operator of a graph
 CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
@@ -28,6 +46,10 @@ class BoundPass(NamedTuple):
     feeds: dict[str, NDArray[Any]]  # by input name
     output: ForwardOutput
     keep_alive: list[Any]  # OrtValues over the buffers
+
+    def run(self, session: Any) -> None:
+        """Run the pass over what `feeds` holds."""
+        session.run_with_iobinding(self.binding)
 
 
 class OnnxRuntimeKVCache(StackedKVCache):
@@ -40,14 +62,14 @@ class OnnxRuntimeKVCache(StackedKVCache):
         self._engine = engine
         super().__init__(engine.spec)
 
-    def bind_pass(self, session: Any, width: int, outputs: int, columns: int) -> BoundPass:
-        """The buffers for a pass of `width` rows with `outputs` output rows and `columns` columns of the mask; bound on
-        first use."""
-        # An additive mask has one column for each slot of the cache, whatever `columns` is.
-        key = (width, outputs, columns if self._engine.form == bindings.COMPACT else 0)
-        if key not in self._passes:
-            self._passes[key] = self._engine.bind(session, self._values, self.capacity, *key)
-        return self._passes[key]
+    def bind_pass(self, session: Any, batch: TokenBatch) -> BoundPass:
+        """The buffers of a pass with the batch's shape; bound on first use."""
+        width, columns = batch.mask.shape
+        # An additive mask has one column for each slot of the cache, whatever the batch's mask has.
+        shape = PassShape(width, columns if self._engine.form == bindings.COMPACT else 0, len(batch.output_rows))
+        if shape not in self._passes:
+            self._passes[shape] = self._engine.bind(session, self._values, self.capacity, shape)
+        return self._passes[shape]
 
     def _allocate(self, capacity: int) -> None:
         # The cost of ONNX Runtime's attention depends on the capacity, not the length, so a small buffer is faster.
@@ -58,15 +80,15 @@ class OnnxRuntimeKVCache(StackedKVCache):
         shape = (2 * spec.model.num_layers, 1, spec.model.num_kv_heads, capacity, spec.model.head_dim)
         self.buffer = np.zeros(shape, self._engine.cache_dtype)
         self._values = [self._engine.as_value(layer) for layer in self.buffer]
-        self._passes: dict[tuple[int, int, int], BoundPass] = {}
+        self._passes: dict[PassShape, BoundPass] = {}
 
     def _free(self) -> None:
         del self.buffer, self._values, self._passes
 
 
 class OnnxRuntimeEngine(SoloEngine):
-    """One exported graph in one ONNX Runtime session. All arrays are in host memory; with the CUDA provider ONNX
-    Runtime copies them to and from the GPU."""
+    """One exported graph in one ONNX Runtime session. With the CPU provider all arrays are in host memory. With the
+    CUDA provider caches lie on the GPU (`device.py`)."""
 
     def __init__(
         self,
@@ -101,50 +123,72 @@ class OnnxRuntimeEngine(SoloEngine):
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", accuracy)
         # Draft and target share the cores. Threads that spin after a pass would take cores from the other session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        name = PROVIDERS[provider]
-        if name not in onnxruntime.get_available_providers():
+        chosen = PROVIDERS[provider]
+        if chosen.name not in onnxruntime.get_available_providers():
             raise EngineError(
-                f"this onnxruntime has no {name}: install the [gpu] extra (onnxruntime-gpu) or choose --provider cpu"
+                f"this onnxruntime has no {chosen.name}: install the [gpu] extra ({GPU_PACKAGE} {GPU_RELEASE} or "
+                "later) in place of onnxruntime, or choose --provider cpu"
             )
+        if chosen.device is not None:
+            onnxruntime.preload_dlls()  # CUDA's libraries, if they are packages of this Python
         beside = path.with_name(path.name + EXTERNAL)
+
+        def open_session(graph: str | bytes) -> Any:
+            return onnxruntime.InferenceSession(graph, options, providers=[(chosen.name, dict(chosen.options))])
+
         try:
             if private and beside.is_file():
                 content = np.fromfile(beside, np.uint8)
                 options.add_external_initializers_from_files_in_memory([beside.name], [content], [content.nbytes])
-            self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=[name])
+            self._session: Any = open_session(str(path))
         except Exception as error:  # ONNX Runtime's own exception types are not public
             raise EngineError(f"{path.name} cannot be opened by ONNX Runtime: {error}") from error
-        if self._session.get_providers()[0] != name:
+        if self._session.get_providers()[0] != chosen.name:
             raise EngineError(
-                f"ONNX Runtime fell back from {name} to the CPU: check the CUDA 13 and cuDNN 9 installation"
+                f"ONNX Runtime fell back from {chosen.name} to the CPU: check the NVIDIA driver (nvidia-smi), CUDA 13 "
+                f"and cuDNN 9 (pip install '{GPU_PACKAGE}[cuda,cudnn]')"
             )
         self._ort = onnxruntime
         self.spec = spec
         types = {value.name: value.type for value in self._session.get_inputs()}
         self.form = bindings.COMPACT if bindings.TREE_MASK.name in types else bindings.ADDITIVE
         self.cache_dtype = CACHE_DTYPES[types[bindings.past(bindings.KINDS[0], 0)]]
+        self._memory: DeviceMemory | None = None
+        if chosen.device is not None:
+            check_inputs(self._session, path.name, chosen.device)
+            place = (onnxruntime.OrtValue, chosen.device, spec, self.cache_dtype)
+            self._memory = DeviceMemory(*place, open_session, self._errors)
 
-    def new_cache(self) -> OnnxRuntimeKVCache:
-        return OnnxRuntimeKVCache(self)
+    def new_cache(self) -> OnnxRuntimeKVCache | DeviceKVCache:
+        return OnnxRuntimeKVCache(self) if self._memory is None else DeviceKVCache(self._memory)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward."""
         session = self._session  # another thread may close the engine during the pass
         if session is None:
             raise closed_error(self.spec)
-        cache = check_cache(cache, OnnxRuntimeKVCache)
+        if self._memory is not None:
+            return self._scored(session, batch, check_cache(cache, DeviceKVCache))
+        return self._scored(session, batch, check_cache(cache, OnnxRuntimeKVCache))
+
+    def _scored(self, session: Any, batch: TokenBatch, cache: OnnxRuntimeKVCache | DeviceKVCache) -> ForwardOutput:
         start = cache.reserve(batch)
-        width, columns = batch.mask.shape
-        bound = cache.bind_pass(session, width, len(batch.output_rows), columns)
+        bound = cache.bind_pass(session, batch)
         feed(bound.feeds, batch, cache.length, start)
+        with self._errors():
+            bound.run(session)
+        cache.speculative += batch.num_tokens
+        return bound.output
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Exceptions of ONNX Runtime as MemoryError or EngineError that names the engine."""
         try:
-            session.run_with_iobinding(bound.binding)
+            yield
         except Exception as error:  # for example no free memory on the GPU
             if "alloc" in str(error).lower():
                 raise MemoryError(f"ONNX Runtime has no memory for a pass of the {self.spec.role}: {error}") from error
             raise EngineError(f"ONNX Runtime could not run a pass of the {self.spec.role}: {error}") from error
-        cache.speculative += batch.num_tokens
-        return bound.output
 
     def close(self) -> None:
         self._session = None
@@ -156,14 +200,11 @@ class OnnxRuntimeEngine(SoloEngine):
             raise EngineError("ONNX Runtime copied a buffer instead of sharing it; this release cannot append in place")
         return value
 
-    def bind(self, session: Any, cache: list[Any], capacity: int, width: int, outputs: int, columns: int) -> BoundPass:
+    def bind(self, session: Any, cache: list[Any], capacity: int, shape: PassShape) -> BoundPass:
         """Allocate and bind the buffers of one shape of pass over one cache, see OnnxRuntimeKVCache.bind_pass."""
-        model = self.spec.model
         binding = session.io_binding()
         keep_alive: list[Any] = []
-
-        sizes = {"B": 1, "1": 1, "T": width, "S": columns, "C": capacity, "R": outputs, "V": model.num_logits}
-        sizes |= {"N": self.spec.max_batch, "4": 4, "K": bindings.top_columns(model.num_logits)}
+        sizes = axis_sizes(self.spec, shape, capacity)
 
         def buffer(item: bindings.Binding, bind: Callable[[str, Any], None]) -> NDArray[Any]:
             array = np.zeros([sizes[axis] for axis in item.shape], item.dtype)
@@ -173,7 +214,7 @@ class OnnxRuntimeEngine(SoloEngine):
             return array
 
         feeds = {item.name: buffer(item, binding.bind_ortvalue_input) for item in bindings.inputs(self.form)}
-        for layer in range(model.num_layers):
+        for layer in range(self.spec.model.num_layers):
             for offset, kind in enumerate(bindings.KINDS):
                 value = cache[2 * layer + offset]
                 binding.bind_ortvalue_input(bindings.past(kind, layer), value)
@@ -182,3 +223,15 @@ class OnnxRuntimeEngine(SoloEngine):
             item.name: buffer(item, binding.bind_ortvalue_output) for item in bindings.outputs(self.spec.outputs)
         }
         return BoundPass(binding, feeds, output_of(results), keep_alive)
+
+
+def check_inputs(session: Any, file: str, device: str) -> None:
+    """Raises EngineError for an input that ONNX Runtime reads in another memory than the device's: it would copy such
+    an input, cache or not, once when it is bound, and no pass would read what is written later."""
+    for value, place in zip(session.get_inputs(), session.get_input_memory_infos(), strict=True):
+        if place.name.lower() != device:
+            raise EngineError(
+                f"ONNX Runtime reads {value.name} of {file} in the memory {place.name!r} instead of on {device}, since "
+                f"this release lacks an operator there: pip install '{GPU_PACKAGE}>={GPU_RELEASE}', or choose "
+                "--provider cpu"
+            )
