@@ -65,7 +65,6 @@ class BuildOptions:
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
     workspace: int | None = None
-    single_profile: bool = False
     timing_cache: Path | None = None
     graphs: Path | None = None
 
@@ -109,14 +108,12 @@ class BuildOptions:
                 f"--max-batch is for the backends {' and '.join(COMPILED)}, whose caches are compiled in: leave it "
                 "out, requests share passes anyway (draftwood serve --max-running)"
             )
-        elif (
-            self.compute_capability
-            or self.single_profile
-            or any(value is not None for value in (self.plugin, self.workspace, self.timing_cache, self.graphs))
+        elif self.compute_capability or any(
+            value is not None for value in (self.plugin, self.workspace, self.timing_cache, self.graphs)
         ):
             raise ConfigError(
-                "--compute-capability, --plugin, --workspace, --single-profile, --timing-cache and --graphs are for "
-                f"the backends {' and '.join(COMPILED)}: leave them out, or choose one of these with --backend"
+                "--compute-capability, --plugin, --workspace, --timing-cache and --graphs are for the "
+                f"backends {' and '.join(COMPILED)}: leave them out, or choose one of these with --backend"
             )
 
     def _check_cache(self, precision: str, backend: str) -> None:
@@ -222,7 +219,6 @@ class BuildOptions:
             self.workspace,
             self.timing_cache,
             self.max_batch,
-            self.single_profile,
         )
 
 

@@ -125,12 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most requests that share a pass; the plan has caches for this many (default: 1)",
     )
     group.add_argument(
-        "--single-profile",
-        action="store_true",
-        default=hidden,
-        help="one optimisation profile for passes of every width: a large model takes less memory to build",
-    )
-    group.add_argument(
         "--workspace", type=int, default=hidden, metavar="MIB", help="limit of an engine's scratch memory"
     )
     group.add_argument(

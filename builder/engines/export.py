@@ -130,11 +130,11 @@ class GraphBuilder(GraphWriter):
         config, scope = self.config, f"layers.{index}/attention"
         normed = self.norm(f"layers.{index}/input_norm", layer.input_norm, hidden)
         merged = self.linear(f"{scope}/qkv_proj", normed, layer.qkv)
-        sizes = self.constant("qkv_sizes", np.array(layer.qkv.outputs))
-        query, key, value = self.nodes_out("Split", f"{scope}/split", [merged, sizes], 3, axis=-1)
-        query = self.heads(f"{scope}/query", query, config.num_heads)
-        key = self.heads(f"{scope}/key", key, config.num_kv_heads)
-        value = self.heads(f"{scope}/value", value, config.num_kv_heads)
+        heads = np.array(layer.qkv.outputs) // config.head_dim
+        query, key, value = (
+            self.node("Transpose", f"{scope}/{name}_by_head", [rows], perm=[0, 2, 1, 3])
+            for name, rows in zip(("query", "key", "value"), self.divided(f"{scope}/split", merged, heads), strict=True)
+        )
         if layer.query_norm is not None:
             query = self.norm(f"{scope}/query_norm", layer.query_norm, query)
         if layer.key_norm is not None:
@@ -175,12 +175,13 @@ class GraphBuilder(GraphWriter):
         scope = f"layers.{index}/mlp"
         normed = self.norm(f"layers.{index}/post_norm", layer.post_norm, hidden)
         merged = self.linear(f"{scope}/gate_up_proj", normed, layer.gate_up)
-        sizes = self.constant("gate_up_sizes", np.array(layer.gate_up.outputs))
-        gate, up = self.nodes_out("Split", f"{scope}/split", [merged, sizes], 2, axis=-1)
+        gate, up = self.divided(f"{scope}/split", merged, np.ones(2, np.int64))
         # ONNX Runtime fuses x * sigmoid(x), and decomposes the Swish operator.
         sigmoid = self.node("Sigmoid", f"{scope}/sigmoid", [gate])
         silu = self.node("Mul", f"{scope}/silu", [gate, sigmoid])
         gated = self.node("Mul", f"{scope}/gated", [silu, up])
+        flat = self.constant("flat_gated", np.array([0, 0, layer.down.inputs]))
+        gated = self.node("Reshape", f"{scope}/flatten", [gated, flat])
         down = self.linear(f"{scope}/down_proj", gated, layer.down)
         return self.scaled(f"{scope}/scaled", down, layer.residual_multiplier)
 
@@ -208,11 +209,17 @@ class GraphBuilder(GraphWriter):
         rows = self.node("Squeeze", f"{scope}/rows", [logit, self.constant("last_axis", np.array([-1]))])
         return self.output(self.node("Sigmoid", f"{scope}/probability", [rows]), bindings.ACCEPTANCE)
 
-    def heads(self, name: str, rows: ir.Value, count: int) -> ir.Value:
-        """[B, T, count * D] -> [B, count, T, D]."""
-        shape = self.constant(f"heads.{count}", np.array([0, 0, count, self.config.head_dim]))
-        split = self.node("Reshape", f"{name}_heads", [rows, shape])
-        return self.node("Transpose", f"{name}_by_head", [split], perm=[0, 2, 1, 3])
+    def divided(self, name: str, rows: ir.Value, counts: NDArray[np.int64]) -> Sequence[ir.Value]:
+        """Rows [B, T, sum(counts) * size] -> for each count [B, T, count, size].
+
+        Split along the new axis, not along the last one: TensorRT would divide the matrix of the product before, and
+        merge its parts again, which takes two more copies of these weights in memory while it compiles.
+        """
+        total = int(counts.sum())
+        shape = self.constant(f"groups.{total}", np.array([0, 0, total, -1]))
+        sizes = self.constant(f"{name.split('/', 1)[1]}_sizes", counts)
+        groups = self.node("Reshape", f"{name}/groups", [rows, shape])
+        return self.nodes_out("Split", name, [groups, sizes], len(counts), axis=2)
 
     def norm(self, name: str, norm: Norm, hidden: ir.Value) -> ir.Value:
         return self.node("RMSNormalization", name, [hidden, self.stored(norm)], axis=-1, epsilon=self.config.norm_eps)

@@ -45,8 +45,7 @@ class CompileOptions:
     widths: rows that a pass may have. columns: speculative slots that a pass may see, its own rows included. max_batch:
     sequences that the rows of a pass may belong to; more than one need our kernel. compute_capabilities: "8.9";
     TensorRT-RTX only, whose default is `PORTABLE`. plugin: whether our kernel computes attention instead of TensorRT's
-    own; None uses it when Triton is installed and can compile it for every GPU. single_profile: whether trees and
-    chunks of a prompt share one optimisation profile, which takes less memory to build. workspace: the most MiB of
+    own; None uses it when Triton is installed and can compile it for every GPU. workspace: the most MiB of
     scratch memory that an engine may use; None sets no limit. timing_cache: a file that TensorRT reads and extends, so
     that the next build measures less; TensorRT-RTX measures nothing.
     """
@@ -60,7 +59,6 @@ class CompileOptions:
     workspace: int | None = None
     timing_cache: Path | None = None
     max_batch: int = 1
-    single_profile: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in PACKAGES:
@@ -127,7 +125,7 @@ class CompileOptions:
     @property
     def families(self) -> tuple[WidthFamily, ...]:
         """Families of widths, one for each profile: token trees and smaller passes, and chunks of a prompt."""
-        return width_families(self.widths, self.single_profile)
+        return width_families(self.widths)
 
     def takes_plugin(self, head_dim: int, targets: Sequence[str]) -> bool:
         """Whether our kernel computes attention in a plan for GPUs of these compute capabilities. Raises ConfigError
@@ -152,15 +150,13 @@ def refuse_fp8(capabilities: Sequence[str]) -> None:
         )
 
 
-def width_families(widths: Sequence[int], single: bool = False) -> tuple[WidthFamily, ...]:
-    """Divide ascending widths into families: those of up to 16 rows, and larger ones; or one of all, if `single`.
+def width_families(widths: Sequence[int]) -> tuple[WidthFamily, ...]:
+    """Divide ascending widths into families: those of up to 16 rows, and larger ones.
 
     Families are ranges even where `widths` has one member: a profile of one fixed shape gets weights of its own.
     """
     typical = max(width for width in widths if width <= TYPICAL_TREE)
     largest = widths[-1]
-    if single:
-        return (WidthFamily(1, typical, largest),)
     tree = WidthFamily(1, typical, min(largest, TREE_ROWS))
     return (tree,) if largest <= TREE_ROWS else (tree, WidthFamily(TREE_ROWS + 1, largest, largest))
 

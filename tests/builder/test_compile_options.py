@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from draftwood.builder.engines import plan
 from draftwood.builder.engines.plan import CompileOptions, check_compiler, width_families
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.engines.compatibility import WidthFamily
 
 
 @pytest.mark.parametrize(
@@ -64,10 +63,6 @@ def test_every_width_is_in_one_family(widths: tuple[int, ...]) -> None:
     assert families[0].minimum == 1 and families[-1].maximum == widths[-1]
     assert all(family.minimum <= family.optimum <= family.maximum for family in families)
     assert {family.optimum for family in families} <= set(widths)
-
-
-def test_one_profile_for_passes_of_every_width() -> None:
-    assert options(single_profile=True).families == (WidthFamily(1, 4, 32),)
 
 
 def test_fp8_is_for_the_gpus_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ def test_graphs_are_valid_and_readable(shape: str, role: str, form: str, tmp_pat
     outputs = [*bindings.output_names(role, form=form), *(bindings.present(*cache) for cache in caches)]
     assert [value.name for value in model.graph.input] == inputs
     assert [value.name for value in model.graph.output] == outputs
+    # TensorRT copies the matrix of a product twice whose output is split along its last axis.
+    axes = [attribute.i for node in model.graph.node if node.op_type == "Split" for attribute in node.attribute]
+    assert axes == [2] * (2 * len(layers)), "rows [B, T, groups, size] are split into groups"
 
 
 def test_large_weights_stand_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
