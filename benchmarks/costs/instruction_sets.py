@@ -1,6 +1,8 @@
 """Time of a pass by instruction set, precision and rows, the native kernels beside ONNX Runtime and llama.cpp under the
 same restriction. Every engine has one thread, and its processor time is what counts: others may use the machine
-meanwhile. Of llama.cpp the clock of llama-bench counts, the least of its runs: leave the machine alone for these rows.
+meanwhile. The engines compute in a new random order each time, and each computes some passes before the one that
+counts: after another program has used the memory, a pass takes up to 1.8 times as long, and the next ones less and
+less. Of llama.cpp the clock of llama-bench counts, the least of its runs: leave the machine alone for these rows.
 
 ONNX Runtime chooses its kernels by CPUID; tools/without_avx512.c hides what AVX2 does not have (Linux, and a processor
 with cpuid_fault). llama.cpp's kernels are one library, libggml-cpu.so: the one for AVX2 is built from the same source
@@ -21,6 +23,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import random
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +52,7 @@ from draftwood.runtime.engines.passes import prefill
 
 ROWS = (1, 2, 4, 8)
 CAPACITY = 256
+SETTLING = 12  # passes before one that counts, as in plain decoding, where each follows another one
 TURNS = 3  # of llama.cpp's builds
 HIDING = Path(__file__).parents[1] / "tools" / "without_avx512.c"
 AMX = "AVX-512 with AMX"  # differs at bf16 alone
@@ -156,9 +160,11 @@ def measure(
         ends.append(mine)
     widths = next(iter(specs.values())).widths
     times = {each.name: {rows: list[float]() for rows in widths} for each in contestants}
+    order, rng = list(zip(contestants, ends, strict=True)), random.Random(0)
     for _ in range(repeats):
         for rows in widths:
-            for each, end in zip(contestants, ends, strict=True):
+            rng.shuffle(order)
+            for each, end in order:
                 end.send(rows)
                 times[each.name][rows].append(end.recv())
     for end in ends:
@@ -225,8 +231,9 @@ def serve(contestant: Contestant, spec: EngineSpec, folder: Path, context: int, 
     while rows := end.recv():
         tokens, positions = rng.integers(0, spec.model.vocab_size, rows), np.arange(context, context + rows)
         batch = TokenBatch.pad(tokens, positions, np.tri(rows, dtype=np.bool_), rows)
-        engine.score(batch, cache)  # fills the processor's caches, which another process has used
-        cache.commit([])
+        for _ in range(SETTLING):
+            engine.score(batch, cache)
+            cache.commit([])
         start = process_time()
         engine.score(batch, cache)
         end.send(process_time() - start)

@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks.tools.record import add_output, write_results
 
 LANES, MOST_ROWS, MOST_QUERIES = 16, 8, 64  # plugins/native/kernels: lanes.h, isa_avx512.h, attention.h
+ROUNDED = 32  # matrix.h
 SHARES, PARTS_OF_SCORES, LEAST_PART = 2, 4, 16  # engine.h
 THREADS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 THREAD_BANDWIDTH, BANDWIDTH = 12e9, 300e9  # bytes per second that one thread reads, and all together
@@ -50,13 +51,15 @@ SHAPES = {
 
 
 class Phase(NamedTuple):
-    """units: of equal cost, but the last one has `rest` of it. memory: bytes of a unit. seconds: of computing one."""
+    """units: of equal cost, but the last one has `rest` of it. memory: bytes of a unit. seconds: of computing one.
+    shared: whether all threads take units by one counter, instead of by one for each thread's own share."""
 
     name: str
     units: int
     memory: float
     seconds: float
     rest: float = 1.0
+    shared: bool = True
 
 
 class Result(NamedTuple):
@@ -106,12 +109,13 @@ def simulate(shape: Shape, rows: int, context: int, threads: int, parts: bool) -
 
 
 def run(phase: Phase, threads: int, rate: float) -> tuple[float, float]:
-    """Seconds of a phase, and of its units together. The units are taken in turn; a claim waits for the one before."""
+    """Seconds of a phase, and of its units together. The units are taken in turn; a claim waits for the one before,
+    where it writes to the same line."""
     cost = max(phase.memory / rate, phase.seconds)
     free = [0.0] * threads
     claimed = end = worked = 0.0
     for unit in range(phase.units):
-        claimed = max(free[0], claimed) + CLAIM_SECONDS
+        claimed = max(free[0], claimed if phase.shared else 0.0) + CLAIM_SECONDS
         mine = cost * (phase.rest if unit + 1 == phase.units else 1)
         worked += mine
         end = max(end, claimed + mine)
@@ -126,28 +130,40 @@ def phases(shape: Shape, rows: int, context: int, threads: int, parts: bool) -> 
     yield Phase("embed", rows, 4 * shape.hidden, 2 * shape.hidden * VECTOR_SECONDS), 1
     yield linear("qkv", query + 2 * key, shape.hidden, rows, threads), times
     numbers = rows * (query + 2 * key) / shape.kv_heads
-    yield Phase("remember", shape.kv_heads, 0, numbers * SCALAR_SECONDS), times
-    for phase in attend(shape, rows, context, threads, parts):
+    remember = Phase("remember", shape.kv_heads, 0, numbers * SCALAR_SECONDS)
+    first, *others = attend(shape, rows, context, threads, parts)
+    if others or first.units > shape.kv_heads:
+        yield remember, times
+    else:
+        first = first._replace(seconds=first.seconds + remember.seconds)
+    rounding = rows * query * VECTOR_SECONDS
+    is_rounded = not others and shape.head_dim % ROUNDED == 0
+    yield first._replace(seconds=first.seconds + is_rounded * rounding / first.units), times
+    for phase in others:
         yield phase, times
-    yield Phase("round", rows, 0, query * VECTOR_SECONDS), times
+    if not is_rounded:
+        yield Phase("round", rows, 0, rounding / rows), times
     yield linear("output", shape.hidden, query, rows, threads), times
     yield Phase("normalize", rows, 0, 3 * shape.hidden * VECTOR_SECONDS), 2 * times
-    yield linear("gate and up", 2 * shape.inner, shape.hidden, rows, threads, paired=True), times
-    yield Phase("round", rows, 0, shape.inner * VECTOR_SECONDS), times
+    gated = linear("gate and up", 2 * shape.inner, shape.hidden, rows, threads, whole=2 * ROUNDED // LANES)
+    rounding = rows * shape.inner * VECTOR_SECONDS / (gated.units - 1 + gated.rest)
+    yield gated._replace(seconds=gated.seconds + rounding), times
     yield linear("down", shape.hidden, shape.inner, rows, threads), times
     yield linear("head", shape.vocab, shape.hidden, rows, threads), 1
 
 
-def linear(name: str, outputs: int, inputs: int, rows: int, threads: int, paired: bool = False) -> Phase:
-    """See `linear` in llama.c."""
+def linear(name: str, outputs: int, inputs: int, rows: int, threads: int, whole: int = 1) -> Phase:
+    """See `linear` in llama.c. whole: panels that are finished together; single panels are still multiplied in pairs
+    where a thread has several."""
     panels = -(-outputs // LANES)
     chunk = -(-panels // (threads * SHARES))
-    if chunk > 1 or paired:
-        chunk += chunk % 2
+    if chunk > 1 or whole > 1:
+        whole = max(whole, 2)
+        chunk = -(-chunk // whole) * whole
     units = -(-panels // chunk)
     weights = chunk * LANES * inputs
     rest = (panels - (units - 1) * chunk) / chunk
-    return Phase(name, units, weights * WEIGHT_BYTES, rows * weights / PRODUCTS, rest)
+    return Phase(name, units, weights * WEIGHT_BYTES, rows * weights / PRODUCTS, rest, shared=False)
 
 
 def attend(shape: Shape, rows: int, context: int, threads: int, parts: bool) -> Iterator[Phase]:
@@ -155,7 +171,9 @@ def attend(shape: Shape, rows: int, context: int, threads: int, parts: bool) -> 
     queries = rows * shape.heads // shape.kv_heads
     tiles = -(-(rows * shape.heads // (threads * SHARES)) // MOST_ROWS)
     most = min(max(tiles, 1) * MOST_ROWS, MOST_QUERIES)
-    units = shape.kv_heads * -(-queries // most)
+    least = -(-queries // most)
+    even = (n for n in range(least, 2 * least) if least > 1 and n * shape.kv_heads % threads == 0)
+    units = shape.kv_heads * next(even, least)
     each = queries * shape.kv_heads / units  # queries of a unit
     memory = context * shape.head_dim * CACHE_BYTES  # of keys, or of values
     seconds = each * context * shape.head_dim / FLOAT_PRODUCTS

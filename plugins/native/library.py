@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 7  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 8  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -104,10 +106,13 @@ DRAW = np.dtype(  # `struct draw`: what a pass computes of an output row's softm
     [
         *((name, np.float64) for name in ("temperature", "share", "total")),
         *((name, np.uint64) for name in ("sums", "weights", "ids")),
-        *(("peak", np.float32), ("room", np.int32), ("count", np.int32)),
+        *(("peak", np.float32), ("room", np.int32), ("count", np.int32), ("best", np.int32)),
     ],
     align=True,
 )
+
+
+HEAD = Struct("6i4P")  # of `struct pass`: one call of Python's for ten fields
 
 
 class Pass(Structure):
@@ -120,6 +125,12 @@ class Pass(Structure):
         *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots", "draw_outputs", "draws")),
         ("drawn", c_int32),
     ]
+
+    def fill(
+        self, rows: int, outputs: int, length: int, start: int, columns: int, inputs: Sequence[NDArray[Any]]
+    ) -> None:
+        """Set the first fields, `top` excepted. inputs: the arrays tokens, positions, output_rows and mask."""
+        HEAD.pack_into(self, 0, rows, outputs, length, start, columns, self.top, *map(address, inputs))
 
 
 def address(array: NDArray[Any] | None) -> int | None:
@@ -157,6 +168,10 @@ class NativeLibrary:
         self._library.draftwood_close.argtypes = [c_void_p]
         self._library.draftwood_close.restype = None
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
+        self._library.draftwood_run_ahead.argtypes = [
+            *(c_void_p, POINTER(Pass), c_int, c_void_p, c_int),
+            *[c_void_p] * 3,
+        ]
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_round.restype = None
         self._library.draftwood_round.argtypes = [
@@ -191,6 +206,26 @@ class NativeLibrary:
         position that the model does not have."""
         if refusal := self._library.draftwood_forward(handle, wanted):
             raise KernelError(REFUSALS[refusal])
+
+    def run_ahead(
+        self,
+        handle: int,
+        wanted: Pass,
+        count: int,
+        uniforms: NDArray[np.float64] | None,
+        most: int,
+        tokens: NDArray[np.int64] | None,
+    ) -> NDArray[np.int64]:
+        """Run a pass with one output, and up to `count` passes behind it, see draftwood_run_ahead: of the best tokens,
+        or of those that are drawn with `uniforms` as long as no more than `most` are likely. tokens: of the columns.
+        Returns the tokens of the passes that were run. Raises KernelError as `forward` does."""
+        ones = np.ones(wanted.start - wanted.length + wanted.rows + count, np.bool_)
+        chosen = np.empty(count, np.int64)
+        given = (count, address(uniforms), most, address(tokens), address(ones), address(chosen))
+        passes = self._library.draftwood_run_ahead(handle, wanted, *given)
+        if passes < 0:
+            raise KernelError(REFUSALS[-passes])
+        return chosen[: passes - 1]
 
     def move(self, model: Model, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:
         """Copy the rows in `slots`, int64 [n], to those from `first` on in every layer. Raises KernelError without

@@ -7,8 +7,10 @@ appends its rows at the end. `commit` keeps the accepted speculative rows, in pa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +22,7 @@ from ..sampling.softmax import Softmax, Wanted
 from .compatibility import TensorRTPlan
 
 if TYPE_CHECKING:  # rounds.py imports this module
-    from .rounds import RoundEngine
+    from .rounds import Rounds
 
 C = TypeVar("C", bound="KVCache")
 
@@ -59,13 +61,28 @@ class EngineSpec:
 
     def width_for(self, tokens: int) -> int:
         """The smallest compiled width that holds `tokens` rows. Raises EngineError when no width is large enough."""
-        for width in self.pass_widths:
-            if width >= tokens:
-                return width
+        widths = self.pass_widths
+        place = bisect_left(widths, tokens)
+        if place < len(widths):
+            return widths[place]
         raise EngineError(
             f"{tokens} rows do not fit the {self.role} engine's widest pass of {self.max_width}: "
             "lower max_total_draft_tokens or rebuild with larger --widths"
         )
+
+
+class Ahead(NamedTuple):
+    """Rows that an engine may compute behind the last row of a batch, in passes of their own: at most `rows`, each of
+    the token that is chosen after the row before. uniforms: None for the best tokens; else the numbers with which they
+    are drawn from those that `wanted` names, as long as no more than `most` are likely.
+
+    Whoever asks for them chooses the tokens once more, and uses a row only if it is of the token that was chosen. So
+    they save time on the host, and decide nothing."""
+
+    rows: int
+    uniforms: Sequence[float] | None = None
+    wanted: Wanted | None = None
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,8 @@ class TokenBatch:
     then undefined. cache_only: the caller reads no output. slots: int64 [num_tokens], the cache slots into which a
     cache that `places` rows writes them; S is then the number of slots up to the last one in use. None: the
     rows follow the others. wanted: by output row, what the caller will ask of the row's softmax, for engines that
-    compute it in the pass; it may be shorter than the rows.
+    compute it in the pass; it may be shorter than the rows. ahead: only for an engine that `runs_ahead`, in a batch
+    whose last row is its only output row.
     """
 
     token_ids: NDArray[np.int64]
@@ -91,6 +109,7 @@ class TokenBatch:
     cache_only: bool = False
     slots: NDArray[np.int64] | None = None
     wanted: tuple[Wanted | None, ...] = ()
+    ahead: Ahead | None = None
 
     @classmethod
     def pad(
@@ -101,6 +120,8 @@ class TokenBatch:
         width: int,
         last_only: bool = False,
         ranking_only: bool = False,
+        wanted: tuple[Wanted | None, ...] = (),
+        ahead: Ahead | None = None,
     ) -> TokenBatch:
         """Pad n rows with mask [n, s + n] to `width` rows. No other function pads rows. last_only: the last real row is
         the only output row; else all rows are.
@@ -115,9 +136,21 @@ class TokenBatch:
             wide = np.zeros((width, mask.shape[1] + padding), np.bool_)
             wide[:rows, : mask.shape[1]] = mask
             mask = wide
-        output_rows = np.array([rows - 1]) if last_only else np.arange(width)
+        output_rows = np.array([rows - 1]) if last_only else every_row(width)
         ids, positions = np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64)
-        return cls(ids, positions, mask, output_rows, rows, ranking_only)
+        return cls(ids, positions, mask, output_rows, rows, ranking_only, wanted=wanted, ahead=ahead)
+
+
+@lru_cache(maxsize=256)  # every pass needs one of a few
+def every_row(count: int) -> NDArray[np.int64]:
+    """The first `count` rows. Nobody writes to it."""
+    return np.arange(count)
+
+
+@lru_cache(maxsize=64)
+def causal_mask(rows: int) -> NDArray[np.bool_]:
+    """[rows, rows]: each row attends to the rows before, and to itself. Nobody writes to it."""
+    return np.tri(rows, dtype=np.bool_)
 
 
 class ForwardOutput(NamedTuple):
@@ -128,7 +161,8 @@ class ForwardOutput(NamedTuple):
     tokens under the unprocessed distribution, best first; None on an engine without these outputs. Of a trimmed draft V
     is the number of kept tokens, and DraftVocabulary says which token a column is. acceptance: float32 [R], the
     probability that the target accepts the row's own token; None where the draft has no acceptance head. softmaxes: of
-    rows for which `TokenBatch.wanted` was computed; may be shorter than the rows.
+    rows for which `TokenBatch.wanted` was computed; may be shorter than the rows. ahead: tokens of the rows that were
+    computed because of `TokenBatch.ahead`, which are the last output rows.
     """
 
     logits: NDArray[np.float32]
@@ -136,6 +170,18 @@ class ForwardOutput(NamedTuple):
     top_logprobs: NDArray[np.float32] | None
     acceptance: NDArray[np.float32] | None = None
     softmaxes: Sequence[Softmax | None] = ()
+    ahead: tuple[int, ...] = ()
+
+    def row(self, index: int) -> ForwardOutput:
+        """The results of one row, as views."""
+        only = slice(index, index + 1)
+        return ForwardOutput(
+            self.logits[only],
+            None if self.top_ids is None else self.top_ids[only],
+            None if self.top_logprobs is None else self.top_logprobs[only],
+            None if self.acceptance is None else self.acceptance[only],
+            self.softmaxes[only],
+        )
 
     def rows(self, indices: Sequence[int]) -> ForwardOutput:
         """A copy of the results of these rows."""
@@ -187,6 +233,7 @@ class Engine(ABC):
     """A compiled model."""
 
     spec: EngineSpec  # does not change while the engine is open
+    runs_ahead = False  # whether it computes `TokenBatch.ahead`
 
     @abstractmethod
     def new_cache(self) -> KVCache:
@@ -218,9 +265,8 @@ class Engine(ABC):
         """Run one pass, see `forward`."""
         return Pass(self, batch, cache).run()
 
-    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> RoundEngine | None:
-        """An engine that runs whole rounds over a cache of this engine and a cache of `draft`, or None where the two
-        engines cannot."""
+    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
+        """Whole rounds over a cache of this engine and a cache of `draft`, or None where the two engines cannot."""
         return None
 
 

@@ -63,10 +63,10 @@ class GrowingKVCache(ABC):
     def commit(self, slots: Sequence[int]) -> None:
         """See KVCache.commit. Nothing moves where the slots are the first ones, in order. Raises EngineError for a slot
         that was not computed."""
-        if any(not 0 <= slot < self.speculative for slot in slots):
-            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
         kept = len(slots)
-        if any(slot != index for index, slot in enumerate(slots)):
+        if kept and not 0 <= min(slots) <= max(slots) < self.speculative:
+            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
+        if list(slots) != list(range(kept)):
             self._move(self.length + np.asarray(slots, np.int64))
         self.length += kept
         self.speculative = 0
@@ -106,19 +106,35 @@ class GrowingKVCache(ABC):
             raise EngineError("rows of this engine follow each other: leave the slots of the batch out")
         else:
             check_slots(batch, self.length, self.speculative)
-        columns = batch.mask.shape[1]
-        slots = self.length + columns
+        columns = batch.mask.shape[1] + (0 if batch.ahead is None else batch.ahead.rows)
+        used = self.length + self.speculative
+        self._grow(self.length + columns, used)
+        return used
+
+    def repeat(self, length: int) -> None:
+        """Commit copies of the committed rows, one after the other, until there are `length`. Passes behind them take
+        as long as behind a text of so many tokens, and their outputs mean nothing. Raises EngineError where there is no
+        committed row, where there are speculative ones, and for more rows than the cache may have."""
+        if not self.length or self.speculative:
+            raise EngineError("only committed rows, at least one, can be repeated")
+        self._grow(length, self.length)
+        while self.length < length:
+            copied = min(self.length, length - self.length, self._spec.max_width)
+            self._move(np.arange(copied))
+            self.length += copied
+
+    def _grow(self, slots: int, used: int) -> None:
+        """Allocate so many slots, of which the first `used` keep their content."""
         if slots > self._limit:
             raise EngineError(
                 f"{slots} rows exceed this engine's {self._limit} cache slots: "
                 "shorten the request or rebuild with a larger --max-length"
             )
-        capacity, used = self.capacity, self.length + self.speculative
+        capacity = self.capacity
         while capacity < slots:
             capacity *= 2
         if capacity > self.capacity:
             self._replace(min(capacity, self._limit), used)
-        return used
 
     def _replace(self, capacity: int, used: int) -> None:
         """Resize, or change nothing: when an allocation fails, the cache keeps its old buffers."""

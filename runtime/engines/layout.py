@@ -60,18 +60,9 @@ class Layout(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, items: Sequence[Binding], spec: EngineSpec, shape: PassShape) -> Layout:
-        model = spec.model
-        axes = {
-            "B": 1,
-            "4": 4,
-            "N": spec.max_batch,
-            "T": shape.width,
-            "S": shape.columns,
-            "R": shape.outputs,
-            "V": model.num_logits,
-            "K": bindings.top_columns(model.num_logits),
-        }
+    def of(cls, items: Sequence[Binding], spec: EngineSpec, shape: PassShape, capacity: int = 0) -> Layout:
+        """The layout of these inputs or outputs. capacity: of the cache, for a mask over all of it."""
+        axes = axis_sizes(spec, shape, capacity)
         return cls.packed({item.name: (item.dtype, tuple(axes[axis] for axis in item.shape)) for item in items})
 
     @classmethod
@@ -107,6 +98,23 @@ class Layout(NamedTuple):
         if ranking_only and bindings.TOP_IDS.name in self.fields:
             return logits.offset
         return logits.offset + min(rows, logits.shape[1]) * logits.shape[2] * logits.dtype.itemsize
+
+
+def axis_sizes(spec: EngineSpec, shape: PassShape, capacity: int) -> dict[str, int]:
+    """The sizes of the axes of a pass's tensors, by the names of `models/bindings.py`."""
+    model = spec.model
+    return {
+        "1": 1,
+        "B": 1,
+        "4": 4,
+        "C": capacity,
+        "N": spec.max_batch,
+        "T": shape.width,
+        "S": shape.columns,
+        "R": shape.outputs,
+        "V": model.num_logits,
+        "K": bindings.top_columns(model.num_logits),
+    }
 
 
 def check_growth(spec: EngineSpec, capacity: int) -> None:

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch
+from .base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
 
 T = TypeVar("T")
 Passes = Generator[Pass, ForwardOutput, T]  # yields a pass, receives its output; returns T
@@ -22,17 +20,15 @@ def forward(engine: Engine, batch: TokenBatch, cache: KVCache) -> Passes[Forward
     return (yield Pass(engine, batch, cache))
 
 
-def causal_batch(spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False) -> TokenBatch:
+def causal_batch(
+    spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False, ahead: Ahead | None = None
+) -> TokenBatch:
     """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token."""
     rows = len(token_ids)
     positions = np.arange(start, start + rows)
-    return TokenBatch.pad(token_ids, positions, causal_mask(rows), spec.width_for(rows), True, ranking_only)
-
-
-@lru_cache(maxsize=64)  # every round reads a few tokens
-def causal_mask(rows: int) -> NDArray[np.bool_]:
-    """[rows, rows]: each row attends to the rows before, and to itself. Nobody writes to it."""
-    return np.tri(rows, dtype=np.bool_)
+    return TokenBatch.pad(
+        token_ids, positions, causal_mask(rows), spec.width_for(rows), True, ranking_only, ahead=ahead
+    )
 
 
 def prefill_passes(

@@ -8,6 +8,7 @@
 
 #define MOST_WEIGHT 4194303.0f /* of 22 bits */
 #define MOST_QUERIES (8 * MOST_ROWS) /* that meet a panel of the cache one tile after the other */
+#define NEAR_TILES 5 /* that meet a panel: for fewer, bringing it near takes longer than it saves */
 #define BLOCK 128 /* slots whose weights and values stay in the first cache meanwhile */
 #define MOST_HELD 4096 /* slots, of which sums of weights fit 32 bits in each lane */
 #define MIXED 8 /* panels of values that are weighted by the same weights */
@@ -83,32 +84,61 @@ static void join_runs(const struct panel_mask *mask, int row, int other) {
     mask->counts[row] = count;
 }
 
-/* sums[r][p] += rows[r][from..from + inputs) * panels[p], in tiles; `next`: what comes after these panels. */
-static void products(int count, int panels, const float *const *rows, int from, int inputs, const char *weights,
-                     size_t panel, const char *next, int format, f32 sums[][VECTORS]) {
-    const int tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
-    const size_t of_input = LANES * number_bytes(format);
-    for (int tile = 0; tile < tiles; tile++) {
-        const int first = count * tile / tiles, size = count * (tile + 1) / tiles - first;
-        const struct ahead ahead = share(next, inputs * of_input, of_input, tile, tiles);
-        const float *values[MOST_ROWS];
-        for (int r = 0; r < size; r++) values[r] = rows[first + r] + from;
-        for (int p = 0, step; p < panels; p += step) {
-            step = panels_at_once(size, panels - p);
-            dense_products(size, step, values, weights + p * panel * number_bytes(format), panel, ahead, inputs, format,
-                           sums[first] + p * PARTS);
+/* Some inputs of up to MOST_PANELS panels as fp32, [panels][NEAREST][16]; `next`: what comes after these. */
+INLINE void bring_near(int panels, int inputs, const char *weights, size_t panel, const char *next,
+                       const enum format format, float *near) {
+    const size_t bytes = number_bytes(format);
+    for (int p = 0; p < panels; p++) {
+        const char *then = next + p * panel * bytes;
+#pragma GCC unroll 4
+        for (int k = 0; k < inputs; k++) {
+#pragma GCC unroll 4
+            for (int at = k * LANES; at < (k + 1) * LANES; at += WIDTH)
+                store(near + p * NEAREST * LANES + at, widened(weights, p * panel + at, format));
+            if (k * LANES * bytes % LINE == 0) __builtin_prefetch(then + k * LANES * bytes, 0, 3);
         }
     }
 }
 
-/* Up to MOST_QUERIES queries of one kv head. queries, outputs: [count], each head_dim numbers; rows: whose mask each
- * has. runs: the panels that any of them sees. scores: room to work in, a row of `stride` for each query. */
+/* sums[r][p] += rows[r][0..inputs) * panels[p]; `apart` and `panel` numbers lie between them; `next`: what comes after
+ * these panels. Panels that many tiles meet are brought near first. */
+static void products(int count, int panels, const float *rows, size_t apart, int inputs, const char *weights,
+                     size_t panel, const char *next, int format, f32 sums[][VECTORS]) {
+    const int tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+    const size_t bytes = number_bytes(format), of_input = LANES * bytes;
+    _Alignas(LINE) float near[MOST_PANELS * NEAREST * LANES];
+    for (int from = 0, size; from < inputs; from += size) {
+        const char *here = weights + from * of_input, *then = next + from * of_input;
+        size = tiles < NEAR_TILES || inputs - from < NEAREST ? inputs - from : NEAREST;
+        if (tiles >= NEAR_TILES) {
+            if (format == FP32) bring_near(panels, size, here, panel, then, FP32, near);
+            if (format == FP16) bring_near(panels, size, here, panel, then, FP16, near);
+            if (format == INT8) bring_near(panels, size, here, panel, then, INT8, near);
+        }
+        for (int tile = 0; tile < tiles; tile++) {
+            const int first = count * tile / tiles, some = count * (tile + 1) / tiles - first;
+            const float *values = rows + first * apart + from;
+            const struct ahead ahead = share(then, size * of_input, of_input, tile, tiles);
+            for (int p = 0, step; p < panels; p += step) {
+                f32 *to = sums[first] + p * PARTS;
+                step = panels_at_once(some, panels - p);
+                if (tiles >= NEAR_TILES)
+                    near_products(some, step, values, apart, near + p * NEAREST * LANES, size, to);
+                else
+                    dense_products(some, step, values, apart, here + p * panel * bytes, panel, ahead, size, format, to);
+            }
+        }
+    }
+}
+
+/* Up to MOST_QUERIES queries of one kv head. queries: [count][head_dim]; outputs: [count], each head_dim numbers; rows:
+ * whose mask each has. runs: the panels that any of them sees. scores: room to work in, a row of `stride` for each query. */
 struct unit {
     const struct panel_mask *mask;
     struct cache head;
     const struct run *runs;
     int num_runs, head_dim, count, rows[MOST_QUERIES];
-    const float *queries[MOST_QUERIES];
+    const float *queries;
     float *outputs[MOST_QUERIES], *scores;
     size_t stride;
 };
@@ -125,9 +155,10 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
             const float *scales = unit->head.key_scales ? unit->head.key_scales + panel * LANES : NULL;
             step = last - panel < MOST_PANELS ? 1 : MOST_PANELS;
             memset(sums, 0, unit->count * sizeof *sums);
-            products(unit->count, step, unit->queries, 0, unit->head_dim, from, key_panel,
+            products(unit->count, step, unit->queries, unit->head_dim, unit->head_dim, from, key_panel,
                      from + step * key_panel * bytes, unit->head.format, sums);
             for (int r = 0; r < unit->count; r++)
+#pragma GCC unroll 4
                 for (int v = 0; v < step * PARTS; v++) {
                     const uint16_t seen = unit->mask->bits[(size_t)unit->rows[r] * unit->mask->panels + panel + v / PARTS];
                     if (scales) sums[r][v] *= load(scales + v * WIDTH);
@@ -166,12 +197,10 @@ static void mix(const struct unit *unit, int first, int end, const float *peaks)
     const int pairs = (end - first + 1) / MOST_PANELS;
     f32 sums[MIXED / MOST_PANELS][MOST_QUERIES][VECTORS];
     float block[MOST_QUERIES][BLOCK];
-    const float *weights[MOST_QUERIES];
     uint64_t totals[MOST_QUERIES] = {0};
     u32 parts[MOST_QUERIES] = {{0}}; /* of totals, of `held` slots */
     int held = 0;
     for (int pair = 0; pair < pairs; pair++) memset(sums[pair], 0, unit->count * sizeof *sums[pair]);
-    for (int r = 0; r < unit->count; r++) weights[r] = block[r];
     for (const struct run *run = unit->runs; run < unit->runs + unit->num_runs; run++)
         for (int slot = run->first * LANES, size; slot < run->end * LANES; slot += size) {
             const float *scales = unit->head.value_scales ? unit->head.value_scales + slot : NULL;
@@ -182,7 +211,7 @@ static void mix(const struct unit *unit, int first, int end, const float *peaks)
             for (int pair = 0; pair < pairs; pair++) {
                 const int panel = first + pair * MOST_PANELS, step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
                 const char *at = (const char *)unit->head.values + (panel * value_panel + (size_t)slot * LANES) * bytes;
-                products(unit->count, step, weights, 0, size, at, value_panel, at + BLOCK * LANES * bytes,
+                products(unit->count, step, block[0], BLOCK, size, at, value_panel, at + BLOCK * LANES * bytes,
                          unit->head.format, sums[pair]);
             }
         }

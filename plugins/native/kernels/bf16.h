@@ -21,9 +21,9 @@ INLINE f32 rounded_half(f32 value) {
     return choose(value != value, splat(__builtin_nanf("")), kept);
 }
 
-/* sums[r][p] = rows[r][0..inputs) * panels[p]; so many bytes lie between panels. Of a row, sums has VECTORS. Of a block,
- * first all even inputs: so a tile has no more sums than other tiles of its size. */
-INLINE void half_tile(const int R, const int P, const float *const *rows, const char *weights, size_t panel,
+/* sums[r][p] = rows[r][0..inputs) * panels[p]; `apart` numbers lie between rows, `panel` bytes between panels. Of a row,
+ * sums has VECTORS. Of a block, first all even inputs: so a tile has no more sums than other tiles of its size. */
+INLINE void half_tile(const int R, const int P, const float *rows, size_t apart, const char *weights, size_t panel,
                       struct ahead ahead, int inputs, f32 *sums) {
     const int V = P * PARTS;
     for (int pair = 0; pair < half_blocks(inputs) * HALF_BLOCK / 2; pair += HALF_BLOCK / 2) {
@@ -48,7 +48,7 @@ INLINE void half_tile(const int R, const int P, const float *const *rows, const 
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-                    for (int v = 0; v < V; v++) sum[odd][r][v] += weight[v] * rows[r][2 * k + odd];
+                    for (int v = 0; v < V; v++) sum[odd][r][v] += weight[v] * rows[r * apart + 2 * k + odd];
             }
         }
 #pragma GCC unroll 8

@@ -3,11 +3,12 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 7 /* of these structures; see library.py */
+#define INTERFACE 8 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 11 /* at most */
 #define PHASES_BESIDE 7 /* and one for each block of the head of SpecDec++ */
 #define SHARES 2 /* of a matrix, for each thread */
+#define MOST_AHEAD (1 << 17) /* bytes of the next matrix that a waiting thread fetches */
 #define PARTS_OF_SCORES 4 /* for each thread, where one unit of attention is computed by several */
 #define LEAST_PART 16 /* panels */
 
@@ -29,13 +30,13 @@ struct model {
 
 /* What a token is drawn from. Of the row's softmax at this temperature, where `sums` is not null: sums, their total and
  * the row's largest logit; where `ids` is not null: the tokens that are at least `share` times as probable as the best,
- * and their weights, see sampling.h. */
+ * and their weights, see sampling.h. At temperature 0: the best token alone. */
 struct draw {
     double temperature, share, total;
     double *sums, *weights;
     int64_t *ids;
     float peak;
-    int32_t room, count;
+    int32_t room, count, best;
 };
 
 /* cache: of all layers. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. slots: where the rows of
@@ -61,6 +62,7 @@ struct engine {
     int *units, num_units; /* of a kv head's attention: the first query of each, and the end */
     int most_queries;      /* of a unit */
     int parts;             /* of the cache, whose scores are computed one by one */
+    float *queries;        /* [kv_heads][rows of the pass][group][head_dim] */
     float *scores;         /* [threads][most_queries][odd_lines(capacity)], or of all queries where there are parts */
     float *peaks;          /* [units of all kv heads][parts][most_queries]: of scores */
 };
@@ -70,6 +72,12 @@ static size_t phases_of(const struct model *model) {
 }
 
 static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }
+
+/* The queries that share a kv head, in a pass of so many rows. */
+static float *queries_of(const struct engine *engine, int rows, int head) {
+    const struct model *model = &engine->model;
+    return engine->queries + (size_t)head * rows * (model->heads / model->kv_heads) * model->head_dim;
+}
 
 /* How many queries a unit of attention has at most: many, which read the cache seldom, as long as every thread has some. */
 static int queries_at_once(const struct model *model, int rows, int threads) {

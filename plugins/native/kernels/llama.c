@@ -57,15 +57,34 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, float 
     }
 }
 
-/* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. */
-static void linear(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows, float *to,
-                   int stride, const enum ending ending, float factor) {
+/* Panels that are finished together: two are multiplied at once, of gate and up as many as are rounded at once. */
+INLINE int whole_panels(const enum ending ending) { return ending == GATE ? 2 * ROUNDED / LANES : MOST_PANELS; }
+
+/* Panels that a thread takes at a time. */
+INLINE int chunk_of(const struct matrix *matrix, const enum ending ending, int threads) {
+    const int shares = threads * SHARES, least = (panels_of(matrix->outputs) + shares - 1) / shares;
+    const int whole = whole_panels(ending);
+    return least == 1 && ending != GATE ? 1 : (least + whole - 1) / whole * whole;
+}
+
+/* Let the thread fetch the beginning of its share of a matrix while it waits before that. */
+static void expect(struct cursor *cursor, const struct matrix *matrix, const enum ending ending) {
+    const int chunk = chunk_of(matrix, ending, cursor->team->threads), panels = panels_of(matrix->outputs);
+    const int first = first_own((panels + chunk - 1) / chunk, cursor->thread, cursor->team->threads) * chunk;
+    const size_t bytes = panel_bytes(matrix), rest = (panels - first) * bytes;
+    cursor->ahead = (const char *)matrix->weights + first * bytes;
+    cursor->end = cursor->ahead + (rest < MOST_AHEAD ? rest : MOST_AHEAD);
+}
+
+/* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. next:
+ * of gate and up, the matrix for which the results are rounded. */
+static void linear(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows,
+                   const struct rows *to, const enum ending ending, float factor, const struct matrix *next) {
     const struct tiles tiles = tiles_of(matrix, from, rows);
-    const int panels = panels_of(matrix->outputs);
-    const int shares = cursor->team->threads * SHARES, least = (panels + shares - 1) / shares;
-    const int chunk = least == 1 && ending != GATE ? 1 : (least + 1) / 2 * 2; /* panels are multiplied two by two */
+    const int panels = panels_of(matrix->outputs), whole = whole_panels(ending);
+    const int chunk = chunk_of(matrix, ending, cursor->team->threads);
     f32 sums[MOST_TILE][VECTORS];
-    for (int unit; (unit = claim(cursor, (panels + chunk - 1) / chunk)) >= 0;) {
+    for (int unit; (unit = claim_own(cursor, (panels + chunk - 1) / chunk)) >= 0;) {
         const int end = (unit + 1) * chunk < panels ? (unit + 1) * chunk : panels;
         for (int panel = unit * chunk, step; panel < end; panel += step) {
             step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
@@ -74,8 +93,11 @@ static void linear(struct cursor *cursor, const struct matrix *matrix, const str
                 multiply(matrix, from, &tiles, tile, panel, step, sums[0]);
                 for (int r = 0; r < count; r++)
                     finish(matrix, ending, factor, panel, step, sums[r],
-                           from->values + (size_t)(row + r) * from->stride, to + (size_t)(row + r) * stride);
+                           from->values + (size_t)(row + r) * from->stride, to->values + (size_t)(row + r) * to->stride);
             }
+            const int first = panel / whole * whole, done = panel + step == first + whole || panel + step == end;
+            for (int row = 0; ending == GATE && done && row < rows; row++)
+                round_inputs(to, row, first * LANES / 2, first * LANES / 2 + ROUNDED, next);
         }
     }
 }
@@ -103,31 +125,27 @@ static void rotate(float *head, const float *cosine, const float *sine, int pair
     for (int d = 2 * pairs; d < dim; d++) head[d] *= factor;
 }
 
-/* Normalize, where the layer does, and rotate the queries and keys of one kv head of a layer, and write keys and values
- * into its cache. By head, since rows share the cache's lines. */
-static void remember(const struct model *model, const struct layer *layer, const struct pass *pass,
-                     struct rows *merged, int head) {
+/* Normalize, where the layer does, and rotate the queries and keys of one kv head of a layer; queries come to lie
+ * side by side, keys and values go into the cache. By head, since rows share the cache's lines. */
+static void remember(const struct engine *engine, const struct layer *layer, const struct pass *pass, int head) {
+    const struct model *model = &engine->model;
     const int dim = model->head_dim, pairs = layer->pairs, group = model->heads / model->kv_heads;
     const struct cache own = head_of(&pass->cache, dim, (layer - model->layer) * model->kv_heads + head);
+    float *query = queries_of(engine, pass->rows, head);
     for (int row = 0; row < pass->rows; row++) {
         const float *cosine = model->cosine + pass->positions[row] * pairs;
         const float *sine = model->sine + pass->positions[row] * pairs;
-        float *from = merged->values + (size_t)row * merged->stride, *query = from + head * group * dim;
+        float *from = engine->merged.values + (size_t)row * engine->merged.stride;
         float *key = from + (model->heads + head) * dim, *value = key + model->kv_heads * dim;
-        for (int q = 0; q < group; q++) {
-            if (layer->query_norm) normalize_head(query + q * dim, layer->query_norm, dim, model->epsilon);
-            rotate(query + q * dim, cosine, sine, pairs, dim, LOG2_E * model->attention_scale);
+        memcpy(query, from + head * group * dim, (size_t)group * dim * sizeof(float));
+        for (int q = 0; q < group; q++, query += dim) {
+            if (layer->query_norm) normalize_head(query, layer->query_norm, dim, model->epsilon);
+            rotate(query, cosine, sine, pairs, dim, LOG2_E * model->attention_scale);
         }
         if (layer->key_norm) normalize_head(key, layer->key_norm, dim, model->epsilon);
         rotate(key, cosine, sine, pairs, dim, 1.0f);
         put(&own, dim, pass->slots ? (int)pass->slots[row] : pass->start + row, key, value);
     }
-}
-
-/* Round rows for a matrix; nothing to do for fp32 and fp16. */
-static void round_rows(struct cursor *cursor, const struct matrix *next, const struct rows *rows, int count) {
-    if (next->format < BF16) return;
-    for (int row; (row = claim(cursor, count)) >= 0;) round_row(rows, row, next);
 }
 
 static void transform(struct cursor *cursor, struct engine *engine, const struct pass *pass, float *scores) {
@@ -144,20 +162,26 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
     for (int once; (once = claim(cursor, 1)) >= 0;) cut(engine, pass->rows);
     for (int index = 0; index < model->layers; index++) {
         const struct layer *layer = &model->layer[index];
-        linear(cursor, &layer->qkv, normed, pass->rows, merged->values, merged->stride, STORE, 1);
-        for (int head; (head = claim(cursor, model->kv_heads)) >= 0;)
-            remember(model, layer, pass, merged, head);
-        attention(cursor, engine, pass, index, scores);
-        round_rows(cursor, &layer->output, &engine->attended, pass->rows);
-        linear(cursor, &layer->output, &engine->attended, pass->rows, hidden->values, hidden->stride, ADD,
-               model->residual_multiplier);
+        expect(cursor, &layer->output, ADD);
+        linear(cursor, &layer->qkv, normed, pass->rows, merged, STORE, 1, NULL);
+        const int alone = units_are_heads(engine);
+        for (int head; (head = claim(cursor, model->kv_heads)) >= 0;) {
+            remember(engine, layer, pass, head);
+            if (alone) attend_unit(engine, pass, index, head, scores);
+        }
+        if (!alone) attention(cursor, engine, pass, index, scores);
+        if (!rounds_outputs(engine, layer))
+            for (int row; (row = claim(cursor, pass->rows)) >= 0;) round_row(&engine->attended, row, &layer->output);
+        expect(cursor, &layer->gate_up, GATE);
+        linear(cursor, &layer->output, &engine->attended, pass->rows, hidden, ADD, model->residual_multiplier, NULL);
         for (int row; (row = claim(cursor, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer->post_norm, normed, row, &layer->gate_up);
-        linear(cursor, &layer->gate_up, normed, pass->rows, engine->gated.values, engine->gated.stride, GATE, 1);
-        round_rows(cursor, &layer->down, &engine->gated, pass->rows);
-        linear(cursor, &layer->down, &engine->gated, pass->rows, hidden->values, hidden->stride, ADD,
-               model->residual_multiplier);
-        for (int row; index + 1 < model->layers && (row = claim(cursor, pass->rows)) >= 0;)
+        expect(cursor, &layer->down, ADD);
+        linear(cursor, &layer->gate_up, normed, pass->rows, &engine->gated, GATE, 1, &layer->down);
+        const int last = index + 1 == model->layers;
+        expect(cursor, last ? &model->head : &layer[1].qkv, STORE);
+        linear(cursor, &layer->down, &engine->gated, pass->rows, hidden, ADD, model->residual_multiplier, NULL);
+        for (int row; !last && (row = claim(cursor, pass->rows)) >= 0;)
             normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
     }
 }
@@ -167,7 +191,7 @@ static void judge(struct cursor *cursor, struct engine *engine, const struct pas
     const struct model *model = &engine->model;
     struct rows *from = &engine->normed, *to = &engine->hidden;
     for (int index = 0; index < model->blocks; index++) {
-        linear(cursor, &model->block[index], from, pass->outputs, to->values, to->stride, RESIDUAL, 1);
+        linear(cursor, &model->block[index], from, pass->outputs, to, RESIDUAL, 1, NULL);
         struct rows *result = to;
         to = from, from = result;
     }
@@ -183,7 +207,8 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
     for (int output; (output = claim(cursor, pass->outputs)) >= 0;)
         normalize(model, &engine->hidden, (int)pass->output_rows[output], model->norm, normed, output, &model->head);
     const int columns = model->head.outputs; /* fewer than tokens where a draft's vocabulary is trimmed */
-    linear(cursor, &model->head, normed, pass->outputs, pass->logits, columns, STORE, model->logits_multiplier);
+    const struct rows logits = {.values = pass->logits, .stride = columns};
+    linear(cursor, &model->head, normed, pass->outputs, &logits, STORE, model->logits_multiplier, NULL);
     for (int output; pass->ids && (output = claim(cursor, pass->outputs)) >= 0;)
         rank(pass->logits + (size_t)output * columns, columns, pass->top,
              pass->ids + (size_t)output * pass->top, pass->logprobs + (size_t)output * pass->top);
@@ -194,7 +219,7 @@ static void project(struct cursor *cursor, struct engine *engine, const struct p
 
 static void run(struct team *team, int thread, void *argument) {
     struct job *job = argument;
-    struct cursor cursor = {team, thread, 0, 0};
+    struct cursor cursor = {team, thread};
     float *scores = job->engine->scores + (size_t)thread * job->engine->most_queries * odd_lines(job->engine->capacity);
     const int registers = job->engine->normed.halves != NULL;
     if (registers) open_registers();
@@ -210,7 +235,7 @@ void draftwood_close(struct engine *engine) {
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
     release(engine->mask.bits), release(engine->mask.runs), release(engine->mask.counts), release(engine->units);
-    release(engine->scores), release(engine->peaks), release(engine);
+    release(engine->scores), release(engine->peaks), release(engine->queries), release(engine);
 }
 
 /* An engine for passes of up to `rows` rows on that many threads; null without memory, or for more layers than
@@ -229,11 +254,12 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key, 0);
     enough = enough && allocate_rows(&engine->attended, rows, query, registers);
     enough = enough && allocate_rows(&engine->gated, rows, model->inner, registers);
+    engine->queries = allocate((size_t)rows * query * sizeof(float));
     engine->units = allocate(((size_t)rows * (model->heads / model->kv_heads) + 1) * sizeof(int));
     if (enough) engine->most_queries = queries_at_once(model, rows, engine->team->threads);
     const size_t peaks = enough ? (size_t)engine->team->threads * (PARTS_OF_SCORES + SHARES) * engine->most_queries : 0;
     engine->peaks = allocate(peaks * sizeof(float));
-    if (enough && engine->units && engine->peaks) return engine;
+    if (enough && engine->queries && engine->units && engine->peaks) return engine;
     draftwood_close(engine);
     return NULL;
 }
@@ -256,6 +282,45 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
     if (enough) together(engine->team, (int)phases_of(model), run, &job);
     pthread_mutex_unlock(&engine->team->pass);
     return !enough;
+}
+
+/* The column that is drawn with a number from 0 to 1; -1 if more than `most` are likely. */
+static int drawn_column(const struct draw *draw, double uniform, int most) {
+    double total = 0, below = 0;
+    if (draw->count > most || draw->count > draw->room) return -1;
+    for (int at = 0; at < draw->count; at++) total += draw->weights[at];
+    for (int at = 0; at < draw->count; at++)
+        if ((below += draw->weights[at]) > uniform * total) return (int)draw->ids[at];
+    return -1;
+}
+
+/* Run a pass with one output, and up to `count` passes of one row behind it: of the token that is chosen after the row
+ * before, the best one or, with `uniforms`, one that is drawn from the likely ones. `ones` is their mask; their outputs
+ * follow each other. tokens: of the columns, or null. Returns the number of passes, or a refusal times -1. chosen
+ * [count]: their tokens. */
+int draftwood_run_ahead(struct engine *engine, const struct pass *pass, int count, const double *uniforms, int most,
+                        const int64_t *tokens, const uint8_t *ones, int64_t *chosen) {
+    const int64_t output = 0;
+    int64_t position = pass->positions[pass->rows - 1];
+    struct pass each = *pass;
+    for (int run = 1;; run++) {
+        const int refusal = draftwood_forward(engine, &each);
+        if (refusal) return -refusal;
+        if (run > count) return run;
+        const int column = uniforms ? drawn_column(each.draws, uniforms[run - 1], most) : (int)each.ids[0];
+        if (column < 0) return run;
+        chosen[run - 1] = tokens ? tokens[column] : column;
+        position++;
+        each.rows = 1;
+        each.start = pass->start + pass->rows + run - 1;
+        each.columns = each.start - pass->length + 1;
+        each.tokens = chosen + run - 1, each.positions = &position, each.output_rows = each.draw_outputs = &output;
+        each.mask = ones;
+        each.logits += engine->model.head.outputs;
+        if (each.ids) each.ids += pass->top, each.logprobs += pass->top;
+        if (each.acceptance) each.acceptance++;
+        if (each.draws) each.draws++;
+    }
 }
 
 /* Copy the rows in `slots`, in that order, behind row `first` - 1 of every layer; 0, or -1 without memory. */

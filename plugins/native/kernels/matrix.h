@@ -7,6 +7,7 @@
 #include "bf16.h"
 
 #define CODE_BLOCK 32 /* inputs that share a scale: of integers */
+#define ROUNDED 32    /* inputs that are rounded at once, whole blocks of codes and of bf16 */
 
 /* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
  * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in fp16 for each block of inputs. Of 8 bits,
@@ -32,9 +33,10 @@ struct rows {
 
 INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
 
-/* sums[r][p] += rows[r][0..inputs) * panels[p]; `panel` numbers lie between panels. Of a row, sums has VECTORS. */
-INLINE void dense_tile(const int R, const int P, const float *const *rows, const void *weights, size_t panel,
-                       struct ahead ahead, int inputs, const enum format format, f32 *sums) {
+/* sums[r][p] += rows[r][0..inputs) * panels[p]; `apart` numbers lie between rows, `panel` between panels. Of a row, sums
+ * has VECTORS. fetching: whether there is something ahead. */
+INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart, const void *weights, size_t panel,
+                       const int fetching, struct ahead ahead, int inputs, const enum format format, f32 *sums) {
     const int V = P * PARTS;
     f32 sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -46,12 +48,12 @@ INLINE void dense_tile(const int R, const int P, const float *const *rows, const
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             weight[v] = widened(weights, v / PARTS * panel + (size_t)k * LANES + v % PARTS * WIDTH, format);
-            if (v % PARTS == 0) fetch(ahead, v / PARTS * panel * number_bytes(format), k);
+            if (fetching && v % PARTS == 0) fetch(ahead, v / PARTS * panel * number_bytes(format), k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * rows[r][k];
+            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * rows[r * apart + k];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -190,9 +192,9 @@ INLINE int panels_at_once(int rows, int panels) {
     }
 
 /* dense_tile for any number of rows and panels, and any format of numbers. */
-static void dense_products(int count, int panels, const float *const *rows, const void *weights, size_t panel,
+static void dense_products(int count, int panels, const float *rows, size_t apart, const void *weights, size_t panel,
                            struct ahead ahead, int inputs, int format, f32 *sums) {
-#define DENSE(R, P, FORMAT) { dense_tile(R, P, rows, weights, panel, ahead, inputs, FORMAT, sums); }
+#define DENSE(R, P, FORMAT) { dense_tile(R, P, rows, apart, weights, panel, 1, ahead, inputs, FORMAT, sums); }
 #define FP32_TILE(R, P) DENSE(R, P, FP32)
 #define FP16_TILE(R, P) DENSE(R, P, FP16)
 #define BYTE_TILE(R, P) DENSE(R, P, INT8)
@@ -201,6 +203,16 @@ static void dense_products(int count, int panels, const float *const *rows, cons
     case FP16: EACH_TILE(count, panels, FP16_TILE) break;
     case INT8: EACH_TILE(count, panels, BYTE_TILE) break;
     }
+}
+
+#define NEAREST 128 /* inputs of panels that are brought near at once: two panels take a third of the first cache */
+
+/* The same over panels of fp32 that lie in the first cache, NEAREST inputs each. */
+static void near_products(int count, int panels, const float *rows, size_t apart, const float *near, int inputs,
+                          f32 *sums) {
+    const struct ahead none = {0};
+#define NEAR_TILE(R, P) { dense_tile(R, P, rows, apart, near, NEAREST * LANES, 0, none, inputs, FP32, sums); }
+    EACH_TILE(count, panels, NEAR_TILE)
 }
 
 /* How a matrix meets rows: in `count` tiles of up to `most` rows, which begin at multiples of `step`. */
@@ -245,15 +257,14 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
         multiply_registers(matrix, x, row, rows, panel, panels, tile, tiles, sums);
         return;
     }
-    const float *values[MOST_ROWS];
-    for (int r = 0; r < rows; r++) values[r] = x->values + (size_t)(row + r) * x->stride;
+    const float *values = x->values + (size_t)row * x->stride;
     for (int v = 0; v < rows * VECTORS; v++) sums[v] = (f32){0};
     const size_t bytes = panel_bytes(matrix);
     const char *weights = (const char *)matrix->weights + panel * bytes, *next = weights + panels * bytes;
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
         step = panels_at_once(rows, panels - p);
-#define BF16_TILE(R, P) { half_tile(R, P, values, weights, bytes, ahead, matrix->inputs, sums); }
+#define BF16_TILE(R, P) { half_tile(R, P, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
 #define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
         switch (matrix->format) {
@@ -261,17 +272,18 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
         case INT8: EACH_TILE(rows, step, INT8_TILE) break;
         case INT4: EACH_TILE(rows, step, INT4_TILE) break;
         default:
-            dense_products(rows, step, values, weights, (size_t)matrix->inputs * LANES, ahead, matrix->inputs,
-                           matrix->format, sums);
+            dense_products(rows, step, values, x->stride, weights, (size_t)matrix->inputs * LANES, ahead,
+                           matrix->inputs, matrix->format, sums);
         }
     }
 }
 
-/* One row in bf16: in place, and where there are matrix registers, beside the fifteen other rows that share one. */
-static void round_to_halves(const struct rows *x, int row, int inputs) {
+/* Inputs of one row in bf16: in place, and where there are matrix registers, beside the fifteen other rows that share
+ * one. */
+static void round_to_halves(const struct rows *x, int row, int from, int end) {
     float *values = x->values + (size_t)row * x->stride;
     const size_t first = (size_t)(row / REGISTER_ROWS) * x->stride * REGISTER_ROWS;
-    for (int k = 0; k < half_blocks(inputs) * HALF_BLOCK; k += WIDTH) {
+    for (int k = from; k < end; k += WIDTH) {
         const f32 value = rounded_half(load(values + k));
         store(values + k, value);
         if (!x->halves) continue;
@@ -281,21 +293,21 @@ static void round_to_halves(const struct rows *x, int row, int inputs) {
     }
 }
 
-/* One row's codes: each block of inputs is divided by its largest magnitude / 127 and rounded. Filling is zero. */
-static void round_to_codes(const struct rows *x, int row, int inputs, int block) {
-    const int blocks = x->stride / block;
-    for (int b = 0; b * block < inputs; b++) {
-        const float *values = x->values + (size_t)row * x->stride + b * block;
+/* Codes of inputs of one row: each block is divided by its largest magnitude / 127 and rounded. Filling is zero. */
+static void round_to_codes(const struct rows *x, int row, int from, int end) {
+    const int blocks = x->stride / CODE_BLOCK;
+    for (int b = from / CODE_BLOCK; b < end / CODE_BLOCK; b++) {
+        const float *values = x->values + (size_t)row * x->stride + b * CODE_BLOCK;
         f32 most = {0};
-        for (int k = 0; k < block; k += WIDTH) {
+        for (int k = 0; k < CODE_BLOCK; k += WIDTH) {
             f32 value = load(values + k);
             most = larger(most, larger(value, -value));
         }
         float peak = largest(most), step = peak > 1e-30f ? 127.0f / peak : 0.0f;
         i32 sum = {0};
-        for (int k = 0; k < block; k += WIDTH) {
+        for (int k = 0; k < CODE_BLOCK; k += WIDTH) {
             i32 code = nearest(load(values + k) * step);
-            store_bytes(x->codes + (size_t)row * x->stride + b * block + k, code);
+            store_bytes(x->codes + (size_t)row * x->stride + b * CODE_BLOCK + k, code);
             sum += code;
         }
         x->scales[row * blocks + b] = peak / 127.0f;
@@ -304,8 +316,13 @@ static void round_to_codes(const struct rows *x, int row, int inputs, int block)
     }
 }
 
+/* Inputs of a row as the matrix multiplies them, from and to a multiple of ROUNDED. */
+static void round_inputs(const struct rows *x, int row, int from, int end, const struct matrix *next) {
+    if (next->format == BF16) round_to_halves(x, row, from, end);
+    if (next->format >= INT8) round_to_codes(x, row, from, end);
+}
+
 /* A row as the matrix multiplies it. */
 static void round_row(const struct rows *x, int row, const struct matrix *next) {
-    if (next->format == BF16) round_to_halves(x, row, next->inputs);
-    if (next->format >= INT8) round_to_codes(x, row, next->inputs, next->block);
+    round_inputs(x, row, 0, (next->inputs + ROUNDED - 1) / ROUNDED * ROUNDED, next);
 }

@@ -81,8 +81,25 @@ int draftwood_likely(const float *logits, int size, double temperature, double s
     return count;
 }
 
-/* What a pass computes of a row of logits for the drawing of a token, as far as there is room for it. */
+/* The first column of the largest logit; -1 where softmax returns NaN. */
+static int best_of(const float *logits, int size) {
+    const float peak = highest(logits, size);
+    int best = -1;
+    if (!isfinite(peak)) return -1;
+    for (int first = 0; first < size; first += WIDTH) {
+        const f32 column = columns(logits, first, size);
+        for (uint32_t left = not_below(column, peak); left; left &= left - 1) {
+            const int lane = __builtin_ctz(left);
+            if (!(column[lane] <= peak)) return -1;
+            if (best < 0) best = first + lane;
+        }
+    }
+    return best;
+}
+
+/* What a pass computes of a row of logits for the choice of a token, as far as there is room for it. */
 static void prepare_draw(const float *logits, int size, struct draw *draw) {
+    if (draw->temperature == 0) draw->best = best_of(logits, size);
     if (draw->sums) draw->total = sum_weights(logits, size, draw->temperature, NULL, draw->sums, &draw->peak);
     if (draw->ids)
         draw->count =

@@ -32,12 +32,14 @@ struct team {
     void (*work)(struct team *, int thread, void *);
     void *argument;
     struct phase phases[MOST_PHASES];
+    atomic_int *shares; /* [MOST_PHASES][threads]: units that were taken of each thread's own share */
 };
 
-/* Where a thread is in a pass. */
+/* Where a thread is in a pass. ahead, end: what it reads later, and fetches while it waits. */
 struct cursor {
     struct team *team;
     int thread, phase, mine; /* mine: units of this phase that it took */
+    const char *ahead, *end;
 };
 
 static void relax(void) {
@@ -48,21 +50,46 @@ static void relax(void) {
 #endif
 }
 
+/* Wait until all units of this phase are done; returns -1. */
+static int complete(struct cursor *cursor, int units) {
+    struct phase *phase = &cursor->team->phases[cursor->phase];
+    if (cursor->mine) atomic_fetch_add_explicit(&phase->done, cursor->mine, memory_order_acq_rel);
+    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < units;)
+        if (cursor->ahead < cursor->end) __builtin_prefetch(cursor->ahead, 0, 2), cursor->ahead += LINE;
+        else if (spins < WAIT_SPINS) relax(), spins++;
+        else sched_yield();
+    cursor->phase++;
+    cursor->mine = 0;
+    return -1;
+}
+
 /* The next of this phase's units. When none is left, wait until all are done and return -1: the next call begins the
  * next phase. */
 static int claim(struct cursor *cursor, int units) {
     struct phase *phase = &cursor->team->phases[cursor->phase];
     const int unit = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
-    if (unit < units) {
+    if (unit >= units) return complete(cursor, units);
+    cursor->mine++;
+    return unit;
+}
+
+/* The first of the units that are a thread's own share, in every pass the same. */
+static int first_own(int units, int thread, int threads) { return (int)((int64_t)units * thread / threads); }
+
+/* The same in another order: first the units of the thread's own share, then what other threads have left. */
+static int claim_own(struct cursor *cursor, int units) {
+    const int threads = cursor->team->threads;
+    atomic_int *shares = cursor->team->shares + (size_t)cursor->phase * threads;
+    for (int more = 0; more < threads; more++) {
+        const int owner = (cursor->thread + more) % threads, first = first_own(units, owner, threads);
+        const int count = first_own(units, owner + 1, threads) - first;
+        if (atomic_load_explicit(&shares[owner], memory_order_relaxed) >= count) continue;
+        const int taken = atomic_fetch_add_explicit(&shares[owner], 1, memory_order_relaxed);
+        if (taken >= count) continue;
         cursor->mine++;
-        return unit;
+        return first + taken;
     }
-    if (cursor->mine) atomic_fetch_add_explicit(&phase->done, cursor->mine, memory_order_acq_rel);
-    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < units;)
-        if (spins < WAIT_SPINS) relax(), spins++; else sched_yield();
-    cursor->phase++;
-    cursor->mine = 0;
-    return -1;
+    return complete(cursor, units);
 }
 
 struct helper {
@@ -98,6 +125,8 @@ static void together(struct team *team, int phases, void (*work)(struct team *, 
     for (int phase = 0; phase < phases; phase++) {
         atomic_store_explicit(&team->phases[phase].next, 0, memory_order_relaxed);
         atomic_store_explicit(&team->phases[phase].done, 0, memory_order_relaxed);
+        for (int thread = 0; thread < team->threads; thread++)
+            atomic_store_explicit(&team->shares[phase * team->threads + thread], 0, memory_order_relaxed);
     }
     team->work = work;
     team->argument = argument;
@@ -119,10 +148,16 @@ static void together(struct team *team, int phases, void (*work)(struct team *, 
 static pthread_mutex_t registry = PTHREAD_MUTEX_INITIALIZER;
 static struct team *teams[MOST_THREADS + 1];
 
+static struct team *new_team(int threads) {
+    struct team *team = allocate(sizeof *team);
+    if (team && !(team->shares = allocate((size_t)MOST_PHASES * threads * sizeof *team->shares))) release(team), team = NULL;
+    return team;
+}
+
 static struct team *open_team(int threads) {
     pthread_mutex_lock(&registry);
     struct team *team = teams[threads];
-    if (!team && (team = allocate(sizeof *team))) {
+    if (!team && (team = new_team(threads))) {
         pthread_mutex_init(&team->pass, NULL);
         pthread_mutex_init(&team->sleep, NULL);
         pthread_cond_init(&team->wake, NULL);
@@ -152,7 +187,7 @@ static void close_team(struct team *team) {
         pthread_cond_broadcast(&team->wake);
         pthread_mutex_unlock(&team->sleep);
         for (int thread = 1; thread < team->threads; thread++) pthread_join(team->helpers[thread], NULL);
-        release(team);
+        release(team->shares), release(team);
     }
     pthread_mutex_unlock(&registry);
 }

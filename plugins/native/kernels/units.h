@@ -2,12 +2,21 @@
 #pragma once
 #include "engine.h"
 
+/* How many of the queries of a kv head a unit has at most: where there are several units, each thread gets as many. */
+static int queries_of_unit(const struct model *model, int rows, int threads) {
+    const int most = queries_at_once(model, rows, threads), queries = rows * model->heads / model->kv_heads;
+    const int least = (queries + most - 1) / most;
+    for (int units = least; least > 1 && units < 2 * least; units++)
+        if (units * model->kv_heads % threads == 0) return (queries + units - 1) / units;
+    return most;
+}
+
 /* Cut the queries of a pass, `group` for each row, into units of rows that see the same. Where threads would be left
  * without a unit, or wait for the last one, units have parts. */
 static void cut(struct engine *engine, int rows) {
     const struct model *model = &engine->model;
     const int group = model->heads / model->kv_heads, threads = engine->team->threads;
-    const int most = queries_at_once(model, rows, threads), panels = engine->mask.panels;
+    const int most = queries_of_unit(model, rows, threads), panels = engine->mask.panels;
     int count = most, first = 0;
     engine->num_units = 0;
     for (int query = 0; query < rows * group; query++, count++) {
@@ -38,13 +47,32 @@ static struct unit unit_of(const struct engine *engine, const struct pass *pass,
     unit.count = first[1] - first[0];
     unit.stride = odd_lines(engine->capacity);
     unit.scores = engine->parts == 1 ? scores : engine->scores + (head * pass->rows * group + *first) * unit.stride;
+    unit.queries = queries_of(engine, pass->rows, head) + (size_t)*first * dim;
     for (int r = 0; r < unit.count; r++) {
         const int row = (*first + r) / group, at = (head * group + (*first + r) % group) * dim;
         unit.rows[r] = row;
-        unit.queries[r] = engine->merged.values + (size_t)row * engine->merged.stride + at;
         unit.outputs[r] = engine->attended.values + (size_t)row * engine->attended.stride + at;
     }
     return unit;
+}
+
+/* Whether a thread computes all of a kv head's attention: then it may also write the head's keys and values before. */
+static int units_are_heads(const struct engine *engine) { return engine->num_units == 1 && engine->parts == 1; }
+
+/* Whether attention rounds its outputs for the next matrix, if they are rounded at all. */
+static int rounds_outputs(const struct engine *engine, const struct layer *layer) {
+    return layer->output.format < BF16 || (engine->parts == 1 && engine->model.head_dim % ROUNDED == 0);
+}
+
+/* A whole unit of a layer's attention. */
+static void attend_unit(const struct engine *engine, const struct pass *pass, int index, int taken, float *scores) {
+    const struct unit unit = unit_of(engine, pass, index, taken, scores);
+    const struct layer *layer = &engine->model.layer[index];
+    attend(&unit);
+    for (int r = 0; rounds_outputs(engine, layer) && r < unit.count; r++) {
+        const int from = (int)(unit.outputs[r] - engine->attended.values) - unit.rows[r] * engine->attended.stride;
+        round_inputs(&engine->attended, unit.rows[r], from, from + unit.head_dim, &layer->output);
+    }
 }
 
 /* Attention of a layer: a thread takes a unit at a time. Where these are too few, it takes the scores of a part of the
@@ -52,10 +80,7 @@ static struct unit unit_of(const struct engine *engine, const struct pass *pass,
 static void attention(struct cursor *cursor, struct engine *engine, const struct pass *pass, int layer, float *scores) {
     const int units = engine->model.kv_heads * engine->num_units, parts = engine->parts, panels = engine->mask.panels;
     if (parts == 1) {
-        for (int index; (index = claim(cursor, units)) >= 0;) {
-            const struct unit unit = unit_of(engine, pass, layer, index, scores);
-            attend(&unit);
-        }
+        for (int taken; (taken = claim(cursor, units)) >= 0;) attend_unit(engine, pass, layer, taken, scores);
         return;
     }
     for (int taken; (taken = claim(cursor, units * parts)) >= 0;) {

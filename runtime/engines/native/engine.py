@@ -30,7 +30,7 @@ from ....plugins.native.library import (
     address,
 )
 from ....plugins.native.packing import PANEL, whole_panels
-from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
+from ..base import Ahead, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import cores
 from .softmax import NativeSoftmax, PreparedRows
@@ -42,13 +42,11 @@ STORED: dict[str, type[Any]] = {"": np.float32, "fp32": np.float32, "fp16": np.f
 
 class Results(NamedTuple):
     """Buffers of the passes that score R rows; each of these passes overwrites them. wanted: the C structure that
-    points to the buffers and to the cache. logits: [R, V]. acceptance: [R]. top_ids, top_logprobs: [R, K]."""
+    points to the buffers and to the cache. output: the buffers. prepared: what a pass prepares of its rows."""
 
     wanted: Pass
-    logits: NDArray[np.float32]
-    acceptance: NDArray[np.float32] | None
-    top_ids: NDArray[np.int64] | None
-    top_logprobs: NDArray[np.float32] | None
+    output: ForwardOutput
+    prepared: PreparedRows
 
 
 class NativeKVCache(GrowingKVCache):
@@ -72,12 +70,6 @@ class NativeKVCache(GrowingKVCache):
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
 
-    def prepared(self, outputs: int) -> PreparedRows:
-        """Buffers for what such a pass prepares of these rows."""
-        if outputs not in self._prepared:
-            self._prepared[outputs] = PreparedRows(self.results(outputs).logits)
-        return self._prepared[outputs]
-
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision
         slots, dtype = whole_panels(capacity), STORED[stored]
@@ -89,7 +81,6 @@ class NativeKVCache(GrowingKVCache):
         form = FORMATS.index(stored or "fp32")
         self.structure = Cache(address(self.keys), address(self.values), *scales, slots, form)
         self._results: dict[int, Results] = {}
-        self._prepared: dict[int, PreparedRows] = {}
 
     def _resize(self, capacity: int, used: int) -> None:
         keys, values, scales = self.keys, self.values, self.scales
@@ -104,11 +95,13 @@ class NativeKVCache(GrowingKVCache):
         self._engine.move(self, rows)
 
     def _free(self) -> None:
-        del self.keys, self.values, self.scales, self.structure, self._results, self._prepared
+        del self.keys, self.values, self.scales, self.structure, self._results
 
 
 class NativeEngine(SoloEngine):
     """One role's weights and the kernels that read them."""
+
+    runs_ahead = True
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
         """path: a file of weights. threads: 0 takes one for each core. private: see `read_weights`. Raises EngineError
@@ -118,6 +111,7 @@ class NativeEngine(SoloEngine):
         self._handle: int | None = None
         self._lock = Lock()  # an engine is not closed during a pass
         self.spec = spec
+        self._kept = np.array(spec.kept_tokens, np.int64) if spec.kept_tokens else None
         self._weights = read_weights(path, spec, private)
         try:
             self._library = open_kernels()
@@ -135,32 +129,45 @@ class NativeEngine(SoloEngine):
         for token ids and positions beyond those of the engine."""
         if batch.num_tokens > len(batch.mask):
             raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
+        if batch.ahead is not None:
+            check_ahead(batch, batch.ahead, self.spec)
         cache = check_cache(cache, NativeKVCache)
         start = cache.reserve(batch)
-        rows, outputs = batch.num_tokens, len(batch.output_rows)
-        results = cache.results(outputs)
+        rows, ahead = batch.num_tokens, batch.ahead
+        outputs = len(batch.output_rows) + (0 if ahead is None else ahead.rows)
+        wanted, output, prepared = cache.results(outputs)
         arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
-        tokens, positions, output_rows, mask = map(np.ascontiguousarray, arrays)
-        wanted = results.wanted
-        wanted.rows, wanted.outputs = rows, 0 if batch.cache_only else min(outputs, rows)
-        wanted.length, wanted.start, wanted.columns = cache.length, start, mask.shape[1]
-        wanted.tokens, wanted.positions = address(tokens), address(positions)
-        wanted.output_rows, wanted.mask = address(output_rows), address(mask)
+        inputs = [np.ascontiguousarray(array) for array in arrays]  # they live as long as the pass
+        scored, columns = 0 if batch.cache_only else min(len(batch.output_rows), rows), inputs[-1].shape[1]
+        wanted.fill(rows, scored, cache.length, start, columns, inputs)
         slots = None if batch.slots is None else np.ascontiguousarray(batch.slots)
         wanted.slots, wanted.drawn = address(slots), 0
-        asked = batch.wanted[: wanted.outputs]
+        asked = batch.wanted[:scored]
+        if ahead is not None and ahead.wanted is not None:
+            asked = (ahead.wanted,) * outputs
         if any(asked):
-            cache.prepared(outputs).ask(asked, wanted)
+            output = output._replace(softmaxes=prepared.ask(asked, wanted))
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
             try:
-                self._library.forward(self._handle, wanted)
+                if ahead is None:
+                    self._library.forward(self._handle, wanted)
+                else:
+                    output = output._replace(ahead=self._run_ahead(ahead, wanted))
             except KernelError as error:
                 raise EngineError(str(error)) from error
-        cache.speculative = cache.speculative + rows if slots is None else mask.shape[1]
-        softmaxes = cache.prepared(outputs).answers(asked, self.softmax) if any(asked) else ()
-        return ForwardOutput(results.logits, results.top_ids, results.top_logprobs, results.acceptance, softmaxes)
+        cache.speculative = cache.speculative + rows + len(output.ahead) if slots is None else columns
+        return output
+
+    def _run_ahead(self, ahead: Ahead, wanted: Pass) -> tuple[int, ...]:
+        """Run a pass and those behind it; returns the tokens of the latter."""
+        assert self._handle is not None, "see score"
+        uniforms = None if ahead.uniforms is None else np.array(ahead.uniforms)
+        wanted.drawn = min(wanted.drawn, 1)  # of each pass
+        return tuple(
+            self._library.run_ahead(self._handle, wanted, ahead.rows, uniforms, ahead.most, self._kept).tolist()
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -185,11 +192,24 @@ class NativeEngine(SoloEngine):
         wanted = Pass(top=columns, cache=cache.structure)
         wanted.logits, wanted.acceptance = address(logits), address(acceptance)
         wanted.ids, wanted.logprobs = address(ids), address(logprobs)
-        return Results(wanted, logits, acceptance, ids, logprobs)
+        return Results(wanted, ForwardOutput(logits, ids, logprobs, acceptance), PreparedRows(logits, self.softmax))
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
         """Copy the slots `rows`, int64 [n], in this order, to the slots after the committed rows, in every layer."""
         self._library.move(self._model, cache.structure, cache.length, np.ascontiguousarray(rows))
+
+
+def check_ahead(batch: TokenBatch, ahead: Ahead, spec: EngineSpec) -> None:
+    """Raises EngineError for rows ahead that the kernels cannot choose, or have no place for."""
+    ranked = bindings.TOP_IDS.name in spec.outputs
+    numbers = ahead.uniforms is not None and len(ahead.uniforms) >= ahead.rows
+    drawn = numbers and ahead.wanted is not None and ahead.wanted.share > 0
+    chosen = drawn if ahead.uniforms is not None else ranked
+    if ahead.rows < 1 or batch.slots is not None or len(batch.output_rows) != 1 or batch.cache_only or not chosen:
+        raise EngineError(
+            f"{ahead.rows} rows ahead need a last row that is the only output row, no slots, and top_ids or as many "
+            "numbers and the likely tokens"
+        )
 
 
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,90 +53,106 @@ class NativeSoftmax(NumpySoftmax):
 
 
 class PreparedRows:
-    """Buffers for what passes compute of up to R rows of logits; each of these passes overwrites them."""
+    """Buffers for what passes compute of up to R rows of logits; each of these passes overwrites them. total, peak,
+    count, best: of `struct draw`, by the rows of which anything is wanted."""
 
-    def __init__(self, logits: NDArray[np.float32]) -> None:
-        """logits [R, V]: the buffer of these passes."""
+    def __init__(self, logits: NDArray[np.float32], softmax: NativeSoftmax) -> None:
+        """logits [R, V]: the buffer of these passes. softmax: answers what a pass did not prepare."""
         rows, columns = logits.shape
-        self.logits = logits
-        self.draws, self._outputs = np.zeros(rows, DRAW), np.zeros(rows, np.int64)
+        self.softmax, self.logits = softmax, logits
+        self._draws, self._outputs = np.zeros(rows, DRAW), np.zeros(rows, np.int64)
+        self._places = address(self._outputs), address(self._draws)
+        self.total, self.peak, self.count, self.best = (
+            self._draws[name] for name in ("total", "peak", "count", "best")
+        )
         self.sums = np.zeros((rows, -(-columns // RUN)))
         self.ids, self.weights = np.zeros((rows, ROOM), np.int64), np.zeros((rows, ROOM))
+        self._wanted: tuple[Wanted | None, ...] = ()
+        self._softmaxes: tuple[PreparedSoftmax | None, ...] = ()
 
-    def ask(self, wanted: Sequence[Wanted | None], into: Pass) -> None:
-        """Let a pass prepare output rows for the settings that are wanted of them. It has at least as many rows."""
+    def ask(self, wanted: tuple[Wanted | None, ...], into: Pass) -> Sequence[Softmax | None]:
+        """Let a pass prepare output rows for the settings that are wanted of them; it has at least as many rows.
+        Returns the softmax of each row, after the pass; None for rows of which nothing is wanted. Most passes want what
+        the pass before them wanted: then nothing is written."""
+        if wanted != self._wanted:
+            self._write(wanted)
+        into.drawn = len(wanted) - wanted.count(None)
+        into.draw_outputs, into.draws = self._places
+        return self._softmaxes
+
+    def _write(self, wanted: tuple[Wanted | None, ...]) -> None:
         asked = [(row, each) for row, each in enumerate(wanted) if each is not None]
         rows = np.array([row for row, _ in asked], np.int64)
-        draws, count = self.draws[: len(asked)], len(asked)
+        draws, count = self._draws[: len(asked)], len(asked)
         self._outputs[:count] = rows
         draws["temperature"] = [each.temperature for _, each in asked]
         draws["share"], draws["room"] = [each.share for _, each in asked], ROOM
         # A buffer without an address is one that the pass leaves out.
-        draws["sums"] = self._places(self.sums, rows, [each.weights for _, each in asked])
+        draws["sums"] = addresses(self.sums, rows, [each.weights for _, each in asked])
         for name, buffer in (("ids", self.ids), ("weights", self.weights)):
-            draws[name] = self._places(buffer, rows, [each.share > 0 for _, each in asked])
-        into.drawn, into.draw_outputs, into.draws = count, address(self._outputs), address(self.draws)
-
-    def answers(self, wanted: Sequence[Wanted | None], softmax: NativeSoftmax) -> tuple[Softmax | None, ...]:
-        """The softmax of each output row after the pass; None for rows of which nothing was wanted."""
-        found = iter(self.draws[["total", "peak", "count"]].tolist())
-        return tuple(
-            None if each is None else PreparedSoftmax(softmax, self, row, each, *next(found))
-            for row, each in enumerate(wanted)
+            draws[name] = addresses(buffer, rows, [each.share > 0 for _, each in asked])
+        places = iter(range(count))
+        self._softmaxes = tuple(
+            None if each is None else PreparedSoftmax(self, row, next(places), each) for row, each in enumerate(wanted)
         )
+        self._wanted = wanted
 
-    @staticmethod
-    def _places(buffer: NDArray[Any], rows: NDArray[np.int64], used: Sequence[bool]) -> NDArray[np.uint64]:
-        """The addresses of rows of a buffer, 0 for rows that are not used."""
-        return np.where(used, (address(buffer) or 0) + buffer.strides[0] * rows, 0).astype(np.uint64)
+
+def addresses(buffer: NDArray[Any], rows: NDArray[np.int64], used: Sequence[bool]) -> NDArray[np.uint64]:
+    """Of rows of a buffer, 0 for rows that are not used."""
+    return np.where(used, (address(buffer) or 0) + buffer.strides[0] * rows, 0).astype(np.uint64)
 
 
 class PreparedSoftmax:
-    """The softmax of one row of a pass. It knows the answers for the settings that were wanted, and computes others as
-    the engine's softmax does. total, peak, count: of `struct draw`."""
+    """The softmax of one row of a pass, until the next pass. It knows the answers for the settings that were wanted,
+    and computes others as the engine's softmax does."""
 
     dtype: type[np.floating[Any]] = np.float32
 
-    def __init__(
-        self,
-        softmax: NativeSoftmax,
-        rows: PreparedRows,
-        row: int,
-        wanted: Wanted,
-        total: float,
-        peak: float,
-        count: int,
-    ) -> None:
-        self._softmax, self._rows, self._row, self._wanted = softmax, rows, row, wanted
-        self._total, self._peak, self._count = total, peak, count
+    def __init__(self, rows: PreparedRows, row: int, place: int, wanted: Wanted) -> None:
+        """row: of the buffers. place: among the rows of which anything is wanted."""
+        self._rows, self._row, self._place, self._wanted = rows, row, place, wanted
+        own = rows.logits[row]
+        self._own = len(own), address(own)
+
+    def best(self, logits: NDArray[np.floating[Any]]) -> int:
+        """See Softmax.best."""
+        if not self._is_of(logits, 0.0):
+            return self._rows.softmax.best(logits)
+        token = int(self._rows.best[self._place])
+        if token < 0:
+            raise EngineError(NO_NUMBERS)
+        return token
 
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
         """See Softmax.weights. Only those that are read are computed."""
+        rows = self._rows
         if not self._wanted.weights or not self._is_of(logits, temperature):
-            return self._softmax.weights(logits, temperature, values)
-        if np.isnan(self._total):
+            return rows.softmax.weights(logits, temperature, values)
+        total, peak = float(rows.total[self._place]), float(rows.peak[self._place])
+        if math.isnan(total):
             raise EngineError(NO_NUMBERS)
 
         def of(columns: Columns) -> NDArray[np.floating[Any]]:
             some = logits[columns]
             room = values if columns is EVERY else np.empty(len(some), np.float32)
-            return self._softmax.library.weigh(some, self._peak, temperature, room)
+            return rows.softmax.library.weigh(some, peak, temperature, room)
 
-        return Weights(self._total, of, self._rows.sums[self._row], RUN)
+        return Weights(total, of, rows.sums[self._row], RUN)
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """See Softmax.likely."""
-        if share != self._wanted.share or self._count > ROOM or not self._is_of(logits, temperature):
-            return self._softmax.likely(logits, temperature, share)
-        if self._count < 0:
+        rows, count = self._rows, int(self._rows.count[self._place])
+        if share != self._wanted.share or count > ROOM or not self._is_of(logits, temperature):
+            return rows.softmax.likely(logits, temperature, share)
+        if count < 0:
             raise EngineError(NO_NUMBERS)
-        return self._rows.ids[self._row, : self._count].copy(), self._rows.weights[self._row, : self._count].copy()
+        return rows.ids[self._row, :count].copy(), rows.weights[self._row, :count].copy()
 
     def _is_of(self, logits: NDArray[np.floating[Any]], temperature: float) -> bool:
         """Whether the row is the one that was prepared: some wrappers of engines change logits afterwards."""
-        own = self._rows.logits[self._row]
-        return temperature == self._wanted.temperature and len(logits) == len(own) and address(logits) == address(own)
+        return temperature == self._wanted.temperature and (len(logits), address(logits)) == self._own

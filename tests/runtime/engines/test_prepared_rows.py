@@ -33,6 +33,7 @@ SETTINGS = (
     Wanted(0.7, True, 1e-4),
     Wanted(0.3, False, 0.05),
     Wanted(1e39, False, 1e-4),  # every token is likely: there is no room for so many
+    Wanted(0.0, False, 0.0),
     None,
 )
 
@@ -81,7 +82,7 @@ def scored(engine: NativeEngine, requests: Sequence[tuple[TokenTree, Wanted | No
 
 def answers(softmax: Softmax, logits: NDArray[np.float32], wanted: Wanted) -> list[NDArray[Any]]:
     """All that a sampler or a verifier may read of a row."""
-    found: list[NDArray[Any]] = []
+    found: list[NDArray[Any]] = [] if wanted.temperature else [np.array(softmax.best(logits))]
     if wanted.weights:
         weights = softmax.weights(logits, wanted.temperature, np.empty(len(logits), np.float32))
         assert weights.runs is not None
@@ -168,7 +169,7 @@ def test_what_a_request_wants() -> None:
     def wanted(**settings: object) -> Wanted | None:
         return Sampler(SamplingParams(**settings), [1], (), 20).wanted  # type: ignore[arg-type]
 
-    assert wanted(temperature=0.0) is None and wanted(temperature=0.7, presence_penalty=0.5) is None
+    assert wanted(temperature=0.0) == (0.0, False, 0.0) and wanted(temperature=0.7, presence_penalty=0.5) is None
     assert wanted(temperature=0.7) == (0.7, True, 0.0) and wanted(temperature=0.7, top_p=0.9) == (0.7, True, 1e-4)
     assert wanted(temperature=0.7, top_k=5, top_p=0.9) == (0.7, False, 1e-4)
     assert wanted(temperature=0.7, min_p=0.2, top_k=5) == (0.7, False, 0.2)
