@@ -4,14 +4,15 @@ In plain decoding every pass follows another one of the target at once. In a rou
 alternate, so each engine finds the processor's caches full of the other engine's weights, and the time on the host
 before a pass is long enough for helping threads to fall asleep. The same holds here. A wider pass of the target is
 measured as a multiple of the narrowest one beside it: the speed of memory changes from minute to minute, and wide
-passes make the narrow ones after them slower. The results are medians, because other programs run at the same time.
+passes make the narrow ones after them slower. A draft's pass that follows another one of the draft is measured apart,
+since it finds the draft's weights near. The results are medians, because other programs run at the same time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -25,6 +26,7 @@ from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.backends import describe_backend
 from ..runtime.engines.base import Engine, TokenBatch
+from ..runtime.engines.cache import GrowingKVCache
 from ..runtime.engines.passes import prefill
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.random import seeded_streams
@@ -34,12 +36,14 @@ from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from .progress import Begin, Step
 
-CONTEXTS = (64, 512, 1536)
+CONTEXTS = (64, 512, 1536)  # and the longest one of a bundle for longer texts
+LONGEST = 8192  # of the contexts that are measured unasked: its cache must fit beside the weights
 REPEATS = 9
 BRIEF_SECONDS = 3.0  # of a build, for the passes behind one context: after these, only so many repeats as are needed
 NEEDED_REPEATS = 3  # for a median
 LONG_REPEATS = 2  # where measuring each width once takes all these seconds: long passes vary less
 PAUSE = 2e-4  # seconds on the host before a pass of a round with a proposal
+DRAFT_PAUSE = 5e-5  # the same between two passes of the draft
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
 HOST_ROUNDS, HOST_SEEDS = 12, 3
 LOOKUPS = 24  # measured rounds with a prompt lookup
@@ -57,32 +61,43 @@ class Pair:
 
 class Passes(NamedTuple):
     """The measured passes of one engine after one context: for every width the median seconds, and the spread of the
-    repeats (upper quartile / least)."""
+    repeats (upper quartile / least). further: of a draft, the seconds of passes that follow another one of its
+    passes."""
 
     seconds: tuple[float, ...]
     spreads: tuple[float, ...]
+    further: tuple[float, ...] = ()
+
+
+def contexts_of(max_length: int) -> tuple[int, ...]:
+    """The contexts to measure for so many tokens of prompt and output."""
+    fitting = tuple(context for context in CONTEXTS if context <= max_length) or CONTEXTS[:1]
+    return fitting if max_length <= CONTEXTS[-1] else (*fitting, min(max_length, LONGEST))
 
 
 def brief_contexts(max_length: int) -> tuple[int, ...]:
-    """The shortest and the longest of CONTEXTS for so many tokens of prompt and output: costs grow evenly between
-    them."""
-    fitting = [context for context in CONTEXTS if context <= max_length]
-    return tuple(sorted({fitting[0], fitting[-1]})) if fitting else CONTEXTS[:1]
+    """The shortest and the longest of these, as costs grow evenly between them; one between where they are far
+    apart."""
+    contexts = contexts_of(max_length)
+    middle = {CONTEXTS[-1]} if contexts[-1] > 2 * CONTEXTS[-1] else set()
+    return tuple(sorted({contexts[0], contexts[-1], *middle}))
 
 
 def measure(
     pair: Pair,
     begin: Begin,
-    contexts: Sequence[int] = CONTEXTS,
+    contexts: Sequence[int] = (),
     repeats: int = REPEATS,
     seconds: float = math.inf,
 ) -> CostModel:
-    """Measure every width of both engines after each context that fits. begin: called for every step. seconds: of the
-    repeats behind one context, after which there are NEEDED_REPEATS and no more.
+    """Measure every width of both engines after each context that fits. begin: called for every step. contexts: those
+    of `contexts_of` if none are named. seconds: of the repeats behind one context, after which there are NEEDED_REPEATS
+    and no more.
 
     Raises ConfigError if no context fits.
     """
-    if min(contexts, default=1) < 1:
+    contexts = contexts or contexts_of(pair.max_length)
+    if min(contexts) < 1:
         raise ConfigError(f"contexts must be at least 1, the tokens before a pass, not {min(contexts)}")
     fitting = tuple(context for context in sorted(set(contexts)) if context <= pair.max_length)
     if not fitting or repeats < 1:
@@ -90,12 +105,14 @@ def measure(
             f"no context of {list(contexts)} fits this bundle's {pair.max_length} tokens: name shorter ones"
         )
     medians: dict[str, list[tuple[float, ...]]] = {role: [] for role in pair.engines}
+    further: list[tuple[float, ...]] = []
     spreads: list[float] = []
     for context in fitting:
         widths = sorted({width for engine in pair.engines.values() for width in engine.spec.widths})
         advance = begin(Step(f"Passes behind {context} tokens", len(widths) * repeats))
         for role, passes in measure_after(pair, context, widths, repeats, advance, seconds).items():
             medians[role].append(passes.seconds)
+            further += [passes.further] if passes.further else []
             spreads += passes.spreads
     advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
     seeds = HOST_SEEDS if math.isinf(seconds) else 1
@@ -104,7 +121,9 @@ def measure(
     for role, engine in pair.engines.items():
         backend = describe_backend(engine.spec.backend)
         costs[role] = PassCosts(engine.spec.widths, fitting, tuple(medians[role]), backend.pads, not backend.panels)
-    return CostModel(costs[TARGET], costs.get(DRAFT), greedy, sampled, pair.machine, median(spreads))
+    draft = costs.get(DRAFT)
+    again = None if draft is None else replace(draft, seconds=tuple(further))
+    return CostModel(costs[TARGET], draft, greedy, sampled, pair.machine, median(spreads), further=again)
 
 
 def measure_after(
@@ -118,14 +137,14 @@ def measure_after(
     """Measure each engine's passes after `context` committed rows."""
     caches: dict[str, Any] = {}
     for role, engine in pair.engines.items():
-        caches[role] = engine.new_cache()
-        prefill(engine, caches[role], [0] * context)
+        caches[role] = filled_cache(engine, context)
     times: dict[str, dict[int, list[float]]] = {
         role: {width: [] for width in engine.spec.widths} for role, engine in pair.engines.items()
     }
     target = pair.engines[TARGET]
     narrowest = target.spec.widths[0]
     beside: dict[int, list[float]] = {width: [] for width in target.spec.widths}  # passes of the narrowest width
+    again: dict[int, list[float]] = {width: [] for width in times.get(DRAFT, ())}  # further passes of the draft
     # The first pass of a width binds its buffers, and does not count, unless passes are long: that is little of them.
     start, first, needed = perf_counter(), 1, NEEDED_REPEATS
     for repeat in range(repeats + 1):
@@ -146,6 +165,9 @@ def measure_after(
                     times[role][width].append(time_pass(engine, caches[role], width))
                     if role == TARGET:
                         beside[width].append(plain)
+                    else:
+                        wait(DRAFT_PAUSE)
+                        again[width].append(time_pass(engine, caches[role], width))
             if repeat:
                 advance()
     counted = {role: {width: each[first:] for width, each in found.items()} for role, found in times.items()}
@@ -156,9 +178,23 @@ def measure_after(
         for width, each in counted[TARGET].items()
     ]
     seconds[TARGET] = [plain * multiple for multiple in multiples]
-    return {
+    measured = {
         role: Passes(monotone(seconds[role]), tuple(map(spread, found.values()))) for role, found in counted.items()
     }
+    if DRAFT in measured:  # no further pass takes longer than a first one
+        warm = np.minimum([median(each[first:]) for each in again.values()], measured[DRAFT].seconds)
+        measured[DRAFT] = measured[DRAFT]._replace(further=monotone(warm.tolist()))
+    return measured
+
+
+def filled_cache(engine: Engine, context: int) -> Any:
+    """A cache with so many committed rows. Where a cache can repeat rows, only those of one pass are computed."""
+    cache = engine.new_cache()
+    computed = min(context, engine.spec.max_width) if isinstance(cache, GrowingKVCache) else context
+    prefill(engine, cache, [0] * computed)
+    if isinstance(cache, GrowingKVCache):
+        cache.repeat(context)
+    return cache
 
 
 def wait(seconds: float) -> None:

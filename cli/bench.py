@@ -141,7 +141,7 @@ def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: a
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
         Console(stderr=True, quiet=args.quiet).print(f"── {costs_note(stale)}", markup=False)
-    return measured or assumed_costs(target.spec, None if draft is None else draft.spec)
+    return measured or assumed_costs(target.spec, None if draft is None else draft.spec, args.provider)
 
 
 class Run(NamedTuple):

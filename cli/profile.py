@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..builder.profile import CONTEXTS, Pair, measure
+from ..builder.profile import CONTEXTS, LONGEST, Pair, measure
 from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
@@ -37,9 +38,9 @@ BUSY = 1.35
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("profile", help="measure this machine's costs, by which speculation is planned")
     parser.add_argument("bundle", type=Path)
-    shown = ",".join(map(str, CONTEXTS))
+    shown = f"{','.join(map(str, CONTEXTS))}, and the bundle's --max-length up to {LONGEST}"
     parser.add_argument(
-        "--contexts", type=integers, default=CONTEXTS, help=f"committed tokens before a pass (default {shown})"
+        "--contexts", type=integers, default=(), help=f"committed tokens before a pass (default {shown})"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engines(parser)
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(costs)))
     else:
-        console.print(table(costs), summary(costs))
+        console.print(*tables(costs), summary(costs))
     return 0
 
 
@@ -133,24 +134,24 @@ def bundle_draft(
     return closing(bundle.open_draft(threads, draft_threads, provider)) if bundle.has_draft else nullcontext()
 
 
-def table(costs: CostModel) -> Table:
-    """A table of milliseconds of a pass, with one line per number of rows."""
-    roles = {TARGET: costs.target} | ({} if costs.draft is None else {DRAFT: costs.draft})
-    columns = [f"{role}\nbehind {context}" for role, passes in roles.items() for context in passes.contexts]
-    result = Table("rows of a pass", *columns, box=box.SIMPLE, pad_edge=False)
+def tables(costs: CostModel) -> Iterator[str | Table]:
+    """Titles and tables: milliseconds of the passes of target and draft, and of the draft's further ones in a round."""
+    every = {"the target": costs.target, "the draft": costs.draft, "the draft, after another one": costs.further}
+    for role, passes in every.items():
+        if passes is not None:
+            yield f"A pass of {role}:"
+            yield table(passes)
+
+
+def table(passes: PassCosts) -> Table:
+    """Milliseconds of an engine's passes, with one line per number of rows."""
+    behind = (f"behind {context}" for context in passes.contexts)
+    result = Table("rows", *behind, box=box.SIMPLE, pad_edge=False)
     for column in result.columns:
         column.justify = "right"
-    for width in sorted({width for passes in roles.values() for width in passes.widths}):
-        cells = [cell for passes in roles.values() for cell in milliseconds(passes, width)]
-        result.add_row(str(width), *cells)
+    for width, *seconds in zip(passes.widths, *passes.seconds, strict=True):
+        result.add_row(str(width), *(f"{1e3 * each:.2f}" for each in seconds))
     return result
-
-
-def milliseconds(passes: PassCosts, width: int) -> list[str]:
-    """The cells of one engine in a line."""
-    if width not in passes.widths:
-        return [""] * len(passes.contexts)
-    return [f"{1e3 * row[passes.widths.index(width)]:.2f}" for row in passes.seconds]
 
 
 def summary(costs: CostModel) -> str:

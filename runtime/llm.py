@@ -73,6 +73,7 @@ class LLM:
         self.bundle = EngineBundle.open(Path(model), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self.speculative = speculative
+        self._provider = provider
         self._target = self.bundle.open_engine(TARGET, threads, provider)
         self._draft: Engine | None = None
         self._costs: CostModel | None = None
@@ -83,7 +84,7 @@ class LLM:
                 self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
             draft = None if self._draft is None else self._draft.spec
-            self._costs = measured or assumed_costs(self._target.spec, draft)
+            self._costs = measured or assumed_costs(self._target.spec, draft, provider)
         self._experience = Experience()
         vocab_size = self._target.spec.model.vocab_size
         self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
@@ -223,7 +224,8 @@ class LLM:
     @property
     def costs(self) -> CostModel:
         """The measured costs of the engines, or assumed ones."""
-        return self._costs or read_costs(self.bundle.folder) or assumed_costs(self._target.spec, None)
+        measured = self._costs or read_costs(self.bundle.folder)
+        return measured or assumed_costs(self._target.spec, None, self._provider)
 
     def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> SharedEngines:
         """Engines for up to `requests` requests at a time, which share passes where the backend allows it.
@@ -235,7 +237,7 @@ class LLM:
         if not self.is_pooled:
             spec = self._target.spec
             return SharedEngines(self.engines, (), CacheBudget(None, spec.capacity, spec.max_width))
-        budget = cache_budget([engine.spec for engine in own], kv_cache_bytes)
+        budget = cache_budget([engine.spec for engine in own], kv_cache_bytes, self._provider)
         pools = []
         for engine in own:
             full = requests * engine.spec.capacity

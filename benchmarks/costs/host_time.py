@@ -4,6 +4,7 @@
 
 The time of sampling grows with the vocabulary. LLaMAs have 32,000 tokens and more, the demo pair has 2,048:
 `WidenedEngine` extends its logits to that length by tokens of low probability. A trimmed draft computes fewer columns.
+A bundle whose draft is trimmed already is measured with its own vocabulary alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
-from draftwood.models.bindings import TARGET
+from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -113,7 +114,8 @@ def main() -> None:
     for bundle in map(EngineBundle.open, args.bundles):
         spec = bundle.manifest.engines[TARGET]
         figures[spec.backend] = {}
-        for vocab_size, kept in VOCABULARIES:
+        is_trimmed = bool(bundle.manifest.engines[DRAFT].kept_tokens)
+        for vocab_size, kept in VOCABULARIES[:1] if is_trimmed else VOCABULARIES:
             title = f"{vocab_size or spec.model.vocab_size} tokens" + (f", the draft's {kept}" if kept else "")
             figures[spec.backend][title] = rows = measure(bundle, vocab_size, kept)
             table = Table("host time per round, ms", *SETTINGS, title=f"{spec.backend}, vocabulary of {title}")

@@ -57,13 +57,13 @@ def make_configurations() -> dict[str, SpeculativeConfig | None]:
 
 def expect(costs: CostModel, name: str, context: int) -> RoundTimes | None:
     """By the table, behind so many tokens; None for rounds of many sizes."""
-    assert costs.draft is not None
+    assert costs.draft is not None and costs.following is not None
     if name == PLAIN:
         return RoundTimes(costs.target.at(1, context), 0.0, costs.greedy.plain)
     if name == PLANNED:
         return None
     length = int(name.split()[-1])
-    drafting = costs.draft.at(2, context) + (length - 1) * costs.draft.at(1, context)
+    drafting = costs.draft.at(2, context) + (length - 1) * costs.following.at(1, context)
     host = costs.greedy.round + length * costs.greedy.token
     return RoundTimes(costs.target.at(length + 1, context), drafting, host)
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...models.bindings import ROLES
-from ...models.errors import BundleError
+from ...models.errors import BundleError, EngineError
 from ...models.layers import network_of
 from ...models.plain_files import read_object
 from ...models.typed import typed
-from ..engines.backends import COMPILED, bits_of_weight, describe_backend, slot_bytes
+from ..engines.backends import COMPILED, CPU, bits_of_weight, describe_backend, slot_bytes
 from ..engines.base import EngineSpec
+from ..engines.gpus import find_driver
 from ..engines.limits import cores
 from ..speculation.planning.cost import CostModel, assumed
 from ..speculation.planning.gpu import PassSizes, gpu_named, predicted
@@ -78,19 +79,20 @@ def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: 
         "provider": provider,
         "bundle": manifest.digest[:12],
     }
-    return found | {"gpu": gpu_name()} if provider != "cpu" or set(backends) & set(COMPILED) else found
+    return found | {"gpu": gpu_name()} if provider != CPU or set(backends) & set(COMPILED) else found
 
 
 def gpu_name() -> str:
     """The driver's name of the first GPU; empty without one."""
-    from ..engines.static.tensorrt import this_machine
+    try:
+        return find_driver().gpus[0].name
+    except EngineError:
+        return ""
 
-    return this_machine().name or ""
 
-
-def assumed_costs(target: EngineSpec, draft: EngineSpec | None) -> CostModel:
+def assumed_costs(target: EngineSpec, draft: EngineSpec | None, provider: str = CPU) -> CostModel:
     """Costs where nothing was measured: a GPU's for engines that run on one, else a small server's."""
-    if target.backend not in COMPILED:
+    if target.backend not in COMPILED and provider == CPU:
         return assumed(target.model, None if draft is None else draft.model)
     return predicted(gpu_named(gpu_name()), pass_sizes(target), None if draft is None else pass_sizes(draft))
 

@@ -47,23 +47,20 @@ class Processing:
         self._penalises = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
+        # Asked for every row: whether masks may remove tokens, and whether something changes logits in the whole text.
+        self._removes = self._masks is not None or self._bans is not None
+        self._changes = self._penalises or bool(params.logits_processors) or bool(params.logit_bias)
+        self._min_tokens = params.min_tokens
 
     @property
     def follows_path(self) -> bool:
         """Whether there is anything to change now."""
-        return self._removes or self.changes_logits
-
-    @property
-    def _removes(self) -> bool:
-        """Whether masks may remove tokens."""
-        return self._masks is not None or self._bans is not None
+        return self._removes or self._changes or self._min_tokens > len(self.output)
 
     @property
     def changes_logits(self) -> bool:
         """Whether biases, processors, min_tokens or penalties change logits now; masks only remove tokens."""
-        params = self._params
-        changed = self._penalises or bool(params.logits_processors) or bool(params.logit_bias)
-        return changed or params.min_tokens > len(self.output)
+        return self._changes or self._min_tokens > len(self.output)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output."""

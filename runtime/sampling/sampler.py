@@ -91,12 +91,22 @@ class Sampler:
     @property
     def wanted(self) -> Wanted | None:
         """What `choose` and `weights` will ask of the softmax of a row of logits; None if an engine cannot know it in
-        its pass, because the request changes the logits first, or if they ask nothing."""
+        its pass, because the request changes the logits first."""
         params = self.params
-        if params.greedy or self.follows_path:
+        if self.follows_path:
             return None
+        if params.greedy:
+            return Wanted(0.0, False, 0.0)
         share = params.min_p or (NEGLIGIBLE if self._truncates else 0.0)
         return Wanted(params.temperature, not (params.min_p > 0 or params.top_k > 0), share)
+
+    @property
+    def drafted(self) -> Wanted | None:
+        """The same of `candidates`, if these are all that are likely: neither top-k nor top-p leaves any out."""
+        params = self.params
+        if params.greedy or self.follows_path or params.top_k > 0 or params.top_p < 1:
+            return None
+        return Wanted(params.temperature, False, max(params.min_p, NEGLIGIBLE))
 
     def choose(
         self,
@@ -107,7 +117,7 @@ class Sampler:
     ) -> int:
         """The next token after `path`, from logits [V]. softmax: see `weights`."""
         if self.params.greedy:
-            return best(self._scores(logits, path))
+            return self._known(softmax).best(self._scores(logits, path))
         if self._truncates:
             ids, probs = self._truncate(self._scores(logits, path), path, softmax)
             return int(ids[stream.categorical(probs)])
@@ -129,17 +139,20 @@ class Sampler:
         weights[ids] = probs
         return Weights(1.0, weights.__getitem__)
 
-    def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
+    def candidates(
+        self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
+    ) -> Candidates:
         """The distribution from which the draft draws the token after `path`, above temperature 0: `distribution`
         without its tail. The draft may draw from any distribution, as long as verification uses the same one as q.
-        Empty where the constraint allows none of the tokens that the draft predicts: the branch ends there."""
+        Empty where the constraint allows none of the tokens that the draft predicts: the branch ends there. softmax:
+        see `weights`."""
         least = max(self.params.min_p, NEGLIGIBLE)
         if not self.follows_path:
-            return self._likely(logits, least)
+            return self._cut(*(softmax or self._softmax).likely(logits, self.params.temperature, least))
         scores = self.processing.apply(logits, path)
         if self.processing.is_closed(scores, path):
             return NO_CANDIDATES
-        return self._likely(checked(scores), least)
+        return self._cut(*self._softmax.likely(checked(scores), self.params.temperature, least))
 
     def ranking(
         self, logits: NDArray[np.float32], path: Sequence[int], count: int
@@ -195,10 +208,6 @@ class Sampler:
             ids, weights = np.arange(len(scores)), np.asarray(every.values, np.float64)
         kept = nucleus(weights, params.top_p * every.total)
         return Candidates(ids[kept], weights[kept] / weights[kept].sum())
-
-    def _likely(self, scores: NDArray[np.floating[Any]], min_p: float) -> Candidates:
-        """The draft's distribution over the tokens that are likely by `min_p`, which is positive."""
-        return self._cut(*self._softmax.likely(scores, self.params.temperature, min_p))
 
     def _cut(self, ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Candidates:
         """The distribution over only these tokens [K], after top-k and top-p."""

@@ -57,7 +57,8 @@ class Weights(NamedTuple):
 
 class Wanted(NamedTuple):
     """What a request will ask of the softmax of a row: at this temperature the weights of all tokens, if `weights`, and
-    the tokens that are at least `share` times as probable as the best one, if `share` is above 0."""
+    the tokens that are at least `share` times as probable as the best one, if `share` is above 0. At temperature 0 the
+    best token alone."""
 
     temperature: float
     weights: bool
@@ -69,6 +70,9 @@ class Softmax(Protocol):
     or +inf, or if all are -inf."""
 
     dtype: type[np.floating[Any]]
+
+    def best(self, logits: NDArray[np.floating[Any]]) -> int:
+        """The most probable token, the first of equal ones."""
 
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
@@ -94,6 +98,10 @@ class NumpySoftmax:
     """Softmax in float64."""
 
     dtype: type[np.floating[Any]] = np.float64
+
+    def best(self, logits: NDArray[np.floating[Any]]) -> int:
+        """See Softmax.best."""
+        return best(logits)
 
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]

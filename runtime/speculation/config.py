@@ -3,12 +3,13 @@ distribution are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
-from ..engines.rounds import BEST, BLOCK, MATCH, RoundShape
+from ..engines.rounds import BEST, BLOCK, MATCH, REJECTION, TRAVERSAL, RoundShape
 from .bounds import SHARES, check_bounds
 from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, LOOKUP, GrowerKind, Growth
@@ -54,6 +55,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "verify": (AUTO, *VERIFIERS),
     "budget": BUDGETS,
 }
+
+
+class Rules(NamedTuple):
+    """What a round needs of a configuration, at temperature 0 or above. chooses, ranks, shape, max_tokens: see
+    SpeculativeConfig. ahead: the most rows of one chain that are certain to follow the root. grower: of one round, by
+    its greatest depth. stopper: of one round."""
+
+    chooses: bool
+    ranks: bool
+    shape: RoundShape | None
+    ahead: int
+    max_tokens: int
+    grower: Callable[[int, Estimate], Grower]
+    stopper: Callable[[Estimate], Stopper]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +227,24 @@ class SpeculativeConfig:
 
     def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
         """The grower of one round: at most `max_depth` deep; `estimate` gives the values of tokens."""
-        limits = self._limits(estimate)
-        growth = limits._replace(depth=min(self._kind.deepest(limits, greedy), max_depth))
-        return self._kind.choose(growth) if greedy else self._kind.draw(growth)
+        return self.rules(greedy).grower(max_depth, estimate)
+
+    def rules(self, greedy: bool) -> Rules:
+        """What its rounds need, computed once for many of them."""
+        limits, make = self._limits(), self._kind.choose if greedy else self._kind.draw
+        deepest = self._kind.deepest(limits, greedy)
+
+        def grower(max_depth: int, estimate: Estimate) -> Grower:
+            return make(limits._replace(depth=min(deepest, max_depth), estimate=estimate))
+
+        ahead = deepest - 1 if self._kind.is_chain and self.stop_rule == "fixed" and not self.lookup_ngram else 0
+        known = self.chooses(greedy), self.ranks(greedy), self.round_shape(greedy)
+        return Rules(*known, ahead, self.max_tokens, grower, self.stopper)
 
     def round_shape(self, greedy: bool) -> RoundShape | None:
-        """The shape of all proposals, where they are those of `BestFirst` alone or drawn chains, and a device can
-        verify them: without merges, given tokens, and rules that end a branch. None for other settings."""
+        """The shape of all proposals, where they are those of `BestFirst` alone, drawn chains or trees of
+        `DySpecLayers`, and a device can verify them: without merges, given tokens, and rules that end a branch. None
+        for other settings."""
         kind, rules = self._kind, (self.sibling_share, self.leaf_share, self.lookup_ngram)
         if not kind.drafts or self.stop_rule != "fixed" or self.merge != "none" or any(rules):
             return None
@@ -226,9 +252,11 @@ class SpeculativeConfig:
         sizes = (depth, 1) if kind.is_chain else (self.max_total_draft_tokens, self.frontier_width)
         if self.ranks(greedy):
             return RoundShape(depth, *sizes, BEST if greedy else MATCH)
-        if not kind.is_chain or self._verify not in (BLOCK, MATCH):
+        is_tree = kind == KINDS["dyspec"] and self.key == "calibrated"
+        exact = (TRAVERSAL, REJECTION, MATCH) if is_tree else (BLOCK, MATCH) if kind.is_chain else ()
+        if self._verify not in exact:
             return None
-        return RoundShape(depth, *sizes, self._verify, is_drawn=True)
+        return RoundShape(depth, *sizes, self._verify, is_drawn=True, is_tree=is_tree)
 
     def deepest(self, greedy: bool) -> int:
         """The greatest depth of a proposal."""
@@ -292,9 +320,7 @@ class SpeculativeConfig:
     def verifier(self, greedy: bool) -> Verifier:
         """The verifier for this configuration's proposals. At temperature 0 all verifiers agree, and matching is the
         cheapest."""
-        if greedy:
-            return sample_and_match
-        return VERIFIERS[self._verify]
+        return sample_and_match if greedy else VERIFIERS[self._verify]
 
     def ranks(self, greedy: bool) -> bool:
         """Whether proposals need only the draft's most probable tokens, and no other column of its logits."""

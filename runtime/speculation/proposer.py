@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
-from ..engines.passes import Passes, prefill_passes
-from ..engines.rounds import RoundEngine, RoundShape
-from ..sampling.random import RandomStream
+from ...models.bindings import TOP_IDS
+from ..engines.base import Ahead, Engine, ForwardOutput, KVCache, Pass, TokenBatch
+from ..engines.passes import Passes, causal_batch, prefill_passes
+from ..engines.rounds import Rounds, RoundShape
+from ..sampling.random import BLOCK, HasUniforms, RandomStream
 from ..sampling.sampler import Sampler
 from .graph.token_graph import ROOT, TokenGraph
 from .graph.token_tree import TokenTree
 from .growers.baseline import Grower
 from .growers.draft_vocabulary import DraftVocabulary
-from .growers.specdecpp import Stopper
+from .growers.specdecpp import Fixed, Stopper
 from .stopwatch import Stopwatch
+
+NOTHING_AHEAD = ForwardOutput(np.zeros((0, 0), np.float32), None, None)
 
 
 class DraftProposer:
@@ -33,6 +36,9 @@ class DraftProposer:
         self._cache = engine.new_cache()
         self._text: list[int] = []  # all committed tokens
         self._pending: list[int] = []
+        self._read = 0  # speculative slots, the first ones, of committed tokens that this round has read
+        self._ahead = NOTHING_AHEAD  # the pass that computed further rows in the slots behind them
+        self._used = 0  # of these rows
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
         self._visible: list[bytes] = []  # slot -> mask of the earlier slots on its path, the slot itself included
         self.passes = 0
@@ -63,7 +69,7 @@ class DraftProposer:
         context, the last ones alone, which fill a half of it, so that it does not begin anew soon."""
         return length if self.context is None or length <= self.context else self.context // 2
 
-    def rounds(self, target: Engine, cache: KVCache) -> RoundEngine | None:
+    def rounds(self, target: Engine, cache: KVCache) -> Rounds | None:
         """See Engine.rounds: with this draft, over this cache of the target."""
         return target.rounds(cache, self._engine, self._cache)
 
@@ -78,6 +84,7 @@ class DraftProposer:
         """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first
         root; else the prompt stays pending."""
         self.passes, self.rows, self.scoring = 0, 0, Stopwatch()
+        self._read = 0
         self._cache.truncate(0)
         self._text = list(prompt)
         self._pending = self._text[-self.readable(len(prompt)) :]
@@ -93,32 +100,37 @@ class DraftProposer:
         sampler: Sampler,
         stream: RandomStream,
         ranking_only: bool = False,
+        ahead: int = 0,
     ) -> Passes[bool]:
         """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth, because
-        it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads logits."""
+        it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads logits. ahead:
+        passes of one row, each below the row before, that will probably follow the first pass."""
         if self._outgrown:
             self._pending = self._text[-self.unread :]
             self._cache.truncate(0)
         self.passes += 1
         self.rows += len(self._pending)
         with self.scoring:
-            output = yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only)
+            output = yield from self._read_pending(ranking_only, self._rows_ahead(ahead, sampler, stream, ranking_only))
         if output is None:
             raise AssertionError("propose before start: there is no root")
-        self._pending = []
-        self._slots, self._visible = {}, []
-        nodes, own = [ROOT], self._vocabulary.sampler(sampler)
+        self._pending, self._slots, self._used = [], {}, 0
+        self._visible = [b"\1" * (slot + 1) for slot in range(self._cache.speculative)]
+        nodes, own, stops = [ROOT], self._vocabulary.sampler(sampler), not isinstance(stopper, Fixed)
         while True:
             output = self._vocabulary.named(output)
             note_acceptance(graph, nodes, output)
-            rows = [row for row, node in enumerate(nodes) if not stopper.before_draw(graph, node, output.logits[row])]
-            if not rows:
-                return True
-            if len(rows) < len(nodes):
-                nodes, output = [nodes[row] for row in rows], output.rows(rows)
+            if stops:
+                drawn = enumerate(nodes)
+                rows = [row for row, node in drawn if not stopper.before_draw(graph, node, output.logits[row])]
+                if not rows:
+                    return True
+                if len(rows) < len(nodes):
+                    nodes, output = [nodes[row] for row in rows], output.rows(rows)
             grower.expand(graph, nodes, output, own, stream)
-            frontier = grower.frontier(graph)
-            nodes = [node for node in frontier if not stopper.before_score(graph, node)]
+            nodes = frontier = grower.frontier(graph)
+            if stops:
+                nodes = [node for node in frontier if not stopper.before_score(graph, node)]
             if not nodes:
                 return bool(frontier)
             output = yield from self._score(graph, nodes, ranking_only)
@@ -129,7 +141,8 @@ class DraftProposer:
         scored = 0
         while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
             scored += 1
-        self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
+        self._cache.commit([*range(self._read), *(self._slots[tree.nodes[row]] for row in rows[:scored])])
+        self._read = 0
         self._commit([*(tree.token_ids[row] for row in rows), next_token], scored)
 
     def _commit(self, committed: Sequence[int], scored: int) -> None:
@@ -143,25 +156,66 @@ class DraftProposer:
 
     def skip(self, token: int) -> None:
         """Add a token that was decoded without a proposal to the pending tokens."""
+        if self._read:  # nothing could be proposed
+            self._cache.commit(range(self._read))
+            self._read = 0
         self._text.append(token)
         self._pending.append(token)
+
+    def _rows_ahead(self, count: int, sampler: Sampler, stream: RandomStream, ranking_only: bool) -> Ahead | None:
+        """What the engine computes behind the first pass; None if it cannot, or cannot know the tokens."""
+        if not count or not self._engine.runs_ahead:
+            return None
+        if sampler.params.greedy:
+            return Ahead(count) if ranking_only and TOP_IDS.name in self._engine.spec.outputs else None
+        wanted = sampler.drafted
+        if wanted is None or not isinstance(stream, HasUniforms):
+            return None
+        return Ahead(count, stream.ahead(count), wanted, BLOCK)
+
+    def _read_pending(self, ranking_only: bool, ahead: Ahead | None) -> Passes[ForwardOutput | None]:
+        """The first pass of a round. Rows that were computed ahead are in the slots behind its own."""
+        count, length = len(self._pending), self._cache.length
+        self._ahead = NOTHING_AHEAD
+        if ahead is None or self._engine.chunk_size(count, length) < count:
+            return (yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only))
+        batch = causal_batch(self._engine.spec, self._pending, length, ranking_only, ahead)
+        self._ahead, self._read = (yield Pass(self._engine, batch, self._cache)), count
+        return self._ahead.row(0)
+
+    def _take_ahead(self, graph: TokenGraph, nodes: Sequence[int]) -> ForwardOutput | None:
+        """The next row that was computed ahead, if it is of the only node of a layer."""
+        if self._used == len(self._ahead.ahead) or len(nodes) > 1:
+            return None
+        node, slot = nodes[0], self._read + self._used
+        parent = graph.parents[node]
+        before = self._read - 1 if parent == ROOT else self._slots[parent]
+        if before != slot - 1 or graph.tokens[node] != self._ahead.ahead[self._used]:
+            return None
+        self._slots[node] = slot
+        self._used += 1
+        return self._ahead.row(self._used)
 
     def _score(self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool) -> Passes[ForwardOutput]:
         """One draft pass over `nodes`, which get the next cache slots."""
         first, count = self._cache.speculative, len(nodes)
+        self.passes += 1
+        self.rows += count
+        known = self._take_ahead(graph, nodes)
+        if known is not None:
+            return known
         for slot, node in enumerate(nodes, start=first):
             parent = graph.parents[node]
-            above = b"" if parent == ROOT else self._visible[self._slots[parent]]
+            above = b"\1" * self._read if parent == ROOT else self._visible[self._slots[parent]]
             self._visible.append(above.ljust(slot, b"\0") + b"\1")
             self._slots[node] = slot
         lines = [line.ljust(first + count, b"\0") for line in self._visible[first:]]
         mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(count, first + count)
-        # The root is already committed, so the position of a node at depth d is the last committed row's plus d.
-        positions = self._cache.length - 1 + np.asarray([graph.depths[node] for node in nodes])
+        # The root is already read, so the position of a node at depth d is the last read row's plus d.
+        last = self._cache.length + self._read - 1
+        positions = [last + graph.depths[node] for node in nodes]
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
-        self.passes += 1
-        self.rows += count
         batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only)
         with self.scoring:
             return (yield Pass(self._engine, batch, self._cache))

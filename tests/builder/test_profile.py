@@ -14,18 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from controllers import CHAIN
 from costs import table
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.profile import Pair, brief_contexts, host, measure, measure_after, monotone, spread
+from draftwood.builder.profile import (
+    CONTEXTS,
+    Pair,
+    brief_contexts,
+    filled_cache,
+    host,
+    measure,
+    measure_after,
+    monotone,
+    spread,
+)
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
-from draftwood.models.bindings import ROLES, TARGET
-from draftwood.models.errors import ConfigError
+from draftwood.models.bindings import DRAFT, ROLES, TARGET
+from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import COSTS, EngineBundle
 from draftwood.runtime.bundle.costs import fingerprint, read_costs, write_costs
 from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts
 
 
@@ -53,7 +65,8 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
 
 def test_a_build_measures_briefly() -> None:
     """Two repeats of everything, where the time is up at once; and the shortest and the longest context."""
-    assert [brief_contexts(length) for length in (10, 64, 1024, 9000)] == [(64,), (64,), (64, 512), (64, 1536)]
+    assert [brief_contexts(length) for length in (10, 64, 1024)] == [(64,), (64,), (64, 512)]
+    assert [brief_contexts(length) for length in (2048, 8000, 9000)] == [(64, 2048), (64, 1536, 8000), (64, 1536, 8192)]
     engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
     units: list[int] = []
 
@@ -72,8 +85,60 @@ def test_a_build_measures_briefly() -> None:
         assert costs.target.contexts == (64,) and costs.target.widths == engines[TARGET].spec.widths
         for engine in engines.values():
             before = [width for length, width in engine.seen if length == 64]
-            assert before.count(engine.spec.max_width) == passes
+            assert before.count(engine.spec.max_width) == passes * (2 if engine.spec.role == DRAFT else 1)
     assert not any(units)
+
+
+def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 1,536 tokens rows cost nothing, behind 8,000 each costs more than a pass: a line would not say so."""
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+
+    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
+        if engine.spec.role == DRAFT:
+            return 0.01
+        return 1.0 + float(cache.length) / 8000 + 3 * (width - 1) * bool(cache.length > 4000)
+
+    monkeypatch.setattr("draftwood.builder.profile.time_pass", timed)
+    pair = Pair(engines, 8000, {})
+    whole = measure(pair, lambda step: lambda: None, repeats=1)
+    short = measure(pair, lambda step: lambda: None, CONTEXTS, repeats=1)
+    assert whole.target.contexts == (*CONTEXTS, 8000) and whole.target.at(4, 8000) == pytest.approx(11.0)
+    assert short.target.at(4, 8000) == pytest.approx(2.0)
+    free = HostCosts(0.0, 0.0, 0.0)
+    plans = [
+        Controller(replace(costs, greedy=free), CHAIN, greedy=True).plan(context, 100)
+        for costs, context in ((short, 8000), (whole, 8000), (whole, 1024))
+    ]
+    assert [plan.depth > 0 for plan in plans] == [True, False, True]
+
+
+def test_a_long_context_is_filled_without_computing_it(tiny_bundle: Path) -> None:
+    engine = EngineBundle.open(tiny_bundle).open_engine(TARGET, threads=1)
+    width = engine.spec.max_width
+    cache = filled_cache(engine, width + 7)
+    rows = cache.buffer[..., : width + 7, :]
+    assert cache.length == width + 7 and rows[..., :width, :].any()
+    assert (rows[..., width:, :] == rows[..., :7, :]).all()
+    with pytest.raises(EngineError, match="cache slots"):
+        cache.repeat(engine.spec.capacity + 1)
+    cache.truncate(0)
+    with pytest.raises(EngineError, match="at least one"):
+        cache.repeat(8)
+
+
+def test_draft_passes_behind_another_one_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a round finds the caches full of the target's weights."""
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+    before = [""]
+
+    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
+        cold, before[0] = before[0] != engine.spec.role, engine.spec.role
+        return (0.2 if cold else 0.1) * (1.0 if engine.spec.role == DRAFT else 50.0)
+
+    monkeypatch.setattr("draftwood.builder.profile.time_pass", timed)
+    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, (64,), repeats=3)
+    assert costs.draft is not None and costs.further is not None
+    assert {*costs.draft.seconds[0]} == {0.2} and {*costs.further.seconds[0]} == {0.1}
 
 
 class Counting(FakeEngine):
@@ -158,7 +223,8 @@ def test_the_command_stores_what_generate_then_reads(
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     (bundle / COSTS).unlink(missing_ok=True)
     assert main(["profile", str(bundle), "--contexts", "8", "--threads", "1"]) == 0
-    assert "rows of a pass" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert all(f"A pass of the {role}:" in out for role in ("target", "draft", "draft, after another one"))
     assert main(["profile", str(bundle), "--contexts", "8,32", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     costs = read_costs(bundle)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engines.base import EngineSpec, TokenBatch
+from ...engines.base import EngineSpec, TokenBatch, causal_mask
 from ...sampling.sampler import Candidates
 from ...sampling.softmax import Wanted
 from .token_graph import ROOT, Edge, TokenGraph
@@ -46,14 +46,23 @@ class TokenTree:
         softmax of rows that are verified. Most verifiers begin with the first child of every row; where a row below
         another child is read, the host computes its softmax."""
         rows = len(self)
-        lines: list[bytes] = []  # of the mask: a row attends to the rows of its parent, and to itself
+        if self.parents == tuple(range(-1, rows - 1)):  # a chain, or the root alone
+            mask, positions = causal_mask(rows), np.arange(committed, committed + rows)
+        else:
+            mask, positions = self._mask(), committed + np.asarray(self.depths)
+        on_path = () if wanted is None else self._on_first_path(wanted)
+        return TokenBatch.pad(
+            self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only, wanted=on_path
+        )
+
+    def _mask(self) -> NDArray[np.bool_]:
+        """[rows, rows]: a row attends to the rows of its parent, and to itself."""
+        rows = len(self)
+        lines: list[bytes] = []
         for row, parent in enumerate(self.parents):
             above = lines[parent][:row] if row else b""
             lines.append((above + b"\1").ljust(rows, b"\0"))
-        mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(rows, rows)
-        positions = committed + np.asarray(self.depths)
-        batch = TokenBatch.pad(self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only)
-        return batch if wanted is None else replace(batch, wanted=self._on_first_path(wanted))
+        return np.frombuffer(bytearray().join(lines), np.bool_).reshape(rows, rows)
 
     def _on_first_path(self, wanted: Wanted) -> tuple[Wanted | None, ...]:
         """By row, up to the end of the path of first children: `wanted` on this path."""

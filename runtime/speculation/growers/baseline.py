@@ -87,11 +87,11 @@ class RankedStaticTree(StaticTree):
         self._layer = []
         most = max(len(self._children[self._positions[node]]) for node in nodes)
         ids, logprobs = rank_children(graph, nodes, output, sampler, most)
-        for row, node in enumerate(nodes):
-            for column, position in enumerate(self._children[self._positions[node]][: ids.shape[1]]):
-                if logprobs[row, column] == -math.inf:
+        for node, tokens, gains in zip(nodes, ids, logprobs, strict=True):
+            for token, gain, position in zip(tokens, gains, self._children[self._positions[node]], strict=False):
+                if gain == -math.inf:
                     break
-                self._place(graph, node, int(ids[row, column]), math.exp(logprobs[row, column]), position)
+                self._place(graph, node, token, math.exp(gain), position)
 
 
 class BestFirst:
@@ -131,7 +131,7 @@ class BestFirst:
     ) -> None:
         ids, logprobs = rank_children(graph, nodes, output, sampler, self.width)
         offered = []
-        for node, tokens, gains in zip(nodes, ids.tolist(), logprobs.tolist(), strict=True):
+        for node, tokens, gains in zip(nodes, ids, logprobs, strict=True):
             value, least = graph.values[node], gains[0] + self._log_sibling
             offered += [
                 (value + gain, node, token, gain) for token, gain in zip(tokens, gains, strict=True) if gain >= least
@@ -153,14 +153,14 @@ class BestFirst:
 
 def rank_children(
     graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler, width: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[list[list[int]], list[list[float]]]:
     """The most probable tokens after each node and their log-probabilities, each [nodes, <= width], best first. The
     engine's ranking is used unless the request changes logits. A token that may not follow has -inf."""
     columns = 0 if output.top_ids is None else output.top_ids.shape[1]
     if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path and width <= columns:
-        return output.top_ids[: len(nodes), :width], output.top_logprobs[: len(nodes), :width].astype(np.float64)
+        return output.top_ids[: len(nodes), :width].tolist(), output.top_logprobs[: len(nodes), :width].tolist()
     ranked = [sampler.ranking(output.logits[row], graph.path(node), width) for row, node in enumerate(nodes)]
-    return np.stack([ids for ids, _ in ranked]), np.stack([logprobs for _, logprobs in ranked])
+    return [ids.tolist() for ids, _ in ranked], [logprobs.tolist() for _, logprobs in ranked]
 
 
 def chain(length: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...engines.base import EngineSpec, ForwardOutput
 from ...sampling.sampler import NO_CANDIDATES, Candidates, Sampler
+from ...sampling.softmax import Softmax
 
 # Logits processors and penalties read rows of V logits. There a token that the draft does not predict is this many nats
 # less probable than the least probable one: finite, since a processor may compute a mean; and below
@@ -29,7 +30,9 @@ class NodeSampler(Protocol):
     def follows_path(self) -> bool:
         """See Sampler.follows_path."""
 
-    def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
+    def candidates(
+        self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
+    ) -> Candidates:
         """See Sampler.candidates."""
 
     def ranking(
@@ -48,12 +51,14 @@ class TrimmedSampler:
     def follows_path(self) -> bool:
         return self._sampler.follows_path
 
-    def candidates(self, logits: NDArray[np.float32], path: Sequence[int]) -> Candidates:
+    def candidates(
+        self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
+    ) -> Candidates:
         if self.follows_path:
             if not self._sampler.processing.allows_any(self._tokens, path):
                 return NO_CANDIDATES
             return self._sampler.candidates(self._widened(logits), path)
-        columns, probs = self._sampler.candidates(logits, path)
+        columns, probs = self._sampler.candidates(logits, path, softmax)
         return Candidates(self._tokens[columns], probs)
 
     def ranking(

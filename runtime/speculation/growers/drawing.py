@@ -40,6 +40,10 @@ class Drawing:
 
 def drawings(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler) -> list[Drawing]:
     """A Drawing below each of these nodes. The graph stores each q. Row i of `output`: the draft's after nodes[i]."""
-    qs = [sampler.candidates(output.logits[row], graph.path(node)) for row, node in enumerate(nodes)]
+    logits, path, prepared = output.logits, graph.path, output.softmaxes
+    qs = [
+        sampler.candidates(logits[row], path(node), prepared[row] if row < len(prepared) else None)
+        for row, node in enumerate(nodes)
+    ]
     graph.draft_probs.update(zip(nodes, qs, strict=True))
     return [Drawing(q) for q in qs]

@@ -138,6 +138,7 @@ def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: 
     number = weight * len(offers)
     target = costs.target.shared(context, number)
     draft = None if costs.draft is None else costs.draft.shared(context, number)
+    following = None if costs.following is None else costs.following.shared(context, number)
     once, again = target(np.array([number, 2 * number]))
     s = (again - once) / number
     d = 0.0 if draft is None else float(np.diff(draft(np.array([number, 2 * number])))[0]) / number
@@ -164,8 +165,10 @@ def allocate(offers: Sequence[Offer], weight: float, costs: CostModel, context: 
         width = np.where(passes == 1, 2, offer.frontier[found][:, None])
         drafted += all_of_them * width * (offer.depths[found][:, None] >= passes)
     seconds = target(rows) + host
-    if draft is not None and deepest:
-        seconds = seconds + np.where(drafted > 0, draft(np.maximum(drafted, 1)), 0.0).sum(1)
+    if draft is not None and following is not None and deepest:
+        least = np.maximum(drafted, 1)
+        each = np.concatenate((draft(least[:, :1]), following(least[:, 1:])), axis=1)
+        seconds = seconds + np.where(drafted > 0, each, 0.0).sum(1)
     speeds = tokens / seconds
     best = int(speeds.argmax())
     return Solution(

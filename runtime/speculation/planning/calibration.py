@@ -44,6 +44,11 @@ class Calibration:
     def __call__(self, rank: int, share: float) -> float:
         return self._estimates[min(rank, RANKS - 1)][bin_of(share)]
 
+    def logs(self) -> list[float]:
+        """log a and log (1 - a) of each estimate a, by rank and bin."""
+        cells = (cell for rank in self._estimates for cell in rank)
+        return [each for cell in cells for each in (math.log(cell), math.log1p(-cell))]
+
     def _estimated(self, rank: int) -> list[float]:
         """The estimates of a rank's cells. Each cell's prior is the estimate of its whole rank, whose prior is
         TYPICAL."""

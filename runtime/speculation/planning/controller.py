@@ -13,6 +13,7 @@ the table does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from threading import Lock
@@ -106,7 +107,8 @@ class Controller:
         self._remaining = self._offered = shapes.depth  # tokens of the text; greatest depth that was offered
         self._unread_seconds = 0.0
         self._held, self._hold = 0, HELD  # rounds for which the last plan stays, and for which the next one will
-        self._held_for = 0, 0, 0  # the sharing, the greatest depth and the state of the budget that it was made for
+        # The plan holds while sharing and remaining tokens are within these, and this is the state of the budget.
+        self._sharing, self._room, self._changes = (0, 0), (0, 0), 0
         self._patience = 0.0  # plain rounds before a probe
         self._plan = RoundPlan(PLAIN_DEPTH, 0, 1.0, 0.0, 1.0, probe=False)
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
@@ -130,23 +132,26 @@ class Controller:
         else:
             self._held = HELD_PROPOSAL if sharing == 1 and not self._plan.probe else 0
             self._hold = HELD
-        self._held_for = sharing, min(remaining, self._shapes.depth), self._budget.changes
+        most, few = self._shapes.depth, int(FEW * sharing)
+        self._sharing = sharing - few, sharing + few
+        self._room = self._plan.depth, remaining if remaining < most else sys.maxsize
+        self._changes = self._budget.changes
         return self._plan
 
     def held(self, remaining: int, sharing: int) -> RoundPlan | None:
         """The last plan, if it holds for this round as well: a round must not pay for a new plan each time. It holds
         while nearly as many requests share the passes, there is no more room than there was and enough for its
         proposal, no other proposals were chosen for all together, and no probe is due."""
-        if not self._held:
+        if not self._held or self._changes != self._budget.changes:
             return None
-        experience, (then_sharing, then_depth, changes) = self._experience, self._held_for
-        fewer_or_more = abs(sharing - then_sharing) > FEW * then_sharing
-        other_room = remaining > then_depth < self._shapes.depth or remaining < self._plan.depth
-        due = not self._plan.depth and experience.plain_rounds + 1 > self._patience
-        if fewer_or_more or other_room or due or changes != self._budget.changes:
+        (fewest, most), (least, longest), experience = self._sharing, self._room, self._experience
+        if not (fewest <= sharing <= most and least <= remaining <= longest):
             return None
+        if not self._plan.depth:
+            if experience.plain_rounds + 1 > self._patience:
+                return None
+            experience.plain_rounds += 1
         self._held -= 1
-        experience.plain_rounds += not self._plan.depth
         return self._plan
 
     def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
@@ -263,7 +268,8 @@ class Controller:
         self._found.clear()
         behind = priced[0] * CONTEXT_STEP
         read = min(behind, self._draft_context or behind)
-        found = prices_of(self._costs.target, self._costs.draft, self._host, self._shapes, behind, read, sharing)
+        costs = self._costs.target, self._costs.draft, self._costs.following
+        found = prices_of(*costs, self._host, self._shapes, behind, read, sharing)
         self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
 
 
@@ -282,14 +288,15 @@ class Prices(NamedTuple):
 def prices_of(
     target_costs: PassCosts,
     draft_costs: PassCosts | None,
+    following_costs: PassCosts | None,
     host: HostCosts,
     shapes: Shapes,
     context: int,
     read: int,
     sharing: int,
 ) -> Prices:
-    """See Controller._price. read: tokens of the context that the draft attends to. Cached, because requests that share
-    passes have the same prices."""
+    """See Controller._price. following_costs: of draft passes behind the first one of a round. read: tokens of the
+    context that the draft attends to. Cached, because requests that share passes have the same prices."""
     target, draft, widest = target_costs.shared(context, sharing), None, 0
     if draft_costs is not None and shapes.frontier:  # a prompt lookup has no draft passes
         draft, widest = draft_costs.shared(read, sharing), draft_costs.widths[-1]
@@ -309,7 +316,8 @@ def prices_of(
     if draft is None:
         return Prices(seconds, plain, [0.0], longer)
     first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
-    further = part(draft, np.minimum(sizes, shapes.frontier))
+    following = draft if following_costs is None else following_costs.shared(read, sharing)
+    further = part(following, np.minimum(sizes, shapes.frontier))
     drafting = first + (depths - 1) * further[:, None]
     return Prices(drafting + seconds, plain, draft(np.arange(1, widest + 1)).tolist(), longer)
 

@@ -97,7 +97,8 @@ class CostModel:
     """Costs of both engines on one machine. draft: None for a bundle without one. greedy, sampled: host time at
     temperature 0 and above. machine: see `fingerprint` of `bundle/costs.py`; empty if nothing was measured. spread: for
     each pass, the upper quartile of its repeated measurements over the least; of these the median over all passes. None
-    if unknown. compared: the target's backend with another one; None if they were not compared."""
+    if unknown. compared: the target's backend with another one; None if they were not compared. further: of draft
+    passes that follow another one of the draft; None if they were not measured apart."""
 
     target: PassCosts
     draft: PassCosts | None
@@ -106,10 +107,19 @@ class CostModel:
     machine: Mapping[str, str | int]
     spread: float | None = None
     compared: Comparison | None = None
+    further: PassCosts | None = None
 
     def __post_init__(self) -> None:
+        shapes = {(each.widths, each.contexts) for each in (self.draft, self.further) if each is not None}
+        if len(shapes) > 1 or (self.further is not None and self.draft is None):
+            raise ValueError("further draft passes must have the widths and contexts of the first ones")
         if self.spread is not None and not 0 < self.spread < math.inf:
             raise ValueError(f"spread must be a number above 0, not {self.spread}")
+
+    @property
+    def following(self) -> PassCosts | None:
+        """Draft passes that follow another one of the draft, as far as is known."""
+        return self.draft if self.further is None else self.further
 
 
 def assumed(target: LlamaConfig, draft: LlamaConfig | None) -> CostModel:

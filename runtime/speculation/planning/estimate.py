@@ -34,6 +34,7 @@ SAVED_GUESS = 0.3  # ρ before the first observation
 PRIOR = 4.0  # weight of the prior, in observations
 OWN_PRIOR = 10.0  # the same of what all requests together have shown
 STEPS = 40  # resolution of α and of ρ for the prior of trees
+MOST_WAITING = 64  # rounds that are counted together at most
 
 
 class Shapes(NamedTuple):
@@ -95,12 +96,24 @@ class AcceptanceEstimate:
         # Rows: α, ρ. Columns: tried, succeeded.
         self._chances = np.zeros((2, 2))
         self._known: Steps | None = None  # until the next observation
+        self._waiting: list[tuple[int | None, int, Sequence[int], Sequence[VerifierChoice]]] = []  # rounds, not counted
 
     def observe(self, size: int | None, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
-        """Learn from one verified round. size: tokens of its tree, None for a chain. depth: its greatest depth."""
+        """Learn from one verified round. size: tokens of its tree, None for a chain. depth: its greatest depth. Rounds
+        are counted together when an estimate is wanted, since a lone one finds nothing in the caches."""
         if self._general is not None:
             self._general.observe(size, depth, accepted, choices)
         self._known = None
+        self._waiting.append((size, depth, accepted, choices))
+        if len(self._waiting) == MOST_WAITING:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        for each in self._waiting:
+            self._count(*each)
+        self._waiting.clear()
+
+    def _count(self, size: int | None, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
         for counts in (self._offered, self._accepted, self._chances):
             counts *= self._memory
         for rank, offered in choices:
@@ -120,6 +133,7 @@ class AcceptanceEstimate:
 
     def _steps(self) -> Steps:
         """What the counts say at present, together with the prior."""
+        self._count_waiting()
         if self._general is not None and not self._chances.any():
             return self._general._steps()
         if self._known is None:

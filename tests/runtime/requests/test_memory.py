@@ -109,6 +109,12 @@ def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.M
         cache_budget(specs, None)
     monkeypatch.setattr(memory, "available_bytes", lambda: None)
     assert cache_budget(specs, None).slots is None
+    monkeypatch.setattr(memory, "free_bytes", lambda: few)  # of the GPU on which caches lie
+    assert cache_budget(specs, None, "cuda").slots == budgets[0]
+    monkeypatch.setattr(memory, "free_bytes", lambda: MIB)
+    with pytest.raises(ConfigError, match="1048576 bytes of memory are available on the GPU"):
+        cache_budget(specs, None, "cuda")
+    assert cache_budget(specs, MIB, "cuda") == cache_budget(specs, MIB)
 
 
 def limited(llm: LLM, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,9 +96,9 @@ def test_the_ranking_of_the_graph_is_used_only_when_it_is_the_requests_own() -> 
     graph = TokenGraph(0)
     free = Sampler(SamplingParams(), [0], (), 3)
     penalised = Sampler(SamplingParams(presence_penalty=1.0), [0], (), 3)
-    assert rank_children(graph, [0], shown, free, 2)[0].tolist() == [[2, 1]]
-    assert rank_children(graph, [0], shown, penalised, 2)[0].tolist() == [[0, 1]]
-    assert rank_children(graph, [0], shown, free, 3)[0].tolist() == [[0, 1, 2]]  # more than the graph ranks
+    assert rank_children(graph, [0], shown, free, 2)[0] == [[2, 1]]
+    assert rank_children(graph, [0], shown, penalised, 2)[0] == [[0, 1]]
+    assert rank_children(graph, [0], shown, free, 3)[0] == [[0, 1, 2]]  # more than the graph ranks
 
 
 @given(text=st.lists(st.integers(0, 3), max_size=40), ngram=st.integers(1, 3), length=st.integers(1, 4))

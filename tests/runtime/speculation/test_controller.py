@@ -64,6 +64,16 @@ def test_a_plain_round_is_priced_as_one() -> None:
     assert alone.depth > 0 and busy.depth == 0
 
 
+def test_draft_passes_behind_the_first_one_have_their_own_price() -> None:
+    costs = table(1.0, 0.3, row=0.01)
+    warm = replace(costs, further=passes(0.1))
+    cold, cheap = (Controller(each, CHAIN, greedy=True).plan(0, 100) for each in (costs, warm))
+    assert cheap.depth > cold.depth > 0
+    assert cheap.seconds == pytest.approx(1.0 + 0.01 * cheap.depth + 0.3 + 0.1 * (cheap.depth - 1))
+    with pytest.raises(ValueError, match="widths and contexts"):
+        replace(costs, further=PassCosts((1, 64), (0,), ((0.1, 0.1),)))
+
+
 @pytest.mark.parametrize("factor", [0.004, 30.0])
 @pytest.mark.parametrize("shapes", [CHAIN, TREES])
 def test_plans_do_not_depend_on_the_unit_of_costs(shapes: Shapes, factor: float) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from costs import table
-from cuda_driver.machine import Machine
 from disk import largest_file
 from fakes import FakeEngine, random_model
 from hypothesis import given
@@ -32,6 +31,7 @@ from draftwood.runtime.bundle.costs import (
     read_costs,
     write_costs,
 )
+from draftwood.runtime.engines.gpus import Driver, Gpu
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts, assumed
 from draftwood.runtime.speculation.planning.gpu import UNKNOWN, PassSizes, gpu_named, pass_seconds, predicted
 
@@ -289,8 +289,10 @@ def test_a_gpu_reads_weights_and_cache_or_multiplies() -> None:
     assert pass_seconds(gpu_named("H100"), sizes, 1, 0) < 0.3 * once
 
 
-def test_the_gpu_belongs_to_the_machine_of_plans(gpu: Machine) -> None:
+def test_the_gpu_belongs_to_the_machine_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of one GPU is not another's, and what nobody measured has a GPU's shape."""
+    driver = Driver((13, 0), (Gpu("Stand-in GPU", "9.0", 80 << 30),))
+    monkeypatch.setattr("draftwood.runtime.bundle.costs.find_driver", lambda: driver)
     plans = manifest(("tensorrt-rtx", "tensorrt-rtx"))
     assert fingerprint(plans, "cpu", 0, 1)["gpu"] == "Stand-in GPU"
     assert fingerprint(manifest(("native", "onnxruntime")), "cuda", 0, 1)["gpu"] == "Stand-in GPU"
@@ -299,6 +301,9 @@ def test_the_gpu_belongs_to_the_machine_of_plans(gpu: Machine) -> None:
     assert assumed_costs(spec, None) == predicted(UNKNOWN, pass_sizes(spec), None)
     other = manifest(("native", "native")).engines["target"]
     assert assumed_costs(other, other) == assumed(other.model, other.model)
+    graph = replace(manifest(("onnxruntime", "onnxruntime")).engines["target"], precision="fp32")
+    assert assumed_costs(graph, None, "cuda") == predicted(UNKNOWN, pass_sizes(graph), None)
+    assert assumed_costs(graph, None) == assumed(graph.model, None)
 
 
 def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:

@@ -16,13 +16,12 @@ from draftwood.runtime.engines.base import ForwardOutput
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStream, RandomStreams
 from draftwood.runtime.sampling.sampler import Sampler
-from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.config import Rules, SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_graph import Edge, TokenGraph
-from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
+from draftwood.runtime.speculation.growers.baseline import StaticTree, chain, k_ary
 from draftwood.runtime.speculation.growers.draft_vocabulary import NodeSampler
 from draftwood.runtime.speculation.growers.dyspec import DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import UnexpandedMerger
-from draftwood.runtime.speculation.planning.calibration import Estimate, uncorrected
 from draftwood.runtime.speculation.verifier import Verifier, recursive_rejection, traversal_verification
 
 PARAMS = SamplingParams(max_tokens=3)
@@ -125,9 +124,8 @@ class Biased(SpeculativeConfig):
     def max_tokens(self) -> int:
         return self.limit
 
-    def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
-        grower: Grower = self.grown()
-        return grower
+    def rules(self, greedy: bool) -> Rules:
+        return super().rules(greedy)._replace(grower=lambda max_depth, estimate: self.grown())
 
     def chooses(self, greedy: bool) -> bool:
         return False
