@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -135,15 +136,21 @@ def test_an_engine_that_fails_for_one_request_goes_on_for_the_others(llm: LLM, m
 
 @pytest.mark.parametrize("where", ["engine", "request"])
 def test_an_error_that_somebody_keeps_keeps_no_caches(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    score, passes = FakeEngine.score, itertools.count()
+
     def fails(*_: object) -> NDArray[np.float64]:
         raise EngineError("on purpose")
 
+    def fails_soon(self: FakeEngine, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        """The first passes work, so that there are caches; they are too few to finish a text."""
+        return score(self, batch, cache) if next(passes) < 3 else fails()
+
     async def failing(served: AsyncLLM) -> BaseException:
         params = GREEDY if where == "engine" else replace(GREEDY, logits_processors=(fails,))
-        streams = [served.generate([number, 11, 12], params) for number in (20, 30)]
         if where == "engine":
-            await asyncio.gather(*map(anext, streams))
-            monkeypatch.setattr(FakeEngine, "score", fails)
+            monkeypatch.setattr(FakeEngine, "score", fails_soon)
+        with served._loop.changed:  # the engine's thread finds both waiting
+            streams = [served.generate([number, 11, 12], params) for number in (20, 30)]
         kept = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         errors = [error for error in kept if isinstance(error, EngineError)]
         pools = served._shared.pools
