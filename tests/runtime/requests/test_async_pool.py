@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ def test_an_engine_that_fails_for_one_request_goes_on_for_the_others(llm: LLM, m
 def test_an_error_that_somebody_keeps_keeps_no_caches(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     score, passes = FakeEngine.score, itertools.count()
 
-    def fails(*_: object) -> NDArray[np.float64]:
+    def fails(*_: object) -> NoReturn:
         raise EngineError("on purpose")
 
     def fails_soon(self: FakeEngine, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
