@@ -11,13 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import numpy as np
 import pytest
 from costs import table
 from fakes import POOLED, FakeCache, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from together import collect, fake_engine, run, tokens_of
 
 from draftwood.models.errors import EngineError
