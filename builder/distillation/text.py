@@ -188,13 +188,13 @@ class TextWriter:
         return self._segment(text, self._answer_kind(text))
 
     def _answer_kind(self, text: Draft) -> int:
-        """The temperature of an answer. The answer at temperature 0 to a question of the user is always the same, so
-        it is written once."""
-        turn = text.number // len(self._questions) if self._questions else text.number
-        temperature = turn % len(ANSWER_TEMPERATURES)
-        if self._questions and turn >= len(ANSWER_TEMPERATURES) and not temperature:
-            temperature = 1 + turn % (len(ANSWER_TEMPERATURES) - 1)
-        return ANSWER + temperature
+        """The temperature of an answer: each in turn. A question of the user is answered once at each temperature, and
+        after that above 0 only, because its answer at temperature 0 is always the same."""
+        count = len(ANSWER_TEMPERATURES)
+        if not self._questions:
+            return ANSWER + text.number % count
+        turn, question = divmod(text.number, len(self._questions))
+        return ANSWER + ((question + turn) % count if turn < count else 1 + turn % (count - 1))
 
     def _follow(self, segment: Segment) -> Segment | None:
         """The segment after one that has ended; None where the text ends. A text without an answer is dropped."""

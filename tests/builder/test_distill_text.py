@@ -142,6 +142,8 @@ def test_an_instruct_model_answers_the_users_questions(tmp_path: Path) -> None:
         }
     beginnings = {tuple(text.tokens[text.kinds == GIVEN].tolist()) for text in texts}
     assert beginnings == {tuple(prompt) for prompt in prompts.values()}
+    kinds = {text.number: int(text.kinds.max()) - ANSWER for text in texts}
+    assert [kinds[number] for number in range(4)] == [0, 1, 1, 2]  # each question has another temperature
     greedy = [text.tokens.tolist() for text in texts if text.kinds.max() == ANSWER]
     assert len(greedy) == len({tuple(text) for text in greedy}) <= len(prompts)  # written once for each question
 

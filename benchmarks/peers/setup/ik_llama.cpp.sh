@@ -1,7 +1,7 @@
 #!/bin/sh
 # Usage: sh benchmarks/peers/setup/ik_llama.cpp.sh [WORK]
 # ik_llama.cpp of 2026-09-16 in WORK/ik_llama.cpp (default build/peers): its source as ik-llama-cpp-python's source
-# package carries it, compiled for this processor (needs cmake, ninja and a C++ compiler; about 20 minutes on two cores).
+# package carries it, compiled for this processor (needs cmake, ninja and a C++ compiler; half an hour on two cores).
 # The package itself is compiled for AVX2 and has no server. Attention kernels for quantised caches, which nothing here
 # uses, are left out. llama.cpp's converter writes the files that it reads, so llama.cpp.sh must have run first.
 set -eu
@@ -15,6 +15,10 @@ if [ ! -d "$home/source" ]; then
     mv "$home/ik_llama_cpp_python-0.1.5/vendor/ik_llama.cpp" "$home/source"
     rm -r "$home/ik_llama_cpp_python-0.1.5"
 fi
+# The source package lacks this file, which would write the number of the build.
+mkdir -p "$home/source/common/cmake"
+echo 'set(BUILD_NUMBER 0)
+configure_file(common/build-info.cpp.in common/build-info.cpp)' > "$home/source/common/cmake/build-info-gen-cpp.cmake"
 cmake -S "$home/source" -B "$home/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
     -DGGML_IQK_FA_ALL_QUANTS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF
 cmake --build "$home/build" --target llama-server llama-quantize
