@@ -35,7 +35,9 @@ DTYPES = {
     "TYPE_UINT64": np.uint64,
     "TYPE_BOOL": np.bool_,
 }
-BEGUN = "DRAFTWOOD_TEST_BEGUN"  # a variable with a file's name: the prompts' last tokens in the order in which texts begin
+BEGUN = (
+    "DRAFTWOOD_TEST_BEGUN"  # a variable with a file's name: the prompts' last tokens in the order in which texts begin
+)
 # The product's model, given logits processors that take long, fail, or end the process.
 FAULTS = f"""
 

@@ -207,7 +207,7 @@ def test_the_place_of_a_client_that_reads_nothing_comes_back(llm: LLM) -> None:
 def test_the_end_of_the_server_does_not_wait_for_one_that_reads_nothing(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stopped, seen = [], threading.Event()
+    stopped, seen = list[float](), threading.Event()
     seen.set()
 
     def visit(listener: socket.socket, async_llm: AsyncLLM) -> socket.socket:
