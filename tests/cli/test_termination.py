@@ -17,7 +17,6 @@ import pytest
 from draftwood.cli.main import main
 from draftwood.cli.termination import termination_unwinds
 
-
 # `draftwood` whose builds do not end: the second engine takes as long as a test may wait.
 UNFINISHED = """
 import sys, time

@@ -54,7 +54,8 @@ class TritonPythonModel(TritonPythonModel):
             if params.seed == {BREAKS}:
                 self._llm._target.score = broken
             if params.seed in {(SLOW, RAISES, DIES, ENDLESS)}:
-                params = replace(params, logits_processors=(misbehaving(params.seed, self._llm.tokenizer.decode(prompt[-1:])),))
+                last = self._llm.tokenizer.decode(prompt[-1:])
+                params = replace(params, logits_processors=(misbehaving(params.seed, last),))
             return generate(prompt, params, **options)
 
         self._engine.generate = faulty
@@ -67,13 +68,13 @@ def broken(*_):
 BEGUN = os.environ.get("{BEGUN}")
 
 
-def misbehaving(seed, prompt):
+def misbehaving(seed, last):
     begun = []
 
     def process(tokens, logits):
         if BEGUN and not begun:
             with open(BEGUN, "a") as file:
-                file.write(prompt + "\\n")
+                file.write(last + "\\n")
         begun.append(True)
         time.sleep(0.02 if seed == {ENDLESS} else 0.002)
         if seed == {RAISES} and len(tokens) > 20:
