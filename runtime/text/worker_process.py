@@ -77,15 +77,16 @@ class WorkerProcess:
     def _answer(self, seconds: Callable[[], float], given_up: Event) -> dict[str, str]:
         began = monotonic()
         while True:
-            with suppress(Empty):
-                line = self._lines.get(timeout=POLL_SECONDS)
+            is_late = monotonic() - began > (limit := seconds())
+            with suppress(Empty):  # an answer that is there counts, even if this thread looks for it late
+                line = self._lines.get(timeout=0 if is_late else POLL_SECONDS)
                 if not line:
                     raise self._refuse("its process ended")
                 answer: dict[str, str] = json.loads(line)
                 return answer
             if given_up.is_set():
                 raise self._refuse("it was given up")
-            if monotonic() - began > (limit := seconds()):
+            if is_late:
                 raise self._refuse(f"it did not finish within {limit:g} s")
 
     def end(self) -> None:

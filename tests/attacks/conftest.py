@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from connections import OPTIONS, PAUSABLE, quiet_end
-from serving import Served, served
+from connections import OPTIONS, quiet_end
+from serving import Served, pausable, served
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +19,6 @@ def pause(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path, pause: Path) -> Iterator[Served]:
     """A server for the tests of a file. At the end its log must hold no traceback, whatever the tests did."""
-    with served(tiny_bundle, *OPTIONS, program=("-c", PAUSABLE, str(pause))) as running:
+    with served(tiny_bundle, *OPTIONS, program=pausable(pause)) as running:
         yield running
         quiet_end(running)

@@ -29,12 +29,11 @@ from connections import (
     files_of,
     get,
     opened,
-    paused,
     posted,
     quiet_end,
     serves_everybody,
 )
-from serving import RUNNING, WAITING, Served, served, wait_for
+from serving import RUNNING, WAITING, Served, pausable, paused, served, wait_for
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
@@ -92,7 +91,7 @@ def test_when_every_connection_is_busy_the_state_can_still_be_asked_for(server: 
     with ExitStack() as stack:
         with paused(pause):
             busy = [stack.enter_context(opened(server, posted(SHORT))) for _ in range(ROOM - 1)]
-            wait_for(lambda: server.metric(WAITING) == ROOM - 2, seconds=30)
+            wait_for(lambda: server.metric(WAITING) == ROOM - 2)
             while asked(server, MODELS).status != 503:  # asking costs the last one its connection if it is not read yet
                 last = stack.enter_context(opened(server, posted(SHORT)))
                 time.sleep(0.3)
@@ -118,7 +117,7 @@ def test_a_storm_of_disconnects_leaves_nothing_behind(server: Served) -> None:
         with opened(server, (whole, whole[:-3], HEAD, posted({**LONG, "stream": True}))[number % 4]) as client:
             if number % 3:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-    wait_for(lambda: server.idle, seconds=60)
+    wait_for(lambda: server.idle)
     serves_everybody(server)
 
 
@@ -138,14 +137,15 @@ def test_without_a_file_left_nothing_spins(server: Served) -> None:
     serves_everybody(server)
 
 
-def test_sigterm_amid_every_flood_ends_the_server(tiny_bundle: Path) -> None:
+def test_sigterm_amid_every_flood_ends_the_server(tiny_bundle: Path, pause: Path) -> None:
     options = (*SLOW, "--max-running", "1", "--max-connections", str(8 * len(FLOODS)))
-    with served(tiny_bundle, *options) as running, ExitStack() as stack:
+    with served(tiny_bundle, *options, program=pausable(pause)) as running, ExitStack() as stack:
         for kind in FLOODS:
             stack.enter_context(flood(running, kind, 8))
-        answered = stack.enter_context(opened(running, posted({**LONG, "max_tokens": 100}), HERE))
-        wait_for(lambda: running.metric(RUNNING) == 1)
-        running.process.send_signal(SIGTERM)
+        with paused(pause):
+            answered = stack.enter_context(opened(running, posted({**LONG, "max_tokens": 100}), HERE))
+            wait_for(lambda: running.metric(RUNNING) == 1)
+            running.process.send_signal(SIGTERM)
         assert json.loads(answer_of(answered).body)["usage"]["completion_tokens"] == 100
         quiet_end(running)
 

@@ -11,6 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ KINDS = ("PanicException", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "
 PLACES = ("encode", "decode", "forward", "template")
 # `draftwood serve` that raises in some place for as long as a file names the kind and the place.
 PANICKING = """
-import sys
+import sys, time
 from pathlib import Path
 from draftwood.cli.main import main
 from draftwood.runtime.decoding import loop
@@ -57,6 +58,8 @@ def panicking(owner, name, place):
 
     setattr(owner, name, patched)
 
+held = flag.with_suffix(".held")  # while it exists, passes wait
+
 panicking(Tokenizer, "encode", "encode")
 panicking(Tokenizer, "decode", "decode")
 panicking(Tokenizer, "apply_chat_template", "template")
@@ -66,6 +69,14 @@ opened = EngineBundle.open_engine
 
 def open_engine(self, role, *options):
     engine = opened(self, role, *options)
+    score = engine.score
+
+    def waiting(*arguments):
+        while held.exists():
+            time.sleep(0.01)
+        return score(*arguments)
+
+    engine.score = waiting
     panicking(engine, "score", "forward")
     return engine
 
@@ -98,7 +109,7 @@ COMPLETION: dict[str, Any] = {"prompt": "hello", "max_tokens": 4}
 SIGTERM_SECONDS = 40  # in which the process has ended; a template that looped held it for minutes
 
 
-def ask(server: Served, path: str, body: dict[str, Any] | None = None, seconds: float = 60) -> tuple[int, str]:
+def ask(server: Served, path: str, body: dict[str, Any] | None = None, seconds: float = 300) -> tuple[int, str]:
     content = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.root + path, content, {"content-type": "application/json"})
     try:
@@ -119,8 +130,11 @@ def chat(server: Served, text: str) -> tuple[int, str]:
 
 def children(process: int) -> list[int]:
     """Of a process; Linux only."""
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):  # this thread has ended
+            found += map(int, task.read_text().split())
+    return found
 
 
 def alive(process: int) -> bool:
@@ -173,11 +187,14 @@ def test_a_few_requests_that_fail_are_no_failing_engine(bundle: Path, tmp_path: 
 @pytest.mark.parametrize("kind", ["PanicException", "SystemExit", "ValueError"])
 def test_when_the_engines_thread_ends_everybody_learns_it(bundle: Path, tmp_path: Path, kind: str) -> None:
     flag, program = panicking(tmp_path)
+    held = flag.with_suffix(".held")
+    held.touch()
     with served(bundle, "--max-running", "2", program=program) as server, ThreadPoolExecutor(6) as threads:
         long = [threads.submit(complete, server, max_tokens=700, ignore_eos=True) for _ in range(6)]
         wait_for(lambda: server.metric(RUNNING) == 2)
         flag.write_text(f"{kind} outside")
-        assert {future.result(60)[0] for future in long} <= {500, 503}
+        held.unlink()
+        assert {future.result(300)[0] for future in long} <= {500, 503}
         flag.unlink()
         for path in ("/health", "/health/ready"):
             assert ask(server, path)[0] == 503
@@ -196,7 +213,7 @@ def test_templates_without_an_end_or_a_bound_are_refused_and_hold_nobody_up(bund
         assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
         assert chat(server, "hello")[0] == 200
         tokenized = ask(server, "/tokenize", {"messages": [{"role": "user", "content": "loop"}]})
-        for status, answer in (tokenized, *(future.result(60) for future in loops)):
+        for status, answer in (tokenized, *(future.result(300) for future in loops)):
             assert status == 400 and "chat template" in answer and "finish" in answer
         workers = children(server.process.pid)
         assert len(workers) <= PROCESSES
@@ -236,7 +253,7 @@ def test_a_server_stops_whatever_it_is_doing(bundle: Path, tmp_path: Path, attac
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(SIGTERM_SECONDS) in (0, 1)
         for future in asked:
-            assert future.exception(60) is not None or future.result()[0] in (400, 500, 503)
+            assert future.exception(300) is not None or future.result()[0] in (400, 500, 503)
         wait_for(lambda: not any(map(alive, workers)))
 
 

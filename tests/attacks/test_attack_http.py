@@ -66,15 +66,17 @@ def test_odd_requests_are_answered_and_hold_nothing(server: Served, name: str) -
 
 
 def test_a_kept_connection_waits_for_no_acknowledgement(server: Served) -> None:
-    """Without TCP_NODELAY every answer but the first takes 40 ms; the fastest of 40 shows it on a busy machine, too."""
+    """Without TCP_NODELAY every answer but the first takes 40 ms; one of thousands that takes less shows it."""
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        client.sendall(get("/health"))
+        assert answer_of(client).status == 200
+        return time.perf_counter() - begun
+
     with opened(server) as client:
-        seconds = []
-        for _ in range(40):
-            begun = time.perf_counter()
-            client.sendall(get("/health"))
-            assert answer_of(client).status == 200
-            seconds.append(time.perf_counter() - begun)
-    assert min(seconds[1:]) < 0.03
+        seconds()
+        assert any(seconds() < 0.03 for _ in range(5000))
 
 
 def test_connections_inherit_that_nothing_is_held_back() -> None:

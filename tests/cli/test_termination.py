@@ -17,6 +17,24 @@ import pytest
 from draftwood.cli.main import main
 from draftwood.cli.termination import termination_unwinds
 
+# `draftwood` whose builds do not end: the second engine takes as long as a test may wait.
+UNFINISHED = """
+import sys, time
+from draftwood.builder import pipeline
+from draftwood.cli.main import main
+
+make, made = pipeline.make_engine, []
+
+def make_one(*arguments, **options):
+    if made:
+        time.sleep(600)
+    made.append(True)
+    return make(*arguments, **options)
+
+pipeline.make_engine = make_one
+sys.exit(main())
+"""
+
 
 def heed_interrupts() -> None:
     """A shell that runs the tests in the background has its processes ignore them."""
@@ -26,7 +44,7 @@ def heed_interrupts() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_build_that_is_ended_leaves_nothing(number: int, code: int, tiny_pair: Path, tmp_path: Path) -> None:
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
-    command = [sys.executable, "-m", "draftwood.cli.main", "build", *pair, "--output", str(tmp_path / "bundle")]
+    command = [sys.executable, "-c", UNFINISHED, "build", *pair, "--output", str(tmp_path / "bundle")]
     unseen = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=unseen, stderr=unseen, preexec_fn=heed_interrupts) as process:
         while not list(tmp_path.glob(".bundle.partial-*")):

@@ -1,4 +1,4 @@
-"""Connections to a real server process, as attacks open them, and a server whose engine can be paused."""
+"""Connections to a real server process, as attacks open them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import http.client
 import json
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGTERM
 from typing import NamedTuple
@@ -23,30 +21,6 @@ LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": Tr
 SHORT = {**LONG, "max_tokens": 3}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-# `draftwood serve` whose target's passes wait for as long as a file exists.
-PAUSABLE = """
-import sys, time
-from pathlib import Path
-from draftwood.cli.main import main
-from draftwood.runtime.bundle.bundle import EngineBundle
-
-pause, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
-
-def open_engine(self, role, *options):
-    engine = opened(self, role, *options)
-    forward = engine.score
-
-    def waiting(*arguments):
-        while role == "target" and pause.exists():
-            time.sleep(0.01)
-        return forward(*arguments)
-
-    engine.score = waiting
-    return engine
-
-EngineBundle.open_engine = open_engine
-sys.exit(main(sys.argv[1:]))
-"""
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # two addresses of this machine, as two clients have them
 
 
@@ -56,16 +30,6 @@ class Answer(NamedTuple):
     status: int
     body: bytes
     headers: dict[str, str]
-
-
-@contextmanager
-def paused(pause: Path) -> Iterator[None]:
-    """While the block runs, requests run and do not end."""
-    pause.touch()
-    try:
-        yield
-    finally:
-        pause.unlink()
 
 
 def quiet_end(server: Served, code: int = 0) -> None:
@@ -81,7 +45,7 @@ def opened(server: Served, said: bytes = b"", source: str = HERE) -> socket.sock
     """A connection from an address of this machine, on which `said` was sent. Its receive buffer is small."""
     address = urlsplit(server.url)
     assert address.hostname is not None and address.port is not None
-    client = socket.create_connection((address.hostname, address.port), timeout=30, source_address=(source, 0))
+    client = socket.create_connection((address.hostname, address.port), timeout=120, source_address=(source, 0))
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.sendall(said)
     return client

@@ -18,6 +18,37 @@ from bundling import resigned
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
+# `draftwood serve` whose target's passes wait for as long as a file exists, or for the seconds that are in it.
+PAUSABLE = """
+import sys, time
+from pathlib import Path
+from draftwood.cli.main import main
+from draftwood.runtime.bundle.bundle import EngineBundle
+
+pause, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
+
+def seconds():
+    try:
+        return float(pause.read_text() or "inf")
+    except FileNotFoundError:
+        return 0
+
+def open_engine(self, role, *options):
+    engine = opened(self, role, *options)
+    forward = engine.score
+
+    def waiting(*arguments):
+        begun = time.monotonic()
+        while role == "target" and time.monotonic() - begun < seconds():
+            time.sleep(0.01)
+        return forward(*arguments)
+
+    engine.score = waiting
+    return engine
+
+EngineBundle.open_engine = open_engine
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 class Served(NamedTuple):
@@ -32,7 +63,7 @@ class Served(NamedTuple):
 
     def metric(self, name: str) -> float:
         """A number of /metrics; 0 before it is counted for the first time."""
-        with urllib.request.urlopen(f"{self.root}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"{self.root}/metrics", timeout=120) as answer:
             found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
         return float(found[1]) if found else 0
 
@@ -63,7 +94,29 @@ def served(bundle: Path, *options: str, program: Sequence[str] = ("-m", "draftwo
             process.kill()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def pausable(pause: Path) -> tuple[str, ...]:
+    """The program whose passes wait while `pause` exists."""
+    return "-c", PAUSABLE, str(pause)
+
+
+def pace(pause: Path, seconds: float | None = None) -> None:
+    """Let every pass take so many seconds from now on; without a number, each one waits for the next call."""
+    ready = pause.with_suffix(".new")
+    ready.write_text("" if seconds is None else str(seconds))
+    ready.replace(pause)
+
+
+@contextmanager
+def paused(pause: Path, seconds: float | None = None) -> Iterator[None]:
+    """While the block runs, requests run and do not end, or are so slow."""
+    pace(pause, seconds)
+    try:
+        yield
+    finally:
+        pause.unlink()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

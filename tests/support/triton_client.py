@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from draftwood.runtime.serving.triton.server import Distribution, TritonServer
 OWN = SpeculativeConfig(budget="fixed")  # proposals that do not depend on how fast this machine is at the moment
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "triton.yaml"
 PLAIN, FAULTY = "draftwood", "faulty"
-SLOW, RAISES, DIES, BREAKS = 1001, 1002, 1003, 1004  # seeds that make the faulty model misbehave
-WAIT_SECONDS = 20.0
+SLOW, RAISES, DIES, BREAKS, ENDLESS = 1001, 1002, 1003, 1004, 1005  # seeds that make the faulty model misbehave
+WAIT_SECONDS = 300.0
 DTYPES = {
     "TYPE_STRING": np.object_,
     "TYPE_INT32": np.int32,
@@ -34,6 +35,9 @@ DTYPES = {
     "TYPE_UINT64": np.uint64,
     "TYPE_BOOL": np.bool_,
 }
+BEGUN = (
+    "DRAFTWOOD_TEST_BEGUN"  # a variable with a file's name: the prompts' last tokens in the order in which texts begin
+)
 # The product's model, given logits processors that take long, fail, or end the process.
 FAULTS = f"""
 
@@ -49,8 +53,9 @@ class TritonPythonModel(TritonPythonModel):
         def faulty(prompt, params, **options):
             if params.seed == {BREAKS}:
                 self._llm._target.score = broken
-            if params.seed in {(SLOW, RAISES, DIES)}:
-                params = replace(params, logits_processors=(misbehaving(params.seed),))
+            if params.seed in {(SLOW, RAISES, DIES, ENDLESS)}:
+                last = self._llm.tokenizer.decode(prompt[-1:])
+                params = replace(params, logits_processors=(misbehaving(params.seed, last),))
             return generate(prompt, params, **options)
 
         self._engine.generate = faulty
@@ -60,9 +65,18 @@ def broken(*_):
     raise RuntimeError("the engine is broken for good")
 
 
-def misbehaving(seed):
+BEGUN = os.environ.get("{BEGUN}")
+
+
+def misbehaving(seed, last):
+    begun = []
+
     def process(tokens, logits):
-        time.sleep(0.002)
+        if BEGUN and not begun:
+            with open(BEGUN, "a") as file:
+                file.write(last + "\\n")
+        begun.append(True)
+        time.sleep(0.02 if seed == {ENDLESS} else 0.002)
         if seed == {RAISES} and len(tokens) > 20:
             raise RuntimeError("the engine failed behind 20 tokens")
         if seed == {DIES} and len(tokens) > 20:
@@ -176,6 +190,18 @@ class Call:
         self._client.stop_stream(cancel_requests=not self._ended)
         requests.put(None)  # the client leaves a thread waiting for further requests when it cancels
         self._client.close()
+
+
+def stubs(server: TritonServer, model: str) -> list[int]:
+    """The processes of a model's instances."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):  # it has ended
+            if folder.name.isdigit() and os.getpgid(int(folder.name)) == server.pid:
+                command = (folder / "cmdline").read_bytes().split(b"\0")
+                if b"stub" in command[0] and f"/{model}/".encode() in command[1]:
+                    found.append(int(folder.name))
+    return found
 
 
 def value(array: NDArray[Any]) -> Any:

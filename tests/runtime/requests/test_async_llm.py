@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from fakes import POOLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from together import WatchedEngine, collect, fake_engine, run, tokens_of
+from together import PATIENCE_S, WatchedEngine, collect, fake_engine, held, run, tokens_of, until
 
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig, StreamChunk
@@ -25,7 +24,6 @@ from draftwood.runtime.llm import Speculation
 from draftwood.runtime.requests.async_llm import DeadlineError, ShutdownError
 from draftwood.runtime.requests.stream import Request
 
-T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 
@@ -104,10 +102,11 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_queue_refuses_at_once(llm: LLM) -> None:
     async def four(served: AsyncLLM) -> None:
-        streams = [served.generate("x", LONG) for _ in range(3)]
-        with pytest.raises(QueueFullError, match="max-waiting"):
-            served.generate("x", LONG)
-        await streams[0].aclose()
+        with served._loop.changed:  # none ends before all were sent
+            streams = [served.generate("x", LONG) for _ in range(3)]
+            with pytest.raises(QueueFullError, match="max-waiting"):
+                served.generate("x", LONG)
+            await streams[0].aclose()
         assert [len(tokens_of(await collect(stream))) for stream in streams[1:]] == [200, 200]
         served.generate("x", LONG)
 
@@ -137,11 +136,12 @@ def test_bad_input_is_refused_before_it_is_queued(
 
 def test_a_request_can_be_aborted_by_its_id(llm: LLM) -> None:
     async def aborted(served: AsyncLLM) -> None:
-        stream, waiting = served.generate("x", LONG, request_id="one"), served.generate("x", LONG, request_id="two")
-        with pytest.raises(RequestError, match="'one' is in progress"):
-            served.generate("x", request_id="one")
-        await anext(stream)
-        assert served.abort("two") and served.abort("one") and not served.abort("three")
+        with held(llm._target, passes=6):
+            stream, waiting = served.generate("x", LONG, request_id="one"), served.generate("x", LONG, request_id="two")
+            with pytest.raises(RequestError, match="'one' is in progress"):
+                served.generate("x", request_id="one")
+            await anext(stream)
+            assert served.abort("two") and served.abort("one") and not served.abort("three")
         rest, never_ran = await collect(stream), await collect(waiting)
         assert rest[-1].finish_reason == "abort" and rest[-1].stats.num_tokens >= len(tokens_of(rest))
         assert [chunk.finish_reason for chunk in never_ran] == ["abort"] and not tokens_of(never_ran)
@@ -154,54 +154,57 @@ def test_a_request_can_be_aborted_by_its_id(llm: LLM) -> None:
 @pytest.mark.parametrize("way", ["close", "cancel", "drop"])
 def test_a_consumer_that_goes_away_frees_the_engine(llm: LLM, way: str) -> None:
     async def gone(served: AsyncLLM) -> None:
-        stream = served.generate("x", LONG)
-        await anext(stream)
-        if way == "close":
-            await stream.aclose()
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-        elif way == "cancel":
-            task = asyncio.create_task(collect(stream))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        else:
-            del stream
-        assert await served.drain(5)
+        with held(llm._target, passes=6):
+            stream = served.generate("x", LONG)
+            await anext(stream)
+            if way == "close":
+                await stream.aclose()
+                with pytest.raises(StopAsyncIteration):
+                    await anext(stream)
+            elif way == "cancel":
+                task = asyncio.create_task(collect(stream))
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                del stream
+        assert await served.drain(PATIENCE_S)
         assert 'requests_total{finish_reason="abort"} 1' in served.metrics.to_prometheus({})
 
     run(gone, llm)
 
 
 def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a pass takes 20 ms."""
+    score, passes = llm._target.score, 0
+
     def slowly(*_: object) -> NDArray[np.float64]:
         raise AssertionError("the waiting request has run")
 
+    def counted(*arguments: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return score(*arguments)
+
     async def late(served: AsyncLLM) -> None:
-        running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.5)
-        params = SamplingParams(logits_processors=(slowly,))
-        waiting = served.generate("x", params, deadline_s=0.01)
+        with served._loop.changed:  # the engine's thread finds both
+            running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.5)
+            params = SamplingParams(logits_processors=(slowly,))
+            waiting = served.generate("x", params, deadline_s=0.01)
         chunks = []
         with pytest.raises(DeadlineError, match=r"0\.5 s"):
             async for chunk in running:
                 chunks.append(chunk)
-                served.llm.tokenizer.encode("x" * 2000)
-        assert chunks
+        assert chunks and passes == 25
         with pytest.raises(DeadlineError, match=r"0\.01 s"):
             await anext(waiting)
         assert len(tokens_of(await collect(served.generate("x", GREEDY, deadline_s=20)))) == 12
 
-    monkeypatch.setattr(llm._target, "score", delayed(llm._target.score, 0.02))
+    monkeypatch.setattr(llm._target, "score", counted)
+    for user in ("async_llm", "engine_thread"):
+        monkeypatch.setattr(f"draftwood.runtime.requests.{user}.monotonic", lambda: passes / 50)
     run(late, llm, max_running=1)
-
-
-def delayed(call: Callable[..., T], seconds: float) -> Callable[..., T]:
-    def later(*arguments: Any) -> T:
-        time.sleep(seconds)
-        return call(*arguments)
-
-    return later
 
 
 def test_an_exception_in_a_round_ends_only_its_request(llm: LLM) -> None:
@@ -223,11 +226,12 @@ def test_an_exception_in_a_round_ends_only_its_request(llm: LLM) -> None:
 
 def test_draining_finishes_what_runs_and_takes_nothing_more(llm: LLM) -> None:
     async def drained(served: AsyncLLM) -> None:
-        tasks = [asyncio.create_task(collect(served.generate("x", LONG))) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert not await served.drain(0.001)
-        with pytest.raises(ShutdownError, match="stopping"):
-            served.generate("x", GREEDY)
+        with held(llm._target):
+            tasks = [asyncio.create_task(collect(served.generate("x", LONG))) for _ in range(3)]
+            await asyncio.sleep(0)
+            assert not await served.drain(0.001)
+            with pytest.raises(ShutdownError, match="stopping"):
+                served.generate("x", GREEDY)
         assert await served.drain() and not served.accepting
         assert [len(tokens_of(await task)) for task in tasks] == [200] * 3
 
@@ -236,9 +240,12 @@ def test_draining_finishes_what_runs_and_takes_nothing_more(llm: LLM) -> None:
 
 def test_closing_ends_everybody(llm: LLM) -> None:
     async def closed(served: AsyncLLM) -> None:
-        streams = [served.generate("x", LONG) for _ in range(3)]
-        await anext(streams[0])
-        served.close()
+        with held(llm._target, passes=6):
+            streams = [served.generate("x", LONG) for _ in range(3)]
+            await anext(streams[0])
+            closing = asyncio.create_task(asyncio.to_thread(served.close))
+            await until(lambda: not served.alive)  # it waits for the pass
+        await closing
         for stream in streams:
             with pytest.raises(ShutdownError):
                 await collect(stream)

@@ -16,7 +16,7 @@ from costs import table
 from fakes import POOLED, FakeCache, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from together import collect, fake_engine, run, tokens_of
+from together import Timetable, collect, fake_engine, in_step, run, tokens_of, until
 
 from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
@@ -42,12 +42,12 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
 
 
 class Arrival(NamedTuple):
-    """A request. milliseconds: until it comes. chunks: it reads before it gives up."""
+    """A request. passes: of the target before it comes. chunks: it reads before it gives up."""
 
     prompt: list[int]
     params: SamplingParams
     how: Speculation
-    milliseconds: int
+    passes: int
     chunks: int | None
 
 
@@ -69,13 +69,13 @@ arrivals = st.builds(
         stop=st.sampled_from([(), ("e", "a")]),
     ),
     how=speculations(),
-    milliseconds=st.integers(0, 15),
+    passes=st.integers(0, 25),
     chunks=st.none() | st.integers(0, 4),
 )
 
 
-async def served_to(served: AsyncLLM, arrival: Arrival) -> list[StreamChunk]:
-    await asyncio.sleep(arrival.milliseconds / 1000)
+async def served_to(served: AsyncLLM, arrival: Arrival, timetable: Timetable) -> list[StreamChunk]:
+    await timetable.reach(arrival.passes)
     stream = served.generate(arrival.prompt, arrival.params, speculative=arrival.how)
     if arrival.chunks == 0:
         served.abort(stream.request_id)
@@ -91,7 +91,8 @@ async def served_to(served: AsyncLLM, arrival: Arrival) -> list[StreamChunk]:
 @given(st.lists(arrivals, min_size=2, max_size=8), st.integers(1, 4))
 def test_who_comes_and_goes_changes_nobodys_text(llm: LLM, mix: list[Arrival], max_running: int) -> None:
     async def together(served: AsyncLLM) -> list[list[StreamChunk]]:
-        return await asyncio.gather(*(served_to(served, arrival) for arrival in mix))
+        with in_step(served) as timetable:
+            return await asyncio.gather(*(served_to(served, arrival, timetable) for arrival in mix))
 
     for arrival, chunks in zip(mix, run(together, llm, max_running=max_running), strict=True):
         alone = list(llm.stream(arrival.prompt, arrival.params, speculative=arrival.how))
@@ -153,11 +154,8 @@ def test_an_error_that_somebody_keeps_keeps_no_caches(llm: LLM, monkeypatch: pyt
         errors = [error for error in kept if isinstance(error, EngineError)]
         pools = served._shared.pools
         assert len(errors) == len(pools) == 2
-        for _ in range(500):  # the engine's thread may not have left its last frame yet
-            if not any(pool.caches for pool in pools):
-                return errors[0]
-            await asyncio.sleep(0.01)
-        raise AssertionError("the caches are still there")
+        await until(lambda: not any(pool.caches for pool in pools))  # the engine's thread may not have left its frame
+        return errors[0]
 
     gc.collect()
     gc.disable()

@@ -13,7 +13,7 @@ from fakes import POOLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from remembering import RememberingEngine
-from together import collect, fake_engine, run, tokens_of
+from together import Timetable, collect, fake_engine, in_step, run, tokens_of
 
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
@@ -54,14 +54,14 @@ def pooled(llm: LLM) -> Iterator[LLM]:
 
 
 class Arrival(NamedTuple):
-    """A request for the first `shared` tokens of a common text and `own` ones. seed: None is greedy. milliseconds:
-    until it comes. chunks: it reads before it gives up."""
+    """A request for the first `shared` tokens of a common text and `own` ones. seed: None is greedy. passes: of the
+    target before it comes. chunks: it reads before it gives up."""
 
     shared: int
     own: list[int]
     seed: int | None
     how: Speculation
-    milliseconds: int
+    passes: int
     chunks: int | None
 
     @property
@@ -80,13 +80,13 @@ arrivals = st.builds(
     own=st.lists(st.integers(8, 9), max_size=5),
     seed=st.none() | st.integers(0, 3),
     how=st.sampled_from(HOWS),
-    milliseconds=st.integers(0, 15),
+    passes=st.integers(0, 25),
     chunks=st.none() | st.none() | st.integers(1, 3),
 )
 
 
-async def served_to(served: AsyncLLM, arrival: Arrival) -> list[StreamChunk]:
-    await asyncio.sleep(arrival.milliseconds / 1000)
+async def served_to(served: AsyncLLM, arrival: Arrival, timetable: Timetable) -> list[StreamChunk]:
+    await timetable.reach(arrival.passes)
     stream, chunks = served.generate(arrival.prompt, arrival.params, speculative=arrival.how), list[StreamChunk]()
     async for chunk in stream:
         chunks.append(chunk)
@@ -103,7 +103,8 @@ def test_a_common_beginning_changes_nobodys_text(
     """Greedy, or drawn with a seed; planned by cost or not; whoever gives up, and however often rows are moved."""
 
     async def together(served: AsyncLLM) -> list[list[StreamChunk]]:
-        return await asyncio.gather(*(served_to(served, arrival) for arrival in mix))
+        with in_step(served) as timetable:
+            return await asyncio.gather(*(served_to(served, arrival, timetable) for arrival in mix))
 
     served = run(together, pooled, max_running=max_running, prefix_cache_slots=slots)
     for arrival, chunks in zip(mix, served, strict=True):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from together import collect, run, tokens_of
+from together import Timetable, collect, in_step, run, tokens_of
 
 from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
@@ -32,12 +32,13 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
 
 
 class Arrival(NamedTuple):
-    """A request. milliseconds: until it comes. end: how it ends before its time, and after how many chunks."""
+    """A request. passes: of the target before it comes. end: how it ends before its time, and after how many chunks,
+    or passes if there is a deadline."""
 
     prompt: str
     params: SamplingParams
     how: Speculation
-    milliseconds: int
+    passes: int
     end: tuple[str, int]
 
 
@@ -63,17 +64,17 @@ arrivals = st.builds(
         stop=st.sampled_from([(), ("e", "a")]),
     ),
     how=st.sampled_from(HOWS),
-    milliseconds=st.integers(0, 30),
+    passes=st.integers(0, 25),
     end=st.tuples(st.sampled_from(["", "", "close", "abort", "deadline", "failure"]), st.integers(0, 4)),
 )
 
 
-async def served_to(served: AsyncLLM, arrival: Arrival) -> list[StreamChunk]:
+async def served_to(served: AsyncLLM, arrival: Arrival, timetable: Timetable) -> list[StreamChunk]:
     """The chunks until the request's end, whatever ended it."""
-    await asyncio.sleep(arrival.milliseconds / 1000)
+    await timetable.reach(arrival.passes)
     kind, patience = arrival.end
     params = replace(arrival.params, logits_processors=(fails,)) if kind == "failure" else arrival.params
-    deadline = 0.002 + patience / 100 if kind == "deadline" else None
+    deadline = 1 + 2 * patience if kind == "deadline" else None
     stream = served.generate(arrival.prompt, params, speculative=arrival.how, deadline_s=deadline)
     chunks: list[StreamChunk] = []
     try:
@@ -94,7 +95,10 @@ def test_greedy_texts_of_a_real_engine_are_those_of_requests_alone(
     llm: LLM, mix: list[Arrival], max_running: int
 ) -> None:
     async def together(served: AsyncLLM) -> list[list[StreamChunk]]:
-        return await asyncio.gather(*(served_to(served, arrival) for arrival in mix))
+        with in_step(served) as timetable, pytest.MonkeyPatch.context() as patch:
+            for user in ("async_llm", "engine_thread"):  # a pass takes a second
+                patch.setattr(f"draftwood.runtime.requests.{user}.monotonic", lambda: timetable.passes)
+            return await asyncio.gather(*(served_to(served, arrival, timetable) for arrival in mix))
 
     for arrival, chunks in zip(mix, run(together, llm, max_running=max_running), strict=True):
         alone = list(llm.stream(arrival.prompt, arrival.params, speculative=arrival.how))

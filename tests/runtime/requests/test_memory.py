@@ -140,7 +140,9 @@ def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
 
         forward = llm._target.score
         monkeypatch.setattr(llm._target, "score", watched)
-        texts = await asyncio.gather(*(collect(served.generate([5, number], GREEDY)) for number in range(8)))
+        with served._loop.changed:  # the engine's thread finds all of them
+            streams = [served.generate([5, number], GREEDY) for number in range(8)]
+        texts = await asyncio.gather(*map(collect, streams))
         assert [tokens_of(text) for text in texts] == [
             tokens_of(list(llm.stream([5, number], GREEDY))) for number in range(8)
         ]
@@ -168,7 +170,8 @@ def test_passes_without_memory_are_tried_again_and_no_text_changes(llm: LLM, fai
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llm._target, "score", short)
-            streams = [served.generate([5, number], GREEDY) for number in range(4)]
+            with served._loop.changed:  # the engine's thread finds all of them
+                streams = [served.generate([5, number], GREEDY) for number in range(4)]
             results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         for number, result in enumerate(results):
             if isinstance(result, BaseException):

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import RUNNING, Served, served, wait_for, with_chat_template
+from serving import RUNNING, Served, pausable, paused, served, wait_for, with_chat_template
 
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 
@@ -26,6 +26,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 MODEL = "tiny"
 FIXED = ("--budget", "fixed")
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+ABORTED = 'draftwood_requests_total{finish_reason="abort"}'
 PICKY_TEMPLATE = """{% if messages[0].role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}
 {% for m in messages %}{{ m.role + m.content + '' * (1 // m.content|length) }}{% endfor %}"""
 NO_REQUESTS = (
@@ -45,8 +46,15 @@ def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Served]:
-    with served(bundle, *FIXED, "--max-running", "4", "--max-waiting", "28") as running:
+def pause(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that slows down the server's passes."""
+    return tmp_path_factory.mktemp("pause") / "file"
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path, pause: Path) -> Iterator[Served]:
+    limits = ("--max-running", "4", "--max-waiting", "28")
+    with served(bundle, *FIXED, *limits, program=pausable(pause)) as running:
         yield running
 
 
@@ -57,7 +65,7 @@ def llm(bundle: Path) -> Iterator[LLM]:
 
 
 def connected(server: Served) -> Any:
-    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=120)
 
 
 def some_request(number: int) -> dict[str, Any]:
@@ -123,22 +131,24 @@ def test_a_crowd_gets_what_each_would_get_alone(server: Served, llm: LLM) -> Non
             expected = [llm.generate(f"prompt {number}", choice)[0] for choice in choices]
             assert texts == [result.text for result in expected], params
             assert usage.completion_tokens == sum(len(result.token_ids) for result in expected)
-    wait_for(lambda: server.idle, seconds=2)
+    wait_for(lambda: server.idle)
 
 
-def test_a_client_that_is_killed_frees_the_engine(server: Served) -> None:
+def test_a_client_that_is_killed_frees_the_engine(server: Served, pause: Path) -> None:
     code = f"""
 import openai
 client = openai.OpenAI(base_url={server.url!r}, api_key="none")
 for chunk in client.completions.create(**{LONG!r}, stream=True):
     pass
 """
-    with subprocess.Popen([sys.executable, "-c", code]) as client:
+    aborted = server.metric(ABORTED)
+    with paused(pause, 0.05), subprocess.Popen([sys.executable, "-c", code]) as client:
         try:
             wait_for(lambda: server.metric(RUNNING))
         finally:
             client.kill()
-    wait_for(lambda: server.idle, seconds=2)
+        wait_for(lambda: server.idle)
+    assert server.metric(ABORTED) == aborted + 1
 
 
 def test_a_template_that_fails_is_the_clients_error(server: Served, llm: LLM) -> None:
@@ -157,7 +167,7 @@ def test_a_template_that_fails_is_the_clients_error(server: Served, llm: LLM) ->
 @pytest.mark.parametrize("nonsense", NO_REQUESTS)
 def test_what_is_no_http_is_a_400_and_the_end_of_the_connection(server: Served, nonsense: bytes) -> None:
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as client:
         client.sendall(nonsense)
         assert client.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 413")
     with connected(server) as client:
@@ -179,9 +189,9 @@ def test_a_killed_server_is_an_error_for_its_clients_at_once(bundle: Path) -> No
 def test_only_this_machine_is_listened_to_unless_it_is_told_otherwise(server: Served, bundle: Path) -> None:
     other = "127.0.0.2"  # this machine, too, but not the address that is listened to
     with pytest.raises(OSError):
-        socket.create_connection((other, urlsplit(server.url).port), timeout=30)
+        socket.create_connection((other, urlsplit(server.url).port), timeout=120)
     with served(bundle, "--no-speculation", "--host", "0.0.0.0") as opened:
         if sys.platform == "linux":
-            socket.create_connection((other, urlsplit(opened.url).port), timeout=30).close()
+            socket.create_connection((other, urlsplit(opened.url).port), timeout=120).close()
         assert opened.process.stderr is not None
         assert "0.0.0.0 may be reached by others, and no --api-key is set" in opened.process.stderr.readline()

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import RUNNING, WAITING, Served, served, wait_for
+from serving import RUNNING, WAITING, Served, pausable, paused, served, wait_for
 
 from draftwood.cli.main import main
 
@@ -24,22 +24,29 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 SHORT = {**LONG, "max_tokens": 3}
-SLOW = ("--served-model-name", "small", "--grow", "chain", "--budget", "fixed")  # drafts in vain: seconds for LONG
+SLOW = ("--served-model-name", "small", "--grow", "chain", "--budget", "fixed")  # drafts in vain
+PASS_S = 0.05  # of a slow pass: 45 s for LONG
 ABORTED = 'draftwood_requests_total{finish_reason="abort"}'
 
 
 @pytest.fixture(scope="module")
-def server(tiny_bundle: Path) -> Iterator[Served]:
+def pause(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that slows down the passes of the servers."""
+    return tmp_path_factory.mktemp("pause") / "file"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path, pause: Path) -> Iterator[Served]:
     """One request at a time, one waiting, small bodies, a key."""
     limits = ("--max-running", "1", "--max-waiting", "1", "--max-body-bytes", "20000", "--api-key", "secret")
-    with served(tiny_bundle, *SLOW, *limits) as running:
+    with served(tiny_bundle, *SLOW, *limits, program=pausable(pause)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[Any]:
     headers = {"authorization": "Bearer secret"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
         yield client
 
 
@@ -53,8 +60,9 @@ def error_of(answer: Any) -> dict[str, Any]:
     return error
 
 
-def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(server: Served, client: Any) -> None:
-    with ThreadPoolExecutor() as pool, client.stream("POST", "/completions", json={**LONG, "stream": True}) as first:
+def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(server: Served, client: Any, pause: Path) -> None:
+    asked = {"json": {**LONG, "stream": True}}
+    with paused(pause, PASS_S), ThreadPoolExecutor() as pool, client.stream("POST", "/completions", **asked) as first:
         lines = first.iter_lines()  # its end would be the connection's
         next(lines)
         waiting = pool.submit(client.post, "/completions", json=SHORT)
@@ -63,26 +71,29 @@ def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(server: Se
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert error_of(refused)["code"] == "queue_full"
         first.close()
-        assert waiting.result(10).json()["usage"]["completion_tokens"] == 3
+        assert waiting.result().json()["usage"]["completion_tokens"] == 3
     wait_for(lambda: server.idle and server.metric(ABORTED) == 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_whose_connection_breaks_frees_the_engine(server: Served, client: Any, stream: bool) -> None:
+def test_a_client_whose_connection_breaks_frees_the_engine(
+    server: Served, client: Any, pause: Path, stream: bool
+) -> None:
     address, aborted = urlsplit(server.url), server.metric(ABORTED)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=10)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=120)
     headers = {"authorization": "Bearer secret", "content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": stream}), headers)
-    wait_for(lambda: server.metric(RUNNING))
-    connection.close()
-    wait_for(lambda: server.idle, seconds=2)
+    with paused(pause, PASS_S):
+        connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": stream}), headers)
+        wait_for(lambda: server.metric(RUNNING))
+        connection.close()
+        wait_for(lambda: server.idle)
     assert server.metric(ABORTED) == aborted + 1
 
 
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "secret", "Bearer secrét"])
 def test_without_the_key_nothing_is_answered(server: Served, key: str | None) -> None:
     headers = {} if key is None else {"authorization": key.encode()}
-    with httpx.Client(base_url=server.url, headers=headers) as stranger:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as stranger:
         answer = stranger.post("/completions", json=SHORT)
         assert answer.status_code == 401 and error_of(answer)["code"] == "invalid_api_key"
         for path in ("/health", "/health/ready", "/metrics"):
@@ -149,17 +160,18 @@ def test_the_metrics_count_what_was_done(server: Served, client: Any) -> None:
     assert histogram == sorted(histogram, key=float) and float(histogram[-1]) >= 30
 
 
-def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path) -> None:
+def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path, pause: Path) -> None:
     request = {**LONG, "max_tokens": 100}
-    with served(tiny_bundle, *SLOW, "--max-running", "2") as running:
-        with httpx.Client(base_url=running.url, timeout=30) as client, ThreadPoolExecutor() as pool:
+    with served(tiny_bundle, *SLOW, "--max-running", "2", program=pausable(pause)) as running:
+        with httpx.Client(base_url=running.url, timeout=120) as client, ThreadPoolExecutor() as pool:
             alone = client.post("/completions", json=request).json()["choices"][0]["text"]
-            answers = [pool.submit(client.post, "/completions", json=request) for _ in range(4)]
-            wait_for(lambda: running.metric(WAITING) == 2)
-            for _ in range(2):  # as timeout(1) does
-                running.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: client.get(root(client) + "/health/ready").status_code == 503)
-            refused = client.post("/completions", json=SHORT)
+            with paused(pause):
+                answers = [pool.submit(client.post, "/completions", json=request) for _ in range(4)]
+                wait_for(lambda: running.metric(WAITING) == 2)
+                for _ in range(2):  # as timeout(1) does
+                    running.process.send_signal(signal.SIGTERM)
+                wait_for(lambda: client.get(root(client) + "/health/ready").status_code == 503)
+                refused = client.post("/completions", json=SHORT)
             assert refused.status_code == 503 and error_of(refused)["code"] == "shutting_down"
             assert [answer.result().json()["choices"][0]["text"] for answer in answers] == [alone] * 4
         assert running.process.wait(60) == 0
@@ -167,16 +179,17 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [("--drain-timeout", "0.1"), ()], ids=["timeout", "second signal"])
-def test_a_drain_that_takes_too_long_is_cut_off(tiny_bundle: Path, options: tuple[str, ...]) -> None:
-    with served(tiny_bundle, *SLOW, *options) as running:
+def test_a_drain_that_takes_too_long_is_cut_off(tiny_bundle: Path, pause: Path, options: tuple[str, ...]) -> None:
+    with paused(pause, PASS_S), served(tiny_bundle, *SLOW, *options, program=pausable(pause)) as running:
         request = {**LONG, "n": 8, "stream": True}
-        with httpx.stream("POST", f"{running.url}/completions", json=request, timeout=30) as answer:
+        with httpx.stream("POST", f"{running.url}/completions", json=request, timeout=120) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
             for _ in range(2):  # at once they are one, sent twice
                 running.process.send_signal(signal.SIGTERM)
             if not options:
-                time.sleep(1)
+                wait_for(lambda: httpx.get(f"{running.root}/health/ready", timeout=120).status_code == 503)
+                time.sleep(1)  # longer than signals count as one
                 running.process.send_signal(signal.SIGTERM)
             *_, error, done = lines
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
@@ -187,7 +200,7 @@ def test_a_drain_that_takes_too_long_is_cut_off(tiny_bundle: Path, options: tupl
 
 def test_a_request_timeout_is_504(tiny_bundle: Path) -> None:
     with served(tiny_bundle, *SLOW, "--request-timeout", "0.05") as running:
-        answer = httpx.post(f"{running.url}/completions", json=LONG, timeout=30)
+        answer = httpx.post(f"{running.url}/completions", json=LONG, timeout=120)
         assert answer.status_code == 504 and error_of(answer)["code"] == "deadline_exceeded"
 
 

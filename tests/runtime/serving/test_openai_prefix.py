@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from together import held, until
 
 from draftwood.runtime import LLM, AsyncLLM
 
@@ -27,14 +28,17 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
         yield llm
 
 
-def run(llm: LLM, work: Callable[[Any], Awaitable[T]], **options: int) -> T:
-    """`work` with an HTTP client of a server of its own."""
+def run(llm: LLM, work: Callable[[Any], Awaitable[T]], crowd: int = 0, **options: int) -> T:
+    """`work` with an HTTP client of a server of its own, whose first pass waits for so many requests."""
 
     async def inside() -> T:
         with AsyncLLM(llm, **options) as async_llm:
             transport = httpx.ASGITransport(create_app(async_llm, "m", Limits(10000, 100)))
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=30) as client:
-                return await work(client)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120) as client:
+                with held(llm._target):
+                    working = asyncio.ensure_future(work(client))
+                    await until(lambda: async_llm.num_running + async_llm.num_waiting >= crowd)
+                return await working
 
     return asyncio.run(inside())
 
@@ -83,7 +87,7 @@ def test_a_user_with_one_request_does_not_wait_for_anothers_twenty(llm: LLM, nam
     async def work(client: Any) -> None:
         await asyncio.gather(*(ask(client, "a", user="a") for _ in range(20)), ask(client, "b", **names))
 
-    run(llm, work, max_running=1)
+    run(llm, work, crowd=21, max_running=1)
     assert ended.index("b") <= 5, ended
 
 

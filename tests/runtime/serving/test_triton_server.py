@@ -27,6 +27,7 @@ grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [trito
 
 from triton_client import (  # noqa: E402 - after the skips
     DIES,
+    ENDLESS,
     FAULTY,
     OWN,
     PLAIN,
@@ -38,6 +39,7 @@ from triton_client import (  # noqa: E402 - after the skips
     inputs,
     metric,
     post,
+    stubs,
     tensor,
     triton,
 )
@@ -45,7 +47,7 @@ from triton_client import (  # noqa: E402 - after the skips
 from draftwood.runtime.serving.triton.server import TritonServer  # noqa: E402
 
 Refused = client_errors.InferenceServerException
-LONG = {"max_tokens": 900, "stream": True, "seed": SLOW, "end_id": -1}
+LONG = {"max_tokens": 900, "stream": True, "seed": ENDLESS, "end_id": -1}  # minutes, if nobody ended it
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def client(server: TritonServer) -> Iterator[Any]:
         yield opened
 
 
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not happen in time"
@@ -160,7 +162,7 @@ def test_cancelling_frees_the_engine(server: TritonServer) -> None:
     with Call(server.grpc, FAULTY, inputs("hello", **LONG)) as call:
         call.next()
         until(lambda: running(server) == 1)
-    until(lambda: running(server) == 0, seconds=2)
+    until(lambda: running(server) == 0)
     assert metric(server, "draftwood_requests_total", model=FAULTY, finish_reason="abort") == before + 1
 
 
@@ -179,16 +181,16 @@ while True:
     finally:
         client.kill()
         client.wait()
-    until(lambda: running(server) == 0, seconds=2)
+    until(lambda: running(server) == 0)
 
 
 def test_a_reader_that_hangs_up_frees_the_engine(server: TritonServer) -> None:
     body = json.dumps({"text_input": "hello", **LONG}).encode()
     request = urllib.request.Request(f"http://{server.http}/v2/models/{FAULTY}/generate_stream", body)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         assert answer.readline().startswith(b"data: ")
         until(lambda: running(server) == 1)
-    until(lambda: running(server) == 0, seconds=2)
+    until(lambda: running(server) == 0)
 
 
 def test_more_requests_than_places_are_refused(server: TritonServer) -> None:
@@ -253,7 +255,7 @@ def test_bad_parameters_are_an_error_response(server: TritonServer, parameters: 
 
 
 def test_what_fails_in_a_round_ends_that_request_only(server: TritonServer, client: Any) -> None:
-    with Call(server.grpc, FAULTY, inputs("other", **LONG)) as other:
+    with Call(server.grpc, FAULTY, inputs("other", **LONG | {"seed": SLOW})) as other:
         with Call(server.grpc, FAULTY, inputs("hello", max_tokens=50, stream=True, seed=RAISES, end_id=-1)) as call:
             call.next()
             with pytest.raises(Refused, match="the engine failed behind 20 tokens"):
@@ -282,7 +284,7 @@ def test_http_generate(server: TritonServer, llm: LLM) -> None:
 def test_the_example_of_the_documentation_runs(server: TritonServer, llm: LLM) -> None:
     page = (ROOT / "docs" / "triton.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0].replace("localhost:8001", server.grpc)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == llm.generate("def main():", SamplingParams(temperature=0))[0].text
 
@@ -318,6 +320,7 @@ def test_requests_in_flight_survive_an_unload(server: TritonServer, client: Any,
 def test_a_model_whose_process_died_comes_back_by_unloading_and_loading(server: TritonServer, client: Any) -> None:
     dying = inputs("hello", max_tokens=50, stream=True, seed=DIES, end_id=-1)
     with Call(server.grpc, FAULTY, dying) as call, pytest.raises(queue.Empty):
+        until(lambda: not stubs(server, FAULTY))
         call.rest(wait=1.5)  # Triton 24.10 answers such a request never
     with pytest.raises(Refused, match="not healthy"):
         ask(server, FAULTY, inputs("hello", max_tokens=2))
