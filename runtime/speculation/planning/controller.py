@@ -37,6 +37,7 @@ READING_DIGITS = 2  # decimals of the time that a draft reads first, per token o
 HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planned: at first, and where it was planned
 # again and again
 HELD_PROPOSAL = 3  # the same of a proposal that is no probe, of a request alone
+NARROW = 2  # tokens of a proposal that shows the costs of narrow passes
 FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
@@ -164,8 +165,10 @@ class Controller:
         plain = RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
         if remaining < 1:
             return plain
+        drift, reading_time = self._drift(sharing), self._reading_time(unread)
+        if drift is not None and drift.is_stale and not reading_time:
+            return self._narrow(remaining)
         best = self._best(remaining)
-        reading_time = self._reading_time(unread)
         planned = best if sharing == 1 else self._joint(context, remaining, sharing, reading_time)
         if planned.depth and self._pays(planned, remaining, reading_time, sharing):
             return planned
@@ -263,6 +266,17 @@ class Controller:
             self._found[most] = self._described(row, column, tokens, seconds, tokens * self._plain_seconds / seconds)
         return self._found[most]
 
+    def _narrow(self, remaining: int) -> RoundPlan:
+        """A proposal of few rows, whose pass takes nearly the time of a plain one and shows what that is at present."""
+        column = min(NARROW, remaining, self._shapes.depth) - 1
+        tokens, seconds = 1 + float(self._estimate.expected_accepted()[0, column]), float(self._seconds[0, column])
+        plan = self._described(0, column, tokens, seconds, tokens * self._plain_seconds / seconds)
+        return plan._replace(probe=True)
+
+    def _drift(self, sharing: int) -> Drift | None:
+        """How costs have drifted; None where plans depend on no clock, or requests share passes."""
+        return self._experience.drift if sharing == 1 else None
+
     def _described(self, row: int, column: int, tokens: float, seconds: float, speed_up: float) -> RoundPlan:
         """The plan of a kind and size (`row`) and depth."""
         depth, chain = column + 1, self._shapes.chain and row == 0
@@ -272,7 +286,7 @@ class Controller:
     def _price(self, context: int, sharing: int) -> None:
         """Compute the seconds [kinds and sizes, depths] of every plan, and of a plain token, after `context` committed
         tokens: the request's share of passes in which all requests have equally many rows, and its time on the host."""
-        drift = self._experience.drift if sharing == 1 else None
+        drift = self._drift(sharing)
         priced = context // CONTEXT_STEP, sharing, UNCHANGED if drift is None else drift.factors
         if priced == self._priced:
             return
@@ -280,7 +294,7 @@ class Controller:
         self._found.clear()
         behind = priced[0] * CONTEXT_STEP
         read = min(behind, self._draft_context or behind)
-        costs = self._costs if drift is None else drift.costs(priced[2])
+        costs = self._costs if drift is None else drift.costs()
         found = prices_of(costs.target, costs.draft, costs.following, self._host, self._shapes, behind, read, sharing)
         self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
         self._stored = passes_of(self._costs.target, behind, len(self._longer)) if drift is not None else []

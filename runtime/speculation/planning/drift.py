@@ -1,46 +1,41 @@
 """Drift: what passes of the target take at present, against the stored table.
 
-Other programs on a machine, and other machines on a host, take memory bandwidth and cores away for minutes. A pass
-reads all weights and computes products of every row, whichever takes longer:
+Other programs on a machine, and other machines on a host, take memory bandwidth and cores away for minutes. Passes of
+few rows read weights, and get slower with less bandwidth; passes of many rows compute, and get slower with fewer cores.
+A table of a quiet minute then promises that ten rows cost as much as one, when they take twice as long. Therefore real
+passes are compared with the table, by groups of widths. Each group has the drift of the next narrower one, and a
+difference to it. A pass moves the differences up to its own group, the least certain ones most. A difference is
+forgotten while nothing shows it, so its group is tried again.
 
-    seconds(rows) = max(memory, rows x row)
-
-Both times have a factor of their own, learned from real passes. Narrow passes show the first one, wide passes the
-second one. Without them a table of a quiet minute promises that a tree of ten tokens is nearly free, when a neighbour
-has taken one of two cores.
-
-A factor is learned by a clock. Therefore it must not touch a text that a seed shall repeat, nor one whose distribution
-is enumerated: only who asks for it has it, see `Experience`. A round's time does not depend on numbers that are drawn
-later, so the output stays exact.
+A clock must not touch a text that a seed shall repeat, nor one whose distribution is enumerated: only who asks for a
+drift has one, see `Experience`. What a pass took does not depend on numbers that are drawn later, so the output stays
+exact.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel, PassCosts
 
-RATE, FIRST = 0.08, 4.0  # of what a pass shows, in logarithms: the latest 12 passes count, at first fewer
+GROUPS = (3, 6, 10, 16)  # the widest pass of each group of widths but the last one
+# What is known is kept as a Kalman filter does. Variances are in those of what a pass shows: CHANGE is added with each
+# pass, so that the latest 8 count. A difference is forgotten by FORGOTTEN with each pass.
+CHANGE, FORGOTTEN = 0.015, 0.005
 MOST_SHOWN = 0.7  # logarithm: a pass during which the program was interrupted shows no more
-FORGOTTEN = 0.004  # of a factor with each pass that shows the other one: the table is believed again, and tried
-MOST = 1.4  # logarithm of a factor
-STEP = 0.05  # of the logarithms by which plans are made: prices are computed for few of them
-SHARPNESS = 4.0  # of the change from passes that show the one factor to those that show the other one
+STEP, KEPT = 0.1, 0.8  # of the logarithms by which plans are made, and by how many steps they may be wrong: computing
+# prices takes a while
+STALE = 32  # passes without a narrow one
+MOST_KNOWN = 64  # costs that are kept
 
-
-class Factors(NamedTuple):
-    """Logarithms of real over stored seconds, in steps: of reading the weights, and of the rows' products."""
-
-    memory: int
-    rows: int
-
-
-UNCHANGED = Factors(0, 0)
+Factors = tuple[int, ...]  # of each group: logarithm of real over stored seconds, in steps
+UNCHANGED: Factors = (0,) * (len(GROUPS) + 1)
+KEEPING = np.array([1.0] + [1 - FORGOTTEN] * len(GROUPS))
 
 
 class Drift:
@@ -48,42 +43,46 @@ class Drift:
 
     def __init__(self, stored: CostModel) -> None:
         self._stored = stored
-        target = stored.target
-        self._wide = np.asarray(target.widths) * (target.seconds[0][-1] / target.widths[-1] / target.seconds[0][0])
-        self._share = float(self._wide[0]) / target.widths[0]  # time of a row's products, of reading the weights
-        self._logs, self._shown = [0.0, 0.0], [0.0, 0.0]  # of memory and rows; passes that have shown them
+        # Logarithms of real over stored seconds: of each group's over those of the narrower one, and their covariances.
+        self._differences = np.zeros(len(UNCHANGED))
+        self._covariances = np.eye(len(UNCHANGED))
+        self._since_narrow = STALE  # passes
+        self.factors = UNCHANGED  # by which plans are made
         self._known: dict[Factors, CostModel] = {UNCHANGED: stored}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether no narrow pass was seen for so long that plain decoding may take any time."""
+        return self._since_narrow >= STALE
 
     def observe(self, rows: int, stored: float, seconds: float) -> None:
         """Learn from a pass of the target. stored: its seconds by the table."""
-        memory, row = self._logs
-        wide = math.log(rows * self._share)  # above 0 where the rows' products take longer, by the table
-        shown = math.log(seconds / stored) - max(memory, wide + row) + max(0.0, wide)
-        shown = min(max(shown, -MOST_SHOWN), MOST_SHOWN)
-        by_rows = 1 / (1 + math.exp(SHARPNESS * (memory - wide - row)))
-        for index, weight in enumerate((1 - by_rows, by_rows)):
-            self._shown[index] += weight
-            rate = max(RATE, 1 / (FIRST + self._shown[index]))
-            moved = self._logs[index] * (1 - FORGOTTEN * (1 - weight)) + rate * weight * shown
-            self._logs[index] = min(max(moved, -MOST), MOST)
+        group = bisect_left(GROUPS, rows)
+        self._since_narrow = self._since_narrow + 1 if group else 0
+        self._differences *= KEEPING
+        self._covariances = self._covariances * np.outer(KEEPING, KEEPING) + CHANGE * np.eye(len(KEEPING))
+        shown = math.log(seconds / stored) - float(self._differences[: group + 1].sum())
+        reach = self._covariances[:, : group + 1].sum(1)  # of each difference with what the pass shows
+        gains = reach / (float(reach[: group + 1].sum()) + 1)
+        self._differences += gains * min(max(shown, -MOST_SHOWN), MOST_SHOWN)
+        self._covariances -= np.outer(gains, reach)
+        logs = self._differences.cumsum().tolist()
+        if any(abs(log / STEP - known) > KEPT for log, known in zip(logs, self.factors, strict=True)):
+            self.factors = tuple(round(log / STEP) for log in logs)
 
-    @property
-    def factors(self) -> Factors:
-        """As they are at present, rounded."""
-        memory, row = self._logs
-        return Factors(round(memory / STEP), round(row / STEP))
-
-    def costs(self, factors: Factors) -> CostModel:
-        """The costs with these factors. The draft's narrow passes read weights, as the target's do."""
-        if factors not in self._known:
-            memory, row = (math.exp(STEP * each) for each in factors)
-            slower = np.maximum(memory, row * self._wide) / np.maximum(1.0, self._wide)
-            stored = self._stored
-            draft, further = (None if each is None else scaled(each, memory) for each in (stored.draft, stored.further))
-            self._known[factors] = replace(stored, target=scaled(stored.target, slower), draft=draft, further=further)
-        return self._known[factors]
+    def costs(self) -> CostModel:
+        """The costs by `factors`. The draft's narrow passes read weights, as the target's do."""
+        if self.factors not in self._known:
+            stored, slower = self._stored, np.exp(STEP * np.array(self.factors))
+            target = scaled(stored.target, slower[np.searchsorted(GROUPS, stored.target.widths)])
+            draft, further = (None if each is None else scaled(each, slower[:1]) for each in (stored.draft, stored.further))
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            self._known[self.factors] = replace(stored, target=target, draft=draft, further=further)
+        return self._known[self.factors]
 
 
-def scaled(costs: PassCosts, factors: NDArray[np.float64] | float) -> PassCosts:
-    """Every pass takes so many times as long; of an array, by its width."""
-    return replace(costs, seconds=tuple(map(tuple, (np.asarray(costs.seconds) * factors).tolist())))
+def scaled(costs: PassCosts, factors: NDArray[np.float64]) -> PassCosts:
+    """Passes of each width take so many times as long. A wider pass never takes less."""
+    seconds = np.maximum.accumulate(np.asarray(costs.seconds) * factors, axis=1)
+    return replace(costs, seconds=tuple(map(tuple, seconds.tolist())))
