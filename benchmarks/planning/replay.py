@@ -254,7 +254,9 @@ def drifting(costs: CostModel) -> Machine:
         target = costs.target
         wide = np.asarray(target.widths) * (target.seconds[0][-1] / target.widths[-1] / target.seconds[0][0])
         slower = np.maximum(memory, rows * wide) / np.maximum(1.0, wide)
-        draft, further = (None if each is None else scaled(each, np.array([memory])) for each in (costs.draft, costs.further))
+        draft, further = (
+            None if each is None else scaled(each, np.array([memory])) for each in (costs.draft, costs.further)
+        )
         return replace(costs, target=scaled(target, slower), draft=draft, further=further)
 
     return Machine(tuple(phase(*factors) for factors in PHASES), PHASE_SECONDS)
@@ -321,7 +323,11 @@ def main() -> None:
     Console(width=140).print(make_table(found))
     if args.output is not None:
         names = ("slower_rounds", "faster_plain", "drifting")
-        settings = {"bundle": args.bundle.name, "trace": args.trace.name, **{name: getattr(args, name) for name in names}}
+        settings = {
+            "bundle": args.bundle.name,
+            "trace": args.trace.name,
+            **{name: getattr(args, name) for name in names},
+        }
         write_results(args.output, args.name, settings | {"requests": found})
 
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from rich.progress import track
 
 from draftwood.cli.bench import read_prompts
-from draftwood.runtime import LLM, SamplingParams
 from draftwood.models.bindings import TARGET
+from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine
 from draftwood.runtime.engines.passes import prefill, run
@@ -261,7 +261,11 @@ def main() -> None:
         traces = []
         for number, (prompt, text) in enumerate(track(list(zip(prompts, texts, strict=True)), "Recording")):
             drawn = args.temperature > 0
-            made = record_drawn(Pair(target, draft), prompt, text, params, number) if drawn else record(draft, prompt, text)
+            made = (
+                record_drawn(Pair(target, draft), prompt, text, params, number)
+                if drawn
+                else record(draft, prompt, text)
+            )
             traces.append(made)
     kind = {"bundle": args.bundle.name, "temperature": args.temperature}
     encoded = [{"prompt": trace.prompt, "places": [place.encode() for place in trace.places]} for trace in traces]

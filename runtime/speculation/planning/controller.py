@@ -36,7 +36,7 @@ PLAIN_DEPTH = 0
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planned: at first, and where it was planned
 # again and again
-HELD_PROPOSAL = 3  # the same of a proposal that is no probe, of a request alone
+HELD_PROPOSAL = 7  # the same of a proposal that is no probe, of a request alone
 NARROW = 2  # tokens of a proposal that shows the costs of narrow passes
 FEW = 1 / 8  # share of the requests that may come or go meanwhile
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import CostModel, PassCosts
+from .cost import MOST_SECONDS, CostModel, PassCosts
 
 GROUPS = (3, 6, 10, 16)  # the widest pass of each group of widths but the last one
 # What is known is kept as a Kalman filter does. Variances are in those of what a pass shows: CHANGE is added with each
@@ -30,12 +30,14 @@ CHANGE, FORGOTTEN = 0.015, 0.005
 MOST_SHOWN = 0.7  # logarithm: a pass during which the program was interrupted shows no more
 STEP, KEPT = 0.1, 0.8  # of the logarithms by which plans are made, and by how many steps they may be wrong: computing
 # prices takes a while
+LEAST_SECONDS = 1e-9  # of a pass, where a clock is coarse
 STALE = 32  # passes without a narrow one
 MOST_KNOWN = 64  # costs that are kept
 
 Factors = tuple[int, ...]  # of each group: logarithm of real over stored seconds, in steps
 UNCHANGED: Factors = (0,) * (len(GROUPS) + 1)
-KEEPING = np.array([1.0] + [1 - FORGOTTEN] * len(GROUPS))
+KEEPING = np.array([1.0] + [1 - FORGOTTEN] * len(GROUPS))  # of the drift of narrow passes, and of differences
+KEPT_PRODUCTS, CHANGES = np.outer(KEEPING, KEEPING), CHANGE * np.eye(len(KEEPING))
 
 
 class Drift:
@@ -60,12 +62,12 @@ class Drift:
         group = bisect_left(GROUPS, rows)
         self._since_narrow = self._since_narrow + 1 if group else 0
         self._differences *= KEEPING
-        self._covariances = self._covariances * np.outer(KEEPING, KEEPING) + CHANGE * np.eye(len(KEEPING))
-        shown = math.log(seconds / stored) - float(self._differences[: group + 1].sum())
+        self._covariances = self._covariances * KEPT_PRODUCTS + CHANGES
+        shown = math.log(max(seconds, LEAST_SECONDS) / stored) - float(self._differences[: group + 1].sum())
         reach = self._covariances[:, : group + 1].sum(1)  # of each difference with what the pass shows
-        gains = reach / (float(reach[: group + 1].sum()) + 1)
+        gains = reach / (reach[: group + 1].sum() + 1)
         self._differences += gains * min(max(shown, -MOST_SHOWN), MOST_SHOWN)
-        self._covariances -= np.outer(gains, reach)
+        self._covariances -= gains[:, None] * reach
         logs = self._differences.cumsum().tolist()
         if any(abs(log / STEP - known) > KEPT for log, known in zip(logs, self.factors, strict=True)):
             self.factors = tuple(round(log / STEP) for log in logs)
@@ -75,7 +77,9 @@ class Drift:
         if self.factors not in self._known:
             stored, slower = self._stored, np.exp(STEP * np.array(self.factors))
             target = scaled(stored.target, slower[np.searchsorted(GROUPS, stored.target.widths)])
-            draft, further = (None if each is None else scaled(each, slower[:1]) for each in (stored.draft, stored.further))
+            draft, further = (
+                None if each is None else scaled(each, slower[:1]) for each in (stored.draft, stored.further)
+            )
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
             self._known[self.factors] = replace(stored, target=target, draft=draft, further=further)
@@ -84,5 +88,5 @@ class Drift:
 
 def scaled(costs: PassCosts, factors: NDArray[np.float64]) -> PassCosts:
     """Passes of each width take so many times as long. A wider pass never takes less."""
-    seconds = np.maximum.accumulate(np.asarray(costs.seconds) * factors, axis=1)
+    seconds = np.maximum.accumulate(np.asarray(costs.seconds) * factors, axis=1).clip(LEAST_SECONDS, MOST_SECONDS)
     return replace(costs, seconds=tuple(map(tuple, seconds.tolist())))

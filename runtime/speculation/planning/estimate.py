@@ -32,7 +32,7 @@ LONG_MEMORY = 0.998  # the same of all requests together: about 500 rounds
 FIRST_GUESS = 0.5  # α before the first observation
 SAVED_GUESS = 0.3  # ρ before the first observation
 PRIOR = 4.0  # weight of the prior, in observations
-OWN_PRIOR = 40.0  # the same of what all requests together have shown
+OWN_PRIOR = 10.0  # the same of what all requests together have shown
 STEPS = 40  # resolution of α and of ρ for the prior of trees
 MOST_WAITING = 64  # rounds that are counted together at most
 
