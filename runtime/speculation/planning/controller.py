@@ -4,11 +4,11 @@
 
 The costs are a stored table (`cost.py`). The acceptance is learned while requests run, see `estimate.py`.
 
-A plan is made before its round. It depends on the stored table, the acceptance of earlier rounds and the number of
-requests that share the passes, but never on the draws of its round, so the output keeps its distribution. The number of
-sharing requests and the acceptance of other requests depend on the load of the server. Therefore the plans of a sampled
-request with a seed assume that it runs alone, and it has an `Experience` of its own: its text stays the same as long as
-the table does.
+A plan is made before its round. It depends on the stored table, on what passes took since (`drift.py`), the acceptance
+of earlier rounds and the number of requests that share the passes, but never on the draws of its round, so the output
+keeps its distribution. The time of passes, the number of sharing requests and the acceptance of other requests depend
+on the load of the machine. Therefore the plans of a sampled request with a seed assume that it runs alone and that the
+table holds, and it has an `Experience` of its own: its text stays the same as long as the table does.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ class Controller:
             return plain
         drift, reading_time = self._drift(sharing), self._reading_time(unread)
         if drift is not None and drift.is_stale and not reading_time:
+            drift.look()
             return self._narrow(remaining)
         best = self._best(remaining)
         planned = best if sharing == 1 else self._joint(context, remaining, sharing, reading_time)

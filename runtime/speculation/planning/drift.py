@@ -57,6 +57,10 @@ class Drift:
         """Whether no narrow pass was seen for so long that plain decoding may take any time."""
         return self._since_narrow >= STALE
 
+    def look(self) -> None:
+        """A narrow pass is planned. It is asked for once: a device that runs the whole round shows no pass."""
+        self._since_narrow = 0
+
     def observe(self, rows: int, stored: float, seconds: float) -> None:
         """Learn from a pass of the target. stored: its seconds by the table."""
         group = bisect_left(GROUPS, rows)

@@ -54,6 +54,7 @@ def test_what_narrow_passes_show_moves_all_widths() -> None:
         assert not drift.is_stale
         drift.observe(8, 1.14, 1.14)
     assert drift.is_stale
+    assert [Controller(stored, TREES, True, Experience(drift)).plan(0, 100).probe for _ in range(2)] == [True, False]
     drift.observe(1, 1.0, 0.0)  # a coarse clock
     assert drift.costs().target.at(1, 0) > 0
 
