@@ -217,8 +217,9 @@ def draw_proposals(
     proposer, cache = DraftProposer(pair.draft), pair.target.new_cache()
     sampler = Sampler(params, prompt, (), pair.target.spec.model.vocab_size)
     sampler.use(softmax_of(pair.target))
-    calibration, rules, found = config.calibration(False), config.rules(False), []
+    calibration, rules = config.calibration(False), config.rules(False)
     estimate = calibration or uncorrected
+    found: list[tuple[TokenTree, list[int]]] = []
     with closing(proposer), closing(cache):
         run(proposer.start(prompt))
         prefill(pair.target, cache, prompt[:-1])
