@@ -64,7 +64,7 @@ def test_plans_by_what_passes_took_change_no_distribution(monkeypatch: pytest.Mo
 
     class Fresh(SpeculativeDecoder):
         def __init__(self, *args: object) -> None:
-            super().__init__(*args, experience=Experience(Drift(NEAR)))  # type: ignore[arg-type]
+            super().__init__(*args, experience=Experience(Drift(NEAR)))  # type: ignore[arg-type, misc]
 
     sizes: set[int] = set()
     observe = Controller.observe_pass
