@@ -32,7 +32,9 @@ from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.speculation.growers.kinds import LOOKUP
+from ..runtime.speculation.planning.controller import Experience
 from ..runtime.speculation.planning.cost import CostModel
+from ..runtime.speculation.planning.drift import Drift
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, read, write
 from .live import costs_note
@@ -104,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
             bundle.manifest.max_length,
             bundle.manifest.eos_token_ids,
             costs,
+            experience=Experience(Drift(costs)),
         )
     eos, vocab_size = bundle.manifest.eos_token_ids, target.spec.model.vocab_size
     runs: dict[str, list[Run]] = {name: [] for name in configs}

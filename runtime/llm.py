@@ -36,6 +36,7 @@ from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.controller import Experience
 from .speculation.planning.cost import CostModel
+from .speculation.planning.drift import Drift
 from .structured.grammars import Grammar, Grammars
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
@@ -85,7 +86,7 @@ class LLM:
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
             draft = None if self._draft is None else self._draft.spec
             self._costs = measured or assumed_costs(self._target.spec, draft, provider)
-        self._experience = Experience()
+        self._experience = Experience(None if self._costs is None else Drift(self._costs))
         vocab_size = self._target.spec.model.vocab_size
         self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
         self._idle: deque[SpeculativeDecoder] = deque()

@@ -9,6 +9,8 @@ in `decoding/loop.py`. The time is divided into its parts, so that a loss has a 
 
 --slower-rounds: what a round with a proposal takes beyond the table, in milliseconds, unknown to the planning.
 --faster-plain: share of the table's time that a narrow pass takes, likewise. Both show what wrong costs lead to.
+--drifting: memory and processor get slower and faster every second, as on a shared host.
+A trace of drawn texts (`--trace`) is replayed with the host's costs above temperature 0.
 """
 
 from __future__ import annotations
@@ -24,23 +26,38 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planning.traces import LIMITS, Trace, read_traces
+from benchmarks.planning.traces import LIMITS, Place, Trace, read_traces
 from benchmarks.tools.record import add_output, write_results
 from draftwood.models.errors import BundleError
 from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.speculation.planning.budget import DraftBudget, Offer
 from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, PassCosts
+from draftwood.runtime.speculation.planning.drift import Drift, scaled
 
 TRACE = Path(__file__).with_name("smollm2_trace.json")
+DRAWN_TRACE = Path(__file__).with_name("smollm2_trace_drawn.json")  # at temperature 0.7
 CLIENTS = (1, 4, 16, 32, 64)
-CHAINS = (1, 2, 3)
+CHAINS = (1, 2, 3, 4)
 # Seconds of processor time: of a new plan, of an offer with its part of a choice for all, and of a round of a request
 # that may draft but does not, beyond that of a request without a draft. More than `host.py` measures with stand-ins for
 # the engines, whose passes leave the caches of the processor alone: 5, 7.5 and 3 microseconds.
 PLAN, OFFER, HELD = 35e-6, 20e-6, 5e-6
 PLAIN = RoundPlan(0, 0, 1.0, 0.0, 1.0, probe=False)
+# Of real over stored seconds, one pair after the other: factors of reading weights, and of rows' products.
+PHASES = ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (0.6, 1.0), (2.0, 2.7))
+PHASE_SECONDS = 2.0
 SETTLED = 16  # rows from which on a pass takes the table's time in any case
+
+
+class Machine(NamedTuple):
+    """The real costs, which hold for so many seconds one after the other."""
+
+    phases: tuple[CostModel, ...]
+    seconds: float = 1.0
+
+    def at(self, time: float) -> CostModel:
+        return self.phases[int(time / self.seconds) % len(self.phases)]
 
 
 class Timed(Controller):
@@ -80,13 +97,13 @@ def chain_of(length: int) -> Callable[[], Planner]:
     return lambda: Planner(plan, lambda *_: length > 0, None)
 
 
-def by_cost(costs: CostModel, draft_context: int | None = None) -> Callable[[], Planner]:
+def by_cost(costs: CostModel, greedy: bool = True, draft_context: int | None = None) -> Callable[[], Planner]:
     """The default settings: the requests of one engine, which learn from each other."""
-    experience, budget = Experience(), DraftBudget()
+    experience, budget = Experience(Drift(costs)), DraftBudget()
     widths = [width for width in costs.target.widths if width <= LIMITS.max_total_draft_tokens + 1]
 
     def make() -> Planner:
-        controller = Timed(costs, LIMITS._shapes(widths), True, experience, budget, draft_context)
+        controller = Timed(costs, LIMITS._shapes(widths), greedy, experience, budget, draft_context)
 
         def plan(context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
             held = controller.held(remaining, sharing)
@@ -134,9 +151,8 @@ class Text:
         return len(self.trace.places) - self.position
 
 
-def replay(traces: Sequence[Trace], make: Callable[[], Planner], costs: CostModel, clients: int, each: int) -> Account:
+def replay(traces: Sequence[Trace], make: Callable[[], Planner], real: Machine, clients: int, each: int) -> Account:
     """So many clients ask for `each` texts one after the other."""
-    assert costs.draft is not None, "a pair is replayed"
     account = Account()
     waiting = [[traces[(number + turn) % len(traces)] for turn in range(each)] for number in range(clients)]
     running: list[Text | None] = [None] * clients
@@ -149,6 +165,7 @@ def replay(traces: Sequence[Trace], make: Callable[[], Planner], costs: CostMode
         texts = [text for text in running if text is not None]
         if not texts:
             return account
+        costs = real.at(sum(account.seconds.values()))
         begin(new, len(texts), costs, account)
         step(texts, costs, account)
         for number, text in enumerate(running):
@@ -179,7 +196,8 @@ def begin(new: Sequence[Text], sharing: int, costs: CostModel, account: Account)
 
 def step(texts: Sequence[Text], costs: CostModel, account: Account) -> None:
     """A round of all texts, whose passes are joint."""
-    assert costs.draft is not None and costs.following is not None
+    assert costs.draft is not None and costs.following is not None, "a pair is replayed"
+    host = costs.greedy if isinstance(texts[0].trace.places[0], Place) else costs.sampled
     sharing, context = len(texts), sum(text.context for text in texts) // len(texts)
     plans = [
         text.planner.plan(text.context, text.left - 1, sharing, text.unread) if text.left > 1 else PLAIN
@@ -206,12 +224,14 @@ def step(texts: Sequence[Text], costs: CostModel, account: Account) -> None:
     extra = sum(tokens) if drafting else 0
     account.seconds["plain"] += float(passes(np.array(sharing)))
     account.seconds["rows"] += float(passes(np.array(sharing + extra)) - passes(np.array(sharing)))
-    account.seconds["plain"] += costs.greedy.plain * sharing
+    account.seconds["plain"] += host.plain * sharing
+    if sharing == 1 and texts[0].planner.controller is not None:
+        texts[0].planner.controller.observe_pass(1 + extra, float(passes(np.array(1 + extra))))
     for text, plan, size in zip(texts, plans, tokens, strict=True):
         account.rounds["probe" if plan.probe else "speculative" if plan.depth else "plain"] += 1
         taken = 0
         if plan.depth:
-            account.seconds["host"] += costs.greedy.round + costs.greedy.token * size - costs.greedy.plain
+            account.seconds["host"] += host.round + host.token * size - host.plain
             found = text.trace.places[text.position].verify(plan.depth, plan.size, plan.chain)
             taken = len(found.rows)
             account.accepted += taken
@@ -226,7 +246,23 @@ def step(texts: Sequence[Text], costs: CostModel, account: Account) -> None:
         text.position += kept
 
 
-def distorted(costs: CostModel, slower: float, faster: float) -> CostModel:
+def drifting(costs: CostModel) -> Machine:
+    """A machine whose speed changes. A pass takes the longer one of two times: of reading all weights, as its narrowest
+    one does, and of its rows' products, of which its widest one consists."""
+
+    def phase(memory: float, rows: float) -> CostModel:
+        target = costs.target
+        wide = np.asarray(target.widths) * (target.seconds[0][-1] / target.widths[-1] / target.seconds[0][0])
+        slower = np.maximum(memory, rows * wide) / np.maximum(1.0, wide)
+        draft, further = (
+            None if each is None else scaled(each, np.array([memory])) for each in (costs.draft, costs.further)
+        )
+        return replace(costs, target=scaled(target, slower), draft=draft, further=further)
+
+    return Machine(tuple(phase(*factors) for factors in PHASES), PHASE_SECONDS)
+
+
+def distorted(costs: CostModel, slower: float, faster: float) -> Machine:
     """What a round really takes. slower: seconds of every round with a proposal. faster: share of the time of the
     narrowest pass; that of wider ones approaches the table's."""
 
@@ -236,13 +272,15 @@ def distorted(costs: CostModel, slower: float, faster: float) -> CostModel:
         return replace(passes, seconds=tuple(map(tuple, (rows - saved * rows[:, :1]).tolist())))
 
     greedy = replace(costs.greedy, round=costs.greedy.round + slower)
-    return replace(costs, target=narrow(costs.target), greedy=greedy)
+    sampled = replace(costs.sampled, round=costs.sampled.round + slower)
+    return Machine((replace(costs, target=narrow(costs.target), greedy=greedy, sampled=sampled),))
 
 
-def compare(traces: Sequence[Trace], known: CostModel, real: CostModel, clients: int, each: int) -> dict[str, Any]:
+def compare(traces: Sequence[Trace], known: CostModel, real: Machine, clients: int, each: int) -> dict[str, Any]:
     """Speeds over plain decoding, and where the time of the planned rounds goes, as shares."""
     plain = replay(traces, chain_of(0), real, clients, each).speed
-    own = replay(traces, by_cost(known), real, clients, each)
+    greedy = isinstance(traces[0].places[0], Place)
+    own = replay(traces, by_cost(known, greedy), real, clients, each)
     chains = {f"chain of {k}": replay(traces, chain_of(k), real, clients, each).speed / plain for k in CHAINS}
     whole = sum(own.seconds.values())
     return {
@@ -271,6 +309,8 @@ def main() -> None:
     parser.add_argument("bundle", type=Path, help="its measured costs are the time")
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--texts", type=int, default=4, help="of each client, one after the other")
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
+    parser.add_argument("--drifting", action="store_true")
     parser.add_argument("--slower-rounds", type=float, default=0.0)
     parser.add_argument("--faster-plain", type=float, default=1.0)
     add_output(parser, "planning_replay", required=False)
@@ -278,11 +318,16 @@ def main() -> None:
     traces, known = read_traces(args.trace), read_costs(args.bundle)
     if known is None:
         raise BundleError(f"{args.bundle} has no costs: run draftwood profile first")
-    real = distorted(known, args.slower_rounds / 1000, args.faster_plain)
-    found = {str(clients): compare(traces, known, real, clients, args.texts) for clients in CLIENTS}
+    real = drifting(known) if args.drifting else distorted(known, args.slower_rounds / 1000, args.faster_plain)
+    found = {str(clients): compare(traces, known, real, clients, args.texts) for clients in args.clients}
     Console(width=140).print(make_table(found))
     if args.output is not None:
-        settings = {"bundle": args.bundle.name, "slower_rounds": args.slower_rounds, "faster_plain": args.faster_plain}
+        names = ("slower_rounds", "faster_plain", "drifting")
+        settings = {
+            "bundle": args.bundle.name,
+            "trace": args.trace.name,
+            **{name: getattr(args, name) for name in names},
+        }
         write_results(args.output, args.name, settings | {"requests": found})
 
 

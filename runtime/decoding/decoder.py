@@ -69,8 +69,7 @@ class SpeculativeDecoder:
         """Open a cache of each engine. costs: the cost model of both engines; rounds are planned by it where `config`
         has the budget "cost". sharing: returns how many requests share passes at present. experience: measurements of
         earlier requests; by default this decoder collects its own. budget: of the draft tokens of all requests that
-        share passes. Raises EngineError when an engine has no cache
-        left."""
+        share passes. Raises EngineError when an engine has no cache left."""
         self._sharing = sharing
         self._experience = Experience() if experience is None else experience
         self._budget = budget
@@ -162,6 +161,7 @@ class SpeculativeDecoder:
             return (yield from self._device_round(request, plan, shape))
         proposal = yield from self._propose(request, plan)
         output, acceptance = yield from self._verify(request, proposal.tree)
+        request.time_pass(len(proposal.tree))
         self._commit(proposal.tree, acceptance)
         token_ids = [*(proposal.tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
         request.learn(plan, proposal.tree, acceptance, token_ids)

@@ -65,6 +65,11 @@ class RequestState:
         if self.controller is not None and plan is not None and plan.depth:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 
+    def time_pass(self, rows: int) -> None:
+        """Tell the controller how long the target took for its last pass, which had so many rows."""
+        if self.controller is not None:
+            self.controller.observe_pass(rows, self.scoring.latest)
+
     def cut(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """How many of a round's tokens the text keeps, and the finish reason if it ends there. A text may end inside an
         accepted path."""

@@ -6,18 +6,19 @@ from time import perf_counter
 
 
 class Stopwatch:
-    """Adds up the seconds spent inside its `with` blocks."""
+    """Adds up the seconds spent inside its `with` blocks. latest: those of the last block."""
 
-    __slots__ = ("_lapped", "_start", "seconds")
+    __slots__ = ("_lapped", "_start", "latest", "seconds")
 
     def __init__(self) -> None:
-        self.seconds = self._lapped = 0.0
+        self.seconds = self.latest = self._lapped = 0.0
 
     def __enter__(self) -> None:
         self._start = perf_counter()
 
     def __exit__(self, *raised: object) -> None:
-        self.seconds += perf_counter() - self._start
+        self.latest = perf_counter() - self._start
+        self.seconds += self.latest
 
     def lap(self) -> float:
         """Seconds that were added since the last lap."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import enumeration
@@ -9,7 +10,16 @@ import pytest
 from costs import table
 from enumeration import decoded, pair, total_variation
 
-from benchmarks.planning.replay import CHAINS, TRACE, by_cost, chain_of, distorted, replay
+from benchmarks.planning.replay import (
+    CHAINS,
+    DRAWN_TRACE,
+    TRACE,
+    by_cost,
+    chain_of,
+    distorted,
+    drifting,
+    replay,
+)
 from benchmarks.planning.simulated import MACHINES, simulate_speeds
 from benchmarks.planning.traces import Place, read_traces
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -142,6 +152,16 @@ def test_planned_rounds_of_real_texts_are_hardly_slower_than_plain_ones(
         if clients == 1:
             chains = [replay(traces, chain_of(k), real, clients, texts).speed / plain for k in CHAINS]
             assert speed > 0.98 * max(chains)
+
+
+@pytest.mark.parametrize("trace", [TRACE, DRAWN_TRACE])
+def test_planned_rounds_follow_a_machine_whose_speed_changes(trace: Path) -> None:
+    """At temperature 0 and 0.7, while memory and processor get slower and faster: hardly slower than the best fixed
+    chain in hindsight."""
+    traces, real = read_traces(trace), drifting(MEASURED)
+    plain, *chains = (replay(traces, chain_of(k), real, 1, 24).speed for k in (0, *CHAINS))
+    speed = replay(traces, by_cost(MEASURED, trace == TRACE), real, 1, 24).speed
+    assert speed > 1.05 * plain and speed > 0.96 * max(chains)
 
 
 def test_a_trace_says_what_every_smaller_proposal_would_have_got() -> None:

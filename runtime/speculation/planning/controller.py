@@ -4,18 +4,17 @@
 
 The costs are a stored table (`cost.py`). The acceptance is learned while requests run, see `estimate.py`.
 
-A plan is made before its round. It depends on the stored table, the acceptance of earlier rounds and the number of
-requests that share the passes, but never on the draws of its round, so the output keeps its distribution. The number of
-sharing requests and the acceptance of other requests depend on the load of the server. Therefore the plans of a sampled
-request with a seed assume that it runs alone, and it has an `Experience` of its own: its text stays the same as long as
-the table does.
+A plan is made before its round. It depends on the stored table, on what passes took since (`drift.py`), the acceptance
+of earlier rounds and the number of requests that share the passes, but never on the draws of its round, so the output
+keeps its distribution. The time of passes, the number of sharing requests and the acceptance of other requests depend
+on the load of the machine. Therefore the plans of a sampled request with a seed assume that it runs alone and that the
+table holds, and it has an `Experience` of its own: its text stays the same as long as the table does.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -23,8 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .budget import DraftBudget, Offer
-from .cost import CostModel, HostCosts, PassCosts
+from .cost import CostModel, HostCosts
+from .drift import UNCHANGED, Drift, Factors
 from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
+from .prices import offer_of, passes_of, prices_of
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
@@ -35,7 +36,8 @@ PLAIN_DEPTH = 0
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planned: at first, and where it was planned
 # again and again
-HELD_PROPOSAL = 3  # the same of a proposal that is no probe, of a request alone
+HELD_PROPOSAL = 7  # the same of a proposal that is no probe, of a request alone
+NARROW = 2  # tokens of a proposal that shows the costs of narrow passes
 FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
@@ -58,9 +60,11 @@ class RoundPlan(NamedTuple):
 class Experience:
     """What requests of one model teach each other: the estimate of all of them together, by shapes and kind, and the
     number of plain rounds since the last probe. Requests on several threads may disturb each other's counts: they only
-    serve as a prior."""
+    serve as a prior. drift: how the real costs of passes differ from the table at present, for requests alone; None
+    where plans must not depend on a clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, drift: Drift | None = None) -> None:
+        self.drift = drift
         self._lock = Lock()
         self._general: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
         self._offers: dict[Any, tuple[NDArray[np.float64], Offer]] = {}
@@ -115,7 +119,9 @@ class Controller:
         self._host = costs.greedy if greedy else costs.sampled
         self._experience = Experience() if experience is None else experience
         self._estimate = self._experience.estimate_for(shapes, greedy)
-        self._priced: tuple[int, int] | None = None  # the context (in steps) and sharing of the prices below
+        # The context (in steps), the sharing and the drift of the prices below.
+        self._priced: tuple[int, int, Factors] | None = None
+        self._stored: list[float] = []  # by the table: seconds of a pass of 1, 2, ... rows
         self._seconds = np.zeros(shapes.grid)
         self._plain_seconds = 0.0
         self._draft_alone: list[float] = []  # see Prices
@@ -159,8 +165,11 @@ class Controller:
         plain = RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
         if remaining < 1:
             return plain
+        drift, reading_time = self._drift(sharing), self._reading_time(unread)
+        if drift is not None and drift.is_stale and not reading_time:
+            drift.look()
+            return self._narrow(remaining)
         best = self._best(remaining)
-        reading_time = self._reading_time(unread)
         planned = best if sharing == 1 else self._joint(context, remaining, sharing, reading_time)
         if planned.depth and self._pays(planned, remaining, reading_time, sharing):
             return planned
@@ -208,6 +217,12 @@ class Controller:
         self._found.clear()
         self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
 
+    def observe_pass(self, rows: int, seconds: float) -> None:
+        """Learn what the target's pass over the root and the proposal took, where a clock may decide about plans."""
+        drift = self._experience.drift
+        if drift is not None and rows <= len(self._stored):
+            drift.observe(rows, self._stored[rows - 1], seconds)
+
     def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, sharing: int) -> bool:
         """Whether `plan` is expected to be faster than plain decoding. When requests share passes, the difference must
         be clear, because the cost table was measured with a single request's rows, none of them rejected."""
@@ -252,6 +267,17 @@ class Controller:
             self._found[most] = self._described(row, column, tokens, seconds, tokens * self._plain_seconds / seconds)
         return self._found[most]
 
+    def _narrow(self, remaining: int) -> RoundPlan:
+        """A proposal of few rows, whose pass takes nearly the time of a plain one and shows what that is at present."""
+        column = min(NARROW, remaining, self._shapes.depth) - 1
+        tokens, seconds = 1 + float(self._estimate.expected_accepted()[0, column]), float(self._seconds[0, column])
+        plan = self._described(0, column, tokens, seconds, tokens * self._plain_seconds / seconds)
+        return plan._replace(probe=True)
+
+    def _drift(self, sharing: int) -> Drift | None:
+        """How costs have drifted; None where plans depend on no clock, or requests share passes."""
+        return self._experience.drift if sharing == 1 else None
+
     def _described(self, row: int, column: int, tokens: float, seconds: float, speed_up: float) -> RoundPlan:
         """The plan of a kind and size (`row`) and depth."""
         depth, chain = column + 1, self._shapes.chain and row == 0
@@ -261,82 +287,15 @@ class Controller:
     def _price(self, context: int, sharing: int) -> None:
         """Compute the seconds [kinds and sizes, depths] of every plan, and of a plain token, after `context` committed
         tokens: the request's share of passes in which all requests have equally many rows, and its time on the host."""
-        priced = context // CONTEXT_STEP, sharing
+        drift = self._drift(sharing)
+        priced = context // CONTEXT_STEP, sharing, UNCHANGED if drift is None else drift.factors
         if priced == self._priced:
             return
         self._priced = priced
         self._found.clear()
         behind = priced[0] * CONTEXT_STEP
         read = min(behind, self._draft_context or behind)
-        costs = self._costs.target, self._costs.draft, self._costs.following
-        found = prices_of(*costs, self._host, self._shapes, behind, read, sharing)
+        costs = self._costs if drift is None else drift.costs()
+        found = prices_of(costs.target, costs.draft, costs.following, self._host, self._shapes, behind, read, sharing)
         self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
-
-
-class Prices(NamedTuple):
-    """Seconds of every plan [kinds and sizes, depths], and of a plain token. draft_alone: of a draft pass of 1, 2, ...
-    rows of a single request. longer: by which 0, 1, ... tokens of a single request make a shared pass of plain rows
-    longer."""
-
-    seconds: NDArray[np.float64]
-    plain: float
-    draft_alone: list[float]
-    longer: list[float]
-
-
-@lru_cache(maxsize=512)
-def prices_of(
-    target_costs: PassCosts,
-    draft_costs: PassCosts | None,
-    following_costs: PassCosts | None,
-    host: HostCosts,
-    shapes: Shapes,
-    context: int,
-    read: int,
-    sharing: int,
-) -> Prices:
-    """See Controller._price. following_costs: of draft passes behind the first one of a round. read: tokens of the
-    context that the draft attends to. Cached, because requests that share passes have the same prices."""
-    target, draft, widest = target_costs.shared(context, sharing), None, 0
-    if draft_costs is not None and shapes.frontier:  # a prompt lookup has no draft passes
-        draft, widest = draft_costs.shared(read, sharing), draft_costs.widths[-1]
-
-    def part(together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        return together(rows * sharing) / sharing
-
-    depths = np.arange(1, shapes.depth + 1)
-    sizes = np.array([1] * shapes.chain + list(shapes.sizes))
-    tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
-    tokens[: int(shapes.chain)] = depths
-    tokens += shapes.given
-    seconds = part(target, tokens + 1) + host.round + host.token * tokens
-    plain = float(part(target, np.array(1))) + host.plain
-    passes = target(np.arange(sharing, sharing + 1 + int(tokens.max(initial=0))))
-    longer = (passes - passes[0]).tolist()
-    if draft is None:
-        return Prices(seconds, plain, [0.0], longer)
-    first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
-    following = draft if following_costs is None else following_costs.shared(read, sharing)
-    further = part(following, np.minimum(sizes, shapes.frontier))
-    drafting = first + (depths - 1) * further[:, None]
-    return Prices(drafting + seconds, plain, draft(np.arange(1, widest + 1)).tolist(), longer)
-
-
-def offer_of(expected: NDArray[np.float64], shapes: Shapes, host: HostCosts, reading: float) -> Offer:
-    """What a request could propose. expected: accepted tokens [kinds and sizes, depths]. reading: seconds that the
-    draft's reading adds for every token."""
-    tokens_of = 1 + expected
-    depths = np.broadcast_to(np.arange(1, expected.shape[1] + 1), expected.shape)
-    sizes = np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
-    tokens = np.broadcast_to(sizes, expected.shape).copy()
-    tokens[: int(shapes.chain)] = depths[0]
-    tokens += shapes.given
-    drafts = depths if shapes.frontier else np.zeros_like(depths)
-    frontier = np.broadcast_to(np.minimum(sizes, max(1, shapes.frontier)), expected.shape)
-    return Offer(
-        np.concatenate(([1.0], tokens_of.ravel())),
-        np.concatenate(([1], tokens.ravel() + 1)),
-        np.concatenate(([0], drafts.ravel())),
-        np.concatenate(([1], frontier.ravel())),
-        np.concatenate(([host.plain], (host.round + host.token * tokens + reading * tokens_of).ravel())),
-    )
+        self._stored = passes_of(self._costs.target, behind, len(self._longer)) if drift is not None else []

@@ -1,0 +1,96 @@
+"""Drift: what passes of the target take at present, against the stored table.
+
+Other programs on a machine, and other machines on a host, take memory bandwidth and cores away for minutes. Passes of
+few rows read weights, and get slower with less bandwidth; passes of many rows compute, and get slower with fewer cores.
+A table of a quiet minute then promises that ten rows cost as much as one, when they take twice as long. Therefore real
+passes are compared with the table, by groups of widths. Each group has the drift of the next narrower one, and a
+difference to it. A pass moves the differences up to its own group, the least certain ones most. A difference is
+forgotten while nothing shows it, so its group is tried again.
+
+A clock must not touch a text that a seed shall repeat, nor one whose distribution is enumerated: only who asks for a
+drift has one, see `Experience`. What a pass took does not depend on numbers that are drawn later, so the output stays
+exact.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost import MOST_SECONDS, CostModel, PassCosts
+
+GROUPS = (3, 6, 10, 16)  # the widest pass of each group of widths but the last one
+# What is known is kept as a Kalman filter does. Variances are in those of what a pass shows: CHANGE is added with each
+# pass, so that the latest 8 count. A difference is forgotten by FORGOTTEN with each pass.
+CHANGE, FORGOTTEN = 0.015, 0.005
+MOST_SHOWN = 0.7  # logarithm: a pass during which the program was interrupted shows no more
+STEP, KEPT = 0.1, 0.8  # of the logarithms by which plans are made, and by how many steps they may be wrong: computing
+# prices takes a while
+LEAST_SECONDS = 1e-9  # of a pass, where a clock is coarse
+STALE = 32  # passes without a narrow one
+MOST_KNOWN = 64  # costs that are kept
+
+Factors = tuple[int, ...]  # of each group: logarithm of real over stored seconds, in steps
+UNCHANGED: Factors = (0,) * (len(GROUPS) + 1)
+KEEPING = np.array([1.0] + [1 - FORGOTTEN] * len(GROUPS))  # of the drift of narrow passes, and of differences
+KEPT_PRODUCTS, CHANGES = np.outer(KEEPING, KEEPING), CHANGE * np.eye(len(KEEPING))
+
+
+class Drift:
+    """The costs of one machine at present. Threads may disturb each other's counts: they are estimates."""
+
+    def __init__(self, stored: CostModel) -> None:
+        self._stored = stored
+        # Logarithms of real over stored seconds: of each group's over those of the narrower one, and their covariances.
+        self._differences = np.zeros(len(UNCHANGED))
+        self._covariances = np.eye(len(UNCHANGED))
+        self._since_narrow = STALE  # passes
+        self.factors = UNCHANGED  # by which plans are made
+        self._known: dict[Factors, CostModel] = {UNCHANGED: stored}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether no narrow pass was seen for so long that plain decoding may take any time."""
+        return self._since_narrow >= STALE
+
+    def look(self) -> None:
+        """A narrow pass is planned. It is asked for once: a device that runs the whole round shows no pass."""
+        self._since_narrow = 0
+
+    def observe(self, rows: int, stored: float, seconds: float) -> None:
+        """Learn from a pass of the target. stored: its seconds by the table."""
+        group = bisect_left(GROUPS, rows)
+        self._since_narrow = self._since_narrow + 1 if group else 0
+        self._differences *= KEEPING
+        self._covariances = self._covariances * KEPT_PRODUCTS + CHANGES
+        shown = math.log(max(seconds, LEAST_SECONDS) / stored) - float(self._differences[: group + 1].sum())
+        reach = self._covariances[:, : group + 1].sum(1)  # of each difference with what the pass shows
+        gains = reach / (reach[: group + 1].sum() + 1)
+        self._differences += gains * min(max(shown, -MOST_SHOWN), MOST_SHOWN)
+        self._covariances -= gains[:, None] * reach
+        logs = self._differences.cumsum().tolist()
+        if any(abs(log / STEP - known) > KEPT for log, known in zip(logs, self.factors, strict=True)):
+            self.factors = tuple(round(log / STEP) for log in logs)
+
+    def costs(self) -> CostModel:
+        """The costs by `factors`. The draft's narrow passes read weights, as the target's do."""
+        if self.factors not in self._known:
+            stored, slower = self._stored, np.exp(STEP * np.array(self.factors))
+            target = scaled(stored.target, slower[np.searchsorted(GROUPS, stored.target.widths)])
+            draft, further = (
+                None if each is None else scaled(each, slower[:1]) for each in (stored.draft, stored.further)
+            )
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            self._known[self.factors] = replace(stored, target=target, draft=draft, further=further)
+        return self._known[self.factors]
+
+
+def scaled(costs: PassCosts, factors: NDArray[np.float64]) -> PassCosts:
+    """Passes of each width take so many times as long. A wider pass never takes less."""
+    seconds = np.maximum.accumulate(np.asarray(costs.seconds) * factors, axis=1).clip(LEAST_SECONDS, MOST_SECONDS)
+    return replace(costs, seconds=tuple(map(tuple, seconds.tolist())))
