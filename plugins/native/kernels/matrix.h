@@ -38,6 +38,7 @@ INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
 INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart, const void *weights, size_t panel,
                        const int fetching, struct ahead ahead, int inputs, const enum format format, f32 *sums) {
     const int V = P * PARTS;
+    struct beside at = beside(rows, apart, R);
     f32 sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -48,12 +49,14 @@ INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             weight[v] = widened(weights, v / PARTS * panel + (size_t)k * LANES + v % PARTS * WIDTH, format);
+            if (R * V < MOST_SUMS) weight[v] = read_once(weight[v]);
             if (fetching && v % PARTS == 0) fetch(ahead, v / PARTS * panel * number_bytes(format), k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * rows[r * apart + k];
+            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * number_of(at, r);
+        advance(&at, 1, R);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
