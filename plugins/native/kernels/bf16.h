@@ -43,8 +43,7 @@ INLINE void half_tile(const int R, const int P, const float *rows, size_t apart,
                     u32 both;
                     memcpy(&both, weights + v / PARTS * panel + (k * PARTS + v % PARTS) * sizeof both, sizeof both);
                     weight[v] = read_once((f32)(odd ? both & 0xffff0000u : both << 16));
-                    if (v % PARTS == 0 && !odd) /* into the second cache, which is faster here */
-                        __builtin_prefetch(ahead.from + v / PARTS * panel + k * ahead.pace, 0, 2);
+                    if (v % PARTS == 0 && !odd) fetch(ahead, v / PARTS * panel, k);
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)

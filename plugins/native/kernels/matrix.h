@@ -263,10 +263,13 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     const float *values = x->values + (size_t)row * x->stride;
     for (int v = 0; v < rows * VECTORS; v++) sums[v] = (f32){0};
     const size_t bytes = panel_bytes(matrix);
-    const char *weights = (const char *)matrix->weights + panel * bytes, *next = weights + panels * bytes;
+    const char *weights = (const char *)matrix->weights + panel * bytes;
+    const int alone = rows == 1 && matrix->format >= BF16; /* floats of one panel would wait for each other's sums */
+    const int most = alone && panels > PANELS_OF_ROW ? PANELS_OF_ROW : panels;
+    const char *next = weights + most * bytes;
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
-        step = panels_at_once(rows, panels - p);
+        step = panels_at_once(rows, most < panels - p ? most : panels - p);
 #define BF16_TILE(R, P) { half_tile(R, P, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
 #define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
