@@ -26,6 +26,7 @@ INLINE f32 rounded_half(f32 value) {
 INLINE void half_tile(const int R, const int P, const float *rows, size_t apart, const char *weights, size_t panel,
                       struct ahead ahead, int inputs, f32 *sums) {
     const int V = P * PARTS;
+    struct beside at[2] = {beside(rows, apart, R), beside(rows + 1, apart, R)};
     for (int pair = 0; pair < half_blocks(inputs) * HALF_BLOCK / 2; pair += HALF_BLOCK / 2) {
         f32 sum[2][MOST_ROWS][VECTORS];
 #pragma GCC unroll 2
@@ -41,14 +42,14 @@ INLINE void half_tile(const int R, const int P, const float *rows, size_t apart,
                 for (int v = 0; v < V; v++) {
                     u32 both;
                     memcpy(&both, weights + v / PARTS * panel + (k * PARTS + v % PARTS) * sizeof both, sizeof both);
-                    weight[v] = (f32)(odd ? both & 0xffff0000u : both << 16);
-                    if (v % PARTS == 0 && !odd) /* into the second cache, which is faster here */
-                        __builtin_prefetch(ahead.from + v / PARTS * panel + k * ahead.pace, 0, 2);
+                    weight[v] = read_once((f32)(odd ? both & 0xffff0000u : both << 16));
+                    if (v % PARTS == 0 && !odd) fetch(ahead, v / PARTS * panel, k);
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-                    for (int v = 0; v < V; v++) sum[odd][r][v] += weight[v] * rows[r * apart + 2 * k + odd];
+                    for (int v = 0; v < V; v++) sum[odd][r][v] += weight[v] * number_of(at[odd], r);
+                advance(&at[odd], 2, R);
             }
         }
 #pragma GCC unroll 8

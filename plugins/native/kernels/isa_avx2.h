@@ -6,6 +6,7 @@
 
 #define MOST_ROWS 4  /* of a tile */
 #define MOST_SUMS 12 /* of its vectors */
+#define PANELS_OF_ROW 1 /* of one row of codes or bf16: memory is read as one stream */
 
 /* Of the first `size` numbers, or all of them. */
 INLINE __m256i first_lanes(int size) {

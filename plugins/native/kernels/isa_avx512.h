@@ -6,6 +6,7 @@
 
 #define MOST_ROWS 8  /* of a tile */
 #define MOST_SUMS 16 /* of its vectors */
+#define PANELS_OF_ROW 1 /* of one row of codes or bf16: memory is read as one stream */
 
 /* Of the first `size` numbers, or all of them. */
 INLINE uint16_t first_lanes(int size) { return (uint16_t)(size < LANES ? (1 << size) - 1 : 0xffff); }

@@ -31,3 +31,24 @@ INLINE i32 repeated(const int8_t *four) {
     memcpy(&word, four, sizeof word);
     return (i32){0} + word;
 }
+
+/* Up to eight rows of numbers, `apart` from each other, and where a tile is in them. Of more than four rows, two
+ * addresses and two distances, which a compiler must keep: it would rather hold eight addresses, for which there are too
+ * few registers. */
+struct beside {
+    const float *first, *fifth;
+    size_t apart, thrice;
+};
+
+INLINE struct beside beside(const float *rows, size_t apart, const int R) {
+    struct beside at = {rows, rows + 4 * apart, apart, 3 * apart};
+    if (R > 4) __asm__("" : "+r"(at.thrice));
+    return at;
+}
+INLINE float number_of(struct beside at, int r) {
+    return (r < 4 ? at.first : at.fifth)[r % 4 < 3 ? r % 4 * at.apart : at.thrice];
+}
+INLINE void advance(struct beside *at, int inputs, const int R) {
+    at->first += inputs, at->fifth += inputs;
+    if (R > 4) __asm__("" : "+r"(at->first), "+r"(at->fifth));
+}

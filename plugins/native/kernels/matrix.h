@@ -38,6 +38,7 @@ INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
 INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart, const void *weights, size_t panel,
                        const int fetching, struct ahead ahead, int inputs, const enum format format, f32 *sums) {
     const int V = P * PARTS;
+    struct beside at = beside(rows, apart, R);
     f32 sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -48,12 +49,14 @@ INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             weight[v] = widened(weights, v / PARTS * panel + (size_t)k * LANES + v % PARTS * WIDTH, format);
+            if (R * V < MOST_SUMS) weight[v] = read_once(weight[v]);
             if (fetching && v % PARTS == 0) fetch(ahead, v / PARTS * panel * number_bytes(format), k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * rows[r * apart + k];
+            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * number_of(at, r);
+        advance(&at, 1, R);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -260,10 +263,13 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     const float *values = x->values + (size_t)row * x->stride;
     for (int v = 0; v < rows * VECTORS; v++) sums[v] = (f32){0};
     const size_t bytes = panel_bytes(matrix);
-    const char *weights = (const char *)matrix->weights + panel * bytes, *next = weights + panels * bytes;
+    const char *weights = (const char *)matrix->weights + panel * bytes;
+    const int alone = rows == 1 && matrix->format >= BF16; /* floats of one panel would wait for each other's sums */
+    const int most = alone && panels > PANELS_OF_ROW ? PANELS_OF_ROW : panels;
+    const char *next = weights + most * bytes;
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
-        step = panels_at_once(rows, panels - p);
+        step = panels_at_once(rows, most < panels - p ? most : panels - p);
 #define BF16_TILE(R, P) { half_tile(R, P, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
 #define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }

@@ -33,6 +33,9 @@ INLINE void register_tile(const int T, const int P, const uint16_t *halves, size
 #define MOST_TILE (MATRIX_REGISTERS ? 2 * REGISTER_ROWS : MOST_ROWS) /* rows of a tile */
 #define REGISTERS_FROM 5 /* rows: fewer are faster in vectors */
 
+/* A weight that several products use: compilers for x86 would read it anew for each of them. */
+INLINE f32 read_once(f32 weight) { return WIDTH > 4 ? settled(weight) : weight; }
+
 #define LOG2_E 1.44269504f
 #define WHOLE_ZERO 12582912.0f /* 1.5 * 2^23: a number that is added to it is rounded to an integer */
 
