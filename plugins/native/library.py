@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 8  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 9  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -133,6 +133,21 @@ class Pass(Structure):
         HEAD.pack_into(self, 0, rows, outputs, length, start, columns, self.top, *map(address, inputs))
 
 
+class Row(Structure):
+    """`struct row`: the softmax of a row of logits, see kernels/residual.h."""
+
+    _fields_ = [
+        *(("logits", c_void_p), ("size", c_int32), ("peak", c_float)),
+        *(("temperature", c_double), ("sums", c_void_p)),
+    ]
+
+
+class Offers(Structure):
+    """`struct offers`: tokens that may be offered at a row, and R."""
+
+    _fields_ = [("ids", c_void_p), ("count", c_int32), ("R", c_void_p)]
+
+
 def address(array: NDArray[Any] | None) -> int | None:
     """Where an array's numbers lie. Somebody else keeps it alive."""
     if array is None:
@@ -183,11 +198,21 @@ class NativeLibrary:
         self._library.draftwood_move.argtypes = [POINTER(Model), POINTER(Cache), c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
         self._brief = ctypes.PyDLL(str(path.resolve()))
-        self._brief.draftwood_softmax.restype = c_double
-        self._brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, c_void_p]
-        self._brief.draftwood_weigh.restype = None
-        self._brief.draftwood_weigh.argtypes = [c_void_p, c_int, c_float, c_double, c_void_p]
-        self._brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
+        brief = self._brief
+        brief.draftwood_softmax.restype = c_double
+        brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, POINTER(c_float)]
+        brief.draftwood_weigh.restype = None
+        brief.draftwood_weigh.argtypes = [c_void_p, c_int, c_float, c_double, c_void_p]
+        brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
+        brief.draftwood_offer.argtypes = [POINTER(Row), POINTER(Offers), c_double]
+        brief.draftwood_reject.argtypes = [POINTER(Offers), c_void_p, c_double]
+        brief.draftwood_reject.restype = c_double
+        brief.draftwood_residual_runs.argtypes = [POINTER(Row), POINTER(Offers), c_void_p]
+        brief.draftwood_residual_runs.restype = None
+        brief.draftwood_residual_run.argtypes = [POINTER(Row), POINTER(Offers), c_int, c_void_p]
+        # The residual of a row, see kernels/residual.h: these are called as they are, many times in a round.
+        self.reject, self.residual_runs = brief.draftwood_reject, brief.draftwood_residual_runs
+        self.residual_run, self._offer = brief.draftwood_residual_run, brief.draftwood_offer
 
     def open(self, model: Model, rows: int, threads: int) -> int:
         """A handle for passes of up to `rows` rows. Raises KernelError without memory."""
@@ -280,23 +305,28 @@ class NativeLibrary:
         given = (address(matrix), *matrix.shape, address(SHARES), len(SHARES), address(feedback))
         self._library.draftwood_round(*given, *(address(array) for array in result), address(left))
 
-    def softmax(
-        self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]
-    ) -> tuple[float, NDArray[np.float64]]:
-        """weights [V] = exp((logits - max) / temperature); returns their sum, and those of every RUN of them. Raises
-        KernelError when a logit is NaN or +inf, or all are -inf."""
-        size = len(logits)
-        sums = np.empty(-(-size // RUN))
-        found = self._brief.draftwood_softmax(address(logits), size, temperature, address(weights), address(sums))
-        if math.isnan(found):
+    def softmax(self, logits: NDArray[np.float32], temperature: float, sums: NDArray[np.float64]) -> tuple[float, Row]:
+        """The sum of exp((logits - max) / temperature) over a row [V], and the row for further calls. sums: set to the
+        sums of every RUN. The arrays must live as long as the row. Raises KernelError when a logit is NaN or +inf, or
+        all are -inf."""
+        row, peak = Row(address(logits), len(logits), 0.0, temperature, address(sums)), c_float()
+        total = self._brief.draftwood_softmax(row.logits, row.size, temperature, row.sums, peak)
+        if math.isnan(total):
             raise KernelError("a logit is NaN or infinite")
-        return float(found), sums
+        row.peak = peak.value
+        return float(total), row
+
+    def offer(self, row: Row, offers: Offers, total: float) -> None:
+        """Compute R of a row, of which `total` is the sum. Raises KernelError for ids that do not ascend, or that are
+        none of the row's columns."""
+        if self._offer(row, offers, total):
+            raise KernelError("the offered tokens are no ascending columns of the row")
 
     def weigh(
         self, some: NDArray[np.float32], peak: float, temperature: float, weights: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """Write the weights of some of a row's logits [N] to `weights` [N], the same bits as from `softmax` of the
-        row, whose largest logit is `peak`; returns them. All are numbers or -inf."""
+        """Write the weights of some of a row's logits [N] to `weights` [N], exp((logits - peak) /
+        temperature), where `peak` is the largest logit of the row; returns them. All are numbers or -inf."""
         self._brief.draftwood_weigh(address(some), len(some), peak, temperature, address(weights))
         return weights
 

@@ -18,7 +18,8 @@ from .constraint import Constraint
 from .params import SamplingParams, require
 from .processing import Processing, checked
 from .random import RandomStream
-from .softmax import NumpySoftmax, Softmax, Wanted, Weights, best
+from .softmax import NumpySoftmax, Softmax, Wanted, best
+from .weights import NumpyWeights, Weights
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
@@ -137,7 +138,7 @@ class Sampler:
         ids, probs = self._truncate(scores, path, softmax)
         weights.fill(0.0)
         weights[ids] = probs
-        return Weights(1.0, weights.__getitem__)
+        return NumpyWeights(1.0, weights)
 
     def candidates(
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
-from ....plugins.native.library import DRAW, RUN, KernelError, NativeLibrary, Pass, address
-from ...sampling.softmax import EVERY, NO_NUMBERS, Columns, NumpySoftmax, Softmax, Wanted, Weights
+from ....plugins.native.library import DRAW, RUN, KernelError, NativeLibrary, Pass, Row, address
+from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Softmax, Wanted
+from ...sampling.weights import Weights
+from .residual import NativeWeights
 
 ROOM = 1024  # likely tokens of a row for which a pass has room; the host looks for more of them itself
 
@@ -30,11 +32,12 @@ class NativeSoftmax(NumpySoftmax):
         """See Softmax.weights."""
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
+        sums = np.empty(-(-len(logits) // RUN))
         try:
-            total, runs = self.library.softmax(logits, temperature, values)
+            total, row = self.library.softmax(logits, temperature, sums)
         except KernelError as error:
             raise EngineError(NO_NUMBERS) from error
-        return Weights(total, values.__getitem__, runs, RUN)
+        return NativeWeights(self.library, row, total, (logits, sums, values))
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
@@ -127,20 +130,16 @@ class PreparedSoftmax:
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
-        """See Softmax.weights. Only those that are read are computed."""
+        """See Softmax.weights."""
         rows = self._rows
         if not self._wanted.weights or not self._is_of(logits, temperature):
             return rows.softmax.weights(logits, temperature, values)
-        total, peak = float(rows.total[self._place]), float(rows.peak[self._place])
+        total = float(rows.total[self._place])
         if math.isnan(total):
             raise EngineError(NO_NUMBERS)
-
-        def of(columns: Columns) -> NDArray[np.floating[Any]]:
-            some = logits[columns]
-            room = values if columns is EVERY else np.empty(len(some), np.float32)
-            return rows.softmax.library.weigh(some, peak, temperature, room)
-
-        return Weights(total, of, rows.sums[self._row], RUN)
+        sums = rows.sums[self._row]
+        row = Row(self._own[1], self._own[0], rows.peak[self._place], temperature, address(sums))
+        return NativeWeights(rows.softmax.library, row, total, (logits, sums, values))
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
