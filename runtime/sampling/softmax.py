@@ -22,7 +22,6 @@ NO_NUMBERS = (
 )
 
 
-
 class Wanted(NamedTuple):
     """What a request will ask of the softmax of a row: at this temperature the weights of all tokens, if `weights`, and
     the tokens that are at least `share` times as probable as the best one, if `share` is above 0. At temperature 0 the
@@ -51,7 +50,7 @@ class Softmax(Protocol):
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens that are at least `share` times as probable as the most probable one: ids [K], ascending, and
-        their weights [K]."""
+        their weights [K], which may be a view that is valid until the engine's next pass."""
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sampling.random import RandomStream, RandomStreams
+from ..sampling.random import RandomStreams
 from ..sampling.sampler import Candidates, ScoredRows
 from ..sampling.weights import Residual
 from .graph.token_tree import TokenTree
@@ -135,7 +135,7 @@ def block_verification(tree: TokenTree, target: ScoredRows, streams: RandomStrea
     for i, x in enumerate(path):
         Q = tree.draft_probs[i]
         P, at = target.weights(i, path[:i]).residual(Q.ids), Q.place(x)
-        p.append(min(1.0, p[i] * P.probs[at] / Q.probs[at]))
+        p.append(min(1.0, p[i] * P.probs.item(at) / Q.probs.item(at)))
         residuals.append(P)
     if streams.accept.bernoulli(p[gamma]):
         return Acceptance(list(range(1, gamma + 1)), target.choose(gamma, path, streams.target))

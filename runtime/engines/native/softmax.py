@@ -115,14 +115,15 @@ class PreparedSoftmax:
     def __init__(self, rows: PreparedRows, row: int, place: int, wanted: Wanted) -> None:
         """row: of the buffers. place: among the rows of which anything is wanted."""
         self._rows, self._row, self._place, self._wanted = rows, row, place, wanted
-        own = rows.logits[row]
-        self._own = len(own), address(own)
+        own, self._sums = rows.logits[row], rows.sums[row]
+        self._own = address(own)
+        self._softmax = Row(self._own, len(own), 0.0, wanted.temperature, address(self._sums))
 
     def best(self, logits: NDArray[np.floating[Any]]) -> int:
         """See Softmax.best."""
         if not self._is_of(logits, 0.0):
             return self._rows.softmax.best(logits)
-        token = int(self._rows.best[self._place])
+        token: int = self._rows.best.item(self._place)
         if token < 0:
             raise EngineError(NO_NUMBERS)
         return token
@@ -134,24 +135,27 @@ class PreparedSoftmax:
         rows = self._rows
         if not self._wanted.weights or not self._is_of(logits, temperature):
             return rows.softmax.weights(logits, temperature, values)
-        total = float(rows.total[self._place])
+        total = rows.total.item(self._place)
         if math.isnan(total):
             raise EngineError(NO_NUMBERS)
-        sums = rows.sums[self._row]
-        row = Row(self._own[1], self._own[0], rows.peak[self._place], temperature, address(sums))
-        return NativeWeights(rows.softmax.library, row, total, (logits, sums, values))
+        self._softmax.peak = rows.peak.item(self._place)
+        return NativeWeights(rows.softmax.library, self._softmax, total, (logits, self._sums, values))
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """See Softmax.likely."""
-        rows, count = self._rows, int(self._rows.count[self._place])
+        rows, count = self._rows, self._rows.count.item(self._place)
         if share != self._wanted.share or count > ROOM or not self._is_of(logits, temperature):
             return rows.softmax.likely(logits, temperature, share)
         if count < 0:
             raise EngineError(NO_NUMBERS)
-        return rows.ids[self._row, :count].copy(), rows.weights[self._row, :count].copy()
+        return rows.ids[self._row, :count].copy(), rows.weights[self._row, :count]
 
     def _is_of(self, logits: NDArray[np.floating[Any]], temperature: float) -> bool:
         """Whether the row is the one that was prepared: some wrappers of engines change logits afterwards."""
-        return temperature == self._wanted.temperature and (len(logits), address(logits)) == self._own
+        return (
+            temperature == self._wanted.temperature
+            and address(logits) == self._own
+            and len(logits) == self._softmax.size
+        )
