@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .residual import Offers, Row, bind_residual
+
 INTERFACE = 9  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
@@ -133,21 +135,6 @@ class Pass(Structure):
         HEAD.pack_into(self, 0, rows, outputs, length, start, columns, self.top, *map(address, inputs))
 
 
-class Row(Structure):
-    """`struct row`: the softmax of a row of logits, see kernels/residual.h."""
-
-    _fields_ = [
-        *(("logits", c_void_p), ("size", c_int32), ("peak", c_float)),
-        *(("temperature", c_double), ("sums", c_void_p)),
-    ]
-
-
-class Offers(Structure):
-    """`struct offers`: tokens that may be offered at a row, and R."""
-
-    _fields_ = [("ids", c_void_p), ("count", c_int32), ("R", c_void_p)]
-
-
 def address(array: NDArray[Any] | None) -> int | None:
     """Where an array's numbers lie. Somebody else keeps it alive."""
     if array is None:
@@ -197,22 +184,13 @@ class NativeLibrary:
         self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
         self._library.draftwood_move.argtypes = [POINTER(Model), POINTER(Cache), c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
-        self._brief = ctypes.PyDLL(str(path.resolve()))
-        brief = self._brief
+        self._brief = brief = ctypes.PyDLL(str(path.resolve()))
         brief.draftwood_softmax.restype = c_double
         brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, POINTER(c_float)]
         brief.draftwood_weigh.restype = None
         brief.draftwood_weigh.argtypes = [c_void_p, c_int, c_float, c_double, c_void_p]
         brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
-        brief.draftwood_offer.argtypes = [POINTER(Row), POINTER(Offers), c_double]
-        brief.draftwood_reject.argtypes = [POINTER(Offers), c_void_p, c_double]
-        brief.draftwood_reject.restype = c_double
-        brief.draftwood_residual_runs.argtypes = [POINTER(Row), POINTER(Offers), c_void_p]
-        brief.draftwood_residual_runs.restype = None
-        brief.draftwood_residual_run.argtypes = [POINTER(Row), POINTER(Offers), c_int, c_void_p]
-        # The residual of a row, see kernels/residual.h: these are called as they are, many times in a round.
-        self.reject, self.residual_runs = brief.draftwood_reject, brief.draftwood_residual_runs
-        self.residual_run, self._offer = brief.draftwood_residual_run, brief.draftwood_offer
+        self.reject, self.residual_runs, self.residual_run, self._offer = bind_residual(brief)
 
     def open(self, model: Model, rows: int, threads: int) -> int:
         """A handle for passes of up to `rows` rows. Raises KernelError without memory."""
@@ -317,8 +295,7 @@ class NativeLibrary:
         return float(total), row
 
     def offer(self, row: Row, offers: Offers, total: float) -> None:
-        """Compute R of a row, of which `total` is the sum. Raises KernelError for ids that do not ascend, or that are
-        none of the row's columns."""
+        """Compute R of a row whose sum is `total`. Raises KernelError for ids that are no ascending columns."""
         if self._offer(row, offers, total):
             raise KernelError("the offered tokens are no ascending columns of the row")
 

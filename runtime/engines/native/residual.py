@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....plugins.native.library import RUN, NativeLibrary, Offers, Row, address
+from ....plugins.native.library import RUN, NativeLibrary, address
+from ....plugins.native.residual import Offers, Row
 from ...sampling.random import RandomStream
 
 
