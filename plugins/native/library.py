@@ -288,8 +288,7 @@ class NativeLibrary:
         sums of every RUN. The arrays must live as long as the row. Raises KernelError when a logit is NaN or +inf, or
         all are -inf."""
         row, peak = Row(address(logits), len(logits), 0.0, temperature, address(sums)), c_float()
-        total = self._brief.draftwood_softmax(row.logits, row.size, temperature, row.sums, peak)
-        if math.isnan(total):
+        if math.isnan(total := self._brief.draftwood_softmax(row.logits, row.size, temperature, row.sums, peak)):
             raise KernelError("a logit is NaN or infinite")
         row.peak = peak.value
         return float(total), row
