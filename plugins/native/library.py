@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-INTERFACE = 8  # what these structures say, as kernels/engine.h has it: one more with every change of either
+from .residual import Offers, Row, bind_residual
+
+INTERFACE = 9  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 REFUSALS = {  # of draftwood_forward
     1: "no memory for a pass: run fewer requests at a time",
@@ -182,12 +184,13 @@ class NativeLibrary:
         self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
         self._library.draftwood_move.argtypes = [POINTER(Model), POINTER(Cache), c_int, c_void_p, c_int]
         # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
-        self._brief = ctypes.PyDLL(str(path.resolve()))
-        self._brief.draftwood_softmax.restype = c_double
-        self._brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, c_void_p]
-        self._brief.draftwood_weigh.restype = None
-        self._brief.draftwood_weigh.argtypes = [c_void_p, c_int, c_float, c_double, c_void_p]
-        self._brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
+        self._brief = brief = ctypes.PyDLL(str(path.resolve()))
+        brief.draftwood_softmax.restype = c_double
+        brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, POINTER(c_float)]
+        brief.draftwood_weigh.restype = None
+        brief.draftwood_weigh.argtypes = [c_void_p, c_int, c_float, c_double, c_void_p]
+        brief.draftwood_likely.argtypes = [c_void_p, c_int, c_double, c_double, c_int, *[c_void_p] * 2]
+        self.reject, self.residual_runs, self.residual_run, self._offer = bind_residual(brief)
 
     def open(self, model: Model, rows: int, threads: int) -> int:
         """A handle for passes of up to `rows` rows. Raises KernelError without memory."""
@@ -280,23 +283,26 @@ class NativeLibrary:
         given = (address(matrix), *matrix.shape, address(SHARES), len(SHARES), address(feedback))
         self._library.draftwood_round(*given, *(address(array) for array in result), address(left))
 
-    def softmax(
-        self, logits: NDArray[np.float32], temperature: float, weights: NDArray[np.float32]
-    ) -> tuple[float, NDArray[np.float64]]:
-        """weights [V] = exp((logits - max) / temperature); returns their sum, and those of every RUN of them. Raises
-        KernelError when a logit is NaN or +inf, or all are -inf."""
-        size = len(logits)
-        sums = np.empty(-(-size // RUN))
-        found = self._brief.draftwood_softmax(address(logits), size, temperature, address(weights), address(sums))
-        if math.isnan(found):
+    def softmax(self, logits: NDArray[np.float32], temperature: float, sums: NDArray[np.float64]) -> tuple[float, Row]:
+        """The sum of exp((logits - max) / temperature) over a row [V], and the row for further calls. sums: set to the
+        sums of every RUN. The arrays must live as long as the row. Raises KernelError when a logit is NaN or +inf, or
+        all are -inf."""
+        row, peak = Row(address(logits), len(logits), 0.0, temperature, address(sums)), c_float()
+        if math.isnan(total := self._brief.draftwood_softmax(row.logits, row.size, temperature, row.sums, peak)):
             raise KernelError("a logit is NaN or infinite")
-        return float(found), sums
+        row.peak = peak.value
+        return float(total), row
+
+    def offer(self, row: Row, offers: Offers, total: float) -> None:
+        """Compute R of a row whose sum is `total`. Raises KernelError for ids that are no ascending columns."""
+        if self._offer(row, offers, total):
+            raise KernelError("the offered tokens are no ascending columns of the row")
 
     def weigh(
         self, some: NDArray[np.float32], peak: float, temperature: float, weights: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """Write the weights of some of a row's logits [N] to `weights` [N], the same bits as from `softmax` of the
-        row, whose largest logit is `peak`; returns them. All are numbers or -inf."""
+        """Write the weights of some of a row's logits [N] to `weights` [N], exp((logits - peak) /
+        temperature), where `peak` is the largest logit of the row; returns them. All are numbers or -inf."""
         self._brief.draftwood_weigh(address(some), len(some), peak, temperature, address(weights))
         return weights
 

@@ -310,9 +310,9 @@ class SpeculativeDecoder:
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])
         scored, streams = ScoredRows(request.sampler, output.logits, output.softmaxes), request.streams
-        if len(tree) == 1 or self._config is None:
+        if len(tree) == 1 or request.verify is None:
             return output, Acceptance([], scored.choose(0, [], streams.target))
-        return output, self._config.verifier(request.greedy)(tree, scored, streams)
+        return output, request.verify(tree, scored, streams)
 
     def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Keep the cache rows of the accepted path, in both engines."""

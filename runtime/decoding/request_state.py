@@ -44,6 +44,7 @@ class RequestState:
         self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.greedy = params.greedy
         self.lookup = None if config is None else config.lookup()
+        self.verify = None if config is None else config.verifier(self.greedy)
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()
         self.prompt_logprobs: list[TokenLogprob | None] | None = None

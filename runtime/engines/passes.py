@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..sampling.softmax import Wanted
 from .base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
 
 T = TypeVar("T")
@@ -21,26 +22,36 @@ def forward(engine: Engine, batch: TokenBatch, cache: KVCache) -> Passes[Forward
 
 
 def causal_batch(
-    spec: EngineSpec, token_ids: Sequence[int], start: int, ranking_only: bool = False, ahead: Ahead | None = None
+    spec: EngineSpec,
+    token_ids: Sequence[int],
+    start: int,
+    ranking_only: bool = False,
+    ahead: Ahead | None = None,
+    asked: Wanted | None = None,
 ) -> TokenBatch:
-    """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token."""
-    rows = len(token_ids)
-    positions = np.arange(start, start + rows)
-    return TokenBatch.pad(
-        token_ids, positions, causal_mask(rows), spec.width_for(rows), True, ranking_only, ahead=ahead
-    )
+    """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token.
+    asked: of the softmax of this row."""
+    rows, wanted = len(token_ids), () if asked is None else (asked,)
+    mask, width, positions = causal_mask(rows), spec.width_for(rows), np.arange(start, start + rows)
+    return TokenBatch.pad(token_ids, positions, mask, width, True, ranking_only, wanted, ahead)
 
 
 def prefill_passes(
-    engine: Engine, cache: KVCache, token_ids: Sequence[int], ranking_only: bool = False, output_read: bool = True
+    engine: Engine,
+    cache: KVCache,
+    token_ids: Sequence[int],
+    ranking_only: bool = False,
+    output_read: bool = True,
+    asked: Wanted | None = None,
 ) -> Passes[ForwardOutput | None]:
     """Append committed text to a cache in chunks. Returns the output of the last pass, which holds the last token's
-    row; None for empty text. The output may also be None when `output_read` is False."""
+    row; None for empty text. The output may also be None when `output_read` is False. asked: of the softmax of that
+    row."""
     output, end = None, 0
     while end < len(token_ids):
         chunk = token_ids[end : end + engine.chunk_size(len(token_ids) - end, cache.length)]
         end += len(chunk)
-        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only)
+        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, asked=asked)
         output = yield Pass(engine, batch, cache, output_read and end == len(token_ids))
         cache.commit(range(len(chunk)))
     return output

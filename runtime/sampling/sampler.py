@@ -18,7 +18,8 @@ from .constraint import Constraint
 from .params import SamplingParams, require
 from .processing import Processing, checked
 from .random import RandomStream
-from .softmax import NumpySoftmax, Softmax, Wanted, Weights, best
+from .softmax import NumpySoftmax, Softmax, Wanted, best
+from .weights import NumpyWeights, Weights
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
@@ -68,7 +69,10 @@ class Sampler:
         self._vocab_size = vocab_size
         self._softmax: Softmax = NumpySoftmax()
         self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length
-        self._truncates = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
+        # Asked for every row: whether tokens are left out, whether by their order, and the least share of likely ones.
+        self.truncates_by_order = params.top_k > 0 or params.top_p < 1
+        self._truncates = self.truncates_by_order or params.min_p > 0
+        self._least = max(params.min_p, NEGLIGIBLE)
 
     @property
     def output(self) -> list[int]:
@@ -101,12 +105,12 @@ class Sampler:
         return Wanted(params.temperature, not (params.min_p > 0 or params.top_k > 0), share)
 
     @property
-    def drafted(self) -> Wanted | None:
-        """The same of `candidates`, if these are all that are likely: neither top-k nor top-p leaves any out."""
+    def drawn(self) -> Wanted | None:
+        """The same of `candidates`."""
         params = self.params
-        if params.greedy or self.follows_path or params.top_k > 0 or params.top_p < 1:
+        if params.greedy or self.follows_path:
             return None
-        return Wanted(params.temperature, False, max(params.min_p, NEGLIGIBLE))
+        return Wanted(params.temperature, False, self._least)
 
     def choose(
         self,
@@ -137,7 +141,7 @@ class Sampler:
         ids, probs = self._truncate(scores, path, softmax)
         weights.fill(0.0)
         weights[ids] = probs
-        return Weights(1.0, weights.__getitem__)
+        return NumpyWeights(1.0, weights)
 
     def candidates(
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
@@ -146,13 +150,13 @@ class Sampler:
         without its tail. The draft may draw from any distribution, as long as verification uses the same one as q.
         Empty where the constraint allows none of the tokens that the draft predicts: the branch ends there. softmax:
         see `weights`."""
-        least = max(self.params.min_p, NEGLIGIBLE)
+        temperature, least = self.params.temperature, self._least
         if not self.follows_path:
-            return self._cut(*(softmax or self._softmax).likely(logits, self.params.temperature, least))
+            return self._cut(*(softmax or self._softmax).likely(logits, temperature, least))
         scores = self.processing.apply(logits, path)
         if self.processing.is_closed(scores, path):
             return NO_CANDIDATES
-        return self._cut(*self._softmax.likely(checked(scores), self.params.temperature, least))
+        return self._cut(*self._softmax.likely(checked(scores), temperature, least))
 
     def ranking(
         self, logits: NDArray[np.float32], path: Sequence[int], count: int
@@ -168,6 +172,11 @@ class Sampler:
         peak = scores[best(scores)]
         total = float(np.exp(scores[scores > peak - LIKELY] - peak).sum(dtype=np.float64))
         return ids, scores[ids].astype(np.float64) - float(peak) - math.log(total)
+
+    @staticmethod
+    def named(columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of columns of a row [V]: the same numbers."""
+        return columns
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities [V] after processors, penalties and constraint, before temperature and truncation."""
@@ -211,14 +220,15 @@ class Sampler:
 
     def _cut(self, ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Candidates:
         """The distribution over only these tokens [K], after top-k and top-p."""
-        params = self.params
-        if 0 < params.top_k < len(ids):
-            kept = at_least(weights, np.sort(weights)[-params.top_k], params.top_k)
-            ids, weights = ids[kept], weights[kept]
-        if params.top_p < 1:
-            kept = nucleus(weights, params.top_p * weights.sum())
-            ids, weights = ids[kept], weights[kept]
-        return Candidates(ids, weights / weights.sum())
+        if self.truncates_by_order:
+            params = self.params
+            if 0 < params.top_k < len(ids):
+                kept = at_least(weights, np.sort(weights)[-params.top_k], params.top_k)
+                ids, weights = ids[kept], weights[kept]
+            if params.top_p < 1:
+                kept = nucleus(weights, params.top_p * weights.sum())
+                ids, weights = ids[kept], weights[kept]
+        return Candidates(ids, weights / np.add.reduce(weights))  # the method `sum` would be Python
 
 
 class ScoredRows:

@@ -8,51 +8,18 @@ that scores the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import EngineError
-from .random import RandomStream
+from .weights import NumpyWeights, Weights
 
 NO_NUMBERS = (
     "the model computed a logit that is NaN or infinite: its weights are damaged, or too large for their type; build "
     "it again, from another copy or with --precision fp32"
 )
-
-
-Columns = NDArray[np.int64] | slice
-EVERY = slice(None)
-
-
-class Weights(NamedTuple):
-    """Probabilities of V tokens up to a factor, and their sum. of: returns those of some columns; those of EVERY column
-    stand in a buffer that the next call overwrites. runs: the sums of runs of `length` tokens, the last of which may be
-    shorter, where they are known."""
-
-    total: float
-    of: Callable[[Columns], NDArray[np.floating[Any]]]
-    runs: NDArray[np.float64] | None = None
-    length: int = 0
-
-    @property
-    def values(self) -> NDArray[np.floating[Any]]:
-        """Those of all tokens [V]."""
-        return self.of(EVERY)
-
-    def draw(self, stream: RandomStream) -> int:
-        """Draw a token; the values are then overwritten. First its run, if sums are known: nothing else needs another
-        look at the whole vocabulary."""
-        if self.runs is None or len(self.runs) < 2:
-            values = self.values
-            values /= self.total
-            return stream.categorical(values)
-        run = stream.categorical(self.runs / self.total)
-        first = run * self.length
-        chosen = self.of(slice(first, first + self.length)).astype(np.float64)
-        return first + stream.categorical(chosen / chosen.sum())
 
 
 class Wanted(NamedTuple):
@@ -77,13 +44,13 @@ class Softmax(Protocol):
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
-        """Write exp((logits - max) / temperature) to `values` [V]."""
+        """exp((logits - max) / temperature). values: a buffer [V] for them."""
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens that are at least `share` times as probable as the most probable one: ids [K], ascending, and
-        their weights [K]."""
+        their weights [K], which may be a view that is valid until the engine's next pass."""
 
 
 @runtime_checkable
@@ -113,7 +80,7 @@ class NumpySoftmax:
             np.subtract(logits, peak, out=values, dtype=np.float64, casting="same_kind")
             np.divide(values, temperature, out=values, dtype=np.float64, casting="same_kind")
         np.exp(values, out=values)
-        return Weights(float(values.sum(dtype=np.float64)), values.__getitem__)
+        return NumpyWeights(float(values.sum(dtype=np.float64)), values)
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float

@@ -12,6 +12,7 @@ from ..engines.passes import Passes, causal_batch, prefill_passes
 from ..engines.rounds import Rounds, RoundShape
 from ..sampling.random import BLOCK, HasUniforms, RandomStream
 from ..sampling.sampler import Sampler
+from ..sampling.softmax import Wanted
 from .graph.token_graph import ROOT, TokenGraph
 from .graph.token_tree import TokenTree
 from .growers.baseline import Grower
@@ -110,15 +111,16 @@ class DraftProposer:
             self._cache.truncate(0)
         self.passes += 1
         self.rows += len(self._pending)
+        asked = None if ranking_only else sampler.drawn
         with self.scoring:
-            output = yield from self._read_pending(ranking_only, self._rows_ahead(ahead, sampler, stream, ranking_only))
+            rows_ahead = self._rows_ahead(ahead, sampler, stream, ranking_only)
+            output = yield from self._read_pending(ranking_only, rows_ahead, asked)
         if output is None:
             raise AssertionError("propose before start: there is no root")
         self._pending, self._slots, self._used = [], {}, 0
         self._visible = [b"\1" * (slot + 1) for slot in range(self._cache.speculative)]
         nodes, own, stops = [ROOT], self._vocabulary.sampler(sampler), not isinstance(stopper, Fixed)
         while True:
-            output = self._vocabulary.named(output)
             note_acceptance(graph, nodes, output)
             if stops:
                 drawn = enumerate(nodes)
@@ -133,7 +135,7 @@ class DraftProposer:
                 nodes = [node for node in frontier if not stopper.before_score(graph, node)]
             if not nodes:
                 return bool(frontier)
-            output = yield from self._score(graph, nodes, ranking_only)
+            output = yield from self._score(graph, nodes, ranking_only, asked)
 
     def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:
         """Keep the draft's cache of accepted rows, up to the first row that the draft has not scored in the context of
@@ -168,17 +170,20 @@ class DraftProposer:
             return None
         if sampler.params.greedy:
             return Ahead(count) if ranking_only and TOP_IDS.name in self._engine.spec.outputs else None
-        wanted = sampler.drafted
+        wanted = None if sampler.truncates_by_order else sampler.drawn
         if wanted is None or not isinstance(stream, HasUniforms):
             return None
         return Ahead(count, stream.ahead(count), wanted, BLOCK)
 
-    def _read_pending(self, ranking_only: bool, ahead: Ahead | None) -> Passes[ForwardOutput | None]:
-        """The first pass of a round. Rows that were computed ahead are in the slots behind its own."""
+    def _read_pending(
+        self, ranking_only: bool, ahead: Ahead | None, asked: Wanted | None
+    ) -> Passes[ForwardOutput | None]:
+        """The first pass of a round. Rows that were computed ahead are in the slots behind its own. asked: of the
+        softmax of the last row, where none is computed ahead."""
         count, length = len(self._pending), self._cache.length
         self._ahead = NOTHING_AHEAD
         if ahead is None or self._engine.chunk_size(count, length) < count:
-            return (yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only))
+            return (yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only, asked=asked))
         batch = causal_batch(self._engine.spec, self._pending, length, ranking_only, ahead)
         self._ahead, self._read = (yield Pass(self._engine, batch, self._cache)), count
         return self._ahead.row(0)
@@ -196,8 +201,10 @@ class DraftProposer:
         self._used += 1
         return self._ahead.row(self._used)
 
-    def _score(self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool) -> Passes[ForwardOutput]:
-        """One draft pass over `nodes`, which get the next cache slots."""
+    def _score(
+        self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool, asked: Wanted | None
+    ) -> Passes[ForwardOutput]:
+        """One draft pass over `nodes`, which get the next cache slots. asked: of the softmax of each row."""
         first, count = self._cache.speculative, len(nodes)
         self.passes += 1
         self.rows += count
@@ -216,7 +223,8 @@ class DraftProposer:
         positions = [last + graph.depths[node] for node in nodes]
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
-        batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only)
+        wanted = () if asked is None else (asked,) * count
+        batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only, wanted=wanted)
         with self.scoring:
             return (yield Pass(self._engine, batch, self._cache))
 

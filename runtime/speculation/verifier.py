@@ -8,18 +8,17 @@ with the settings of the request. Each verifier is lossless only for the kinds o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sampling.random import RandomStream, RandomStreams
+from ..sampling.random import RandomStreams
 from ..sampling.sampler import Candidates, ScoredRows
-from ..sampling.softmax import Weights
+from ..sampling.weights import Residual
 from .graph.token_tree import TokenTree
 
 NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))
-CANCELLED = 1e-6  # a difference below this share of its operands has lost too many digits
 
 
 class Acceptance(NamedTuple):
@@ -77,7 +76,7 @@ def recursive_rejection(tree: TokenTree, target: ScoredRows, streams: RandomStre
     path: list[int] = []
     while children[row]:
         ids, offers = offers_at(tree, row, children[row])
-        R = Residual(target.weights(row, path), ids)
+        R = target.weights(row, path).residual(ids)
         for child, y, D in offers:
             if streams.accept.bernoulli(min(1.0, R.probs[y] / D[y])):
                 row = child
@@ -106,7 +105,7 @@ def traversal_verification(tree: TokenTree, target: ScoredRows, streams: RandomS
                 return None
             return Acceptance([], target.choose(row, path, streams.target))
         ids, offers = offers_at(tree, row, children[row])
-        R = Residual(target.weights(row, path), ids)
+        R = target.weights(row, path).residual(ids)
         for child, y, D in offers:
             found = visit(child, min(1.0, pi * R.probs[y] / D[y]), [*path, tree.token_ids[child]])
             if found is not None:
@@ -135,8 +134,8 @@ def block_verification(tree: TokenTree, target: ScoredRows, streams: RandomStrea
     residuals: list[Residual] = []
     for i, x in enumerate(path):
         Q = tree.draft_probs[i]
-        P, at = Residual(target.weights(i, path[:i]), Q.ids), Q.place(x)
-        p.append(min(1.0, p[i] * P.probs[at] / Q.probs[at]))
+        P, at = target.weights(i, path[:i]).residual(Q.ids), Q.place(x)
+        p.append(min(1.0, p[i] * P.probs.item(at) / Q.probs.item(at)))
         residuals.append(P)
     if streams.accept.bernoulli(p[gamma]):
         return Acceptance(list(range(1, gamma + 1)), target.choose(gamma, path, streams.target))
@@ -144,50 +143,6 @@ def block_verification(tree: TokenTree, target: ScoredRows, streams: RandomStrea
     while not streams.accept.bernoulli(residuals[tau].reject(tree.draft_probs[tau].probs, p[tau])):  # h_0 = 1
         tau -= 1
     return Acceptance(list(range(1, tau + 1)), residuals[tau].draw(streams.target))
-
-
-class Residual:
-    """R: the residual of the target's distribution p at a row, after rejections of the tokens offered there.
-
-    Tokens that are not offered keep their proportions. Therefore R is only computed for the offered tokens.
-    """
-
-    def __init__(self, weights: Weights, ids: NDArray[np.int64]) -> None:
-        """weights: p up to a factor; their buffer is overwritten. ids [K]: all tokens that may be offered."""
-        self._ids, self._weights, total = ids, weights, weights.total
-        offered = weights.of(ids).astype(np.float64)
-        weight = float(offered.sum())
-        rest = total - weight
-        if rest < CANCELLED * total:
-            rest = float(self._others().sum(dtype=np.float64))
-        self._weight = rest
-        self.probs = offered / (weight + rest)  # R [K] of `ids`
-        self._R_others = rest / (weight + rest)  # R of all other tokens together
-
-    def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """Replace R by R' = norm(max(πR - offered, 0)), for `offered` [K]. Returns π' = S / (S + 1 - π), where S is the
-        sum before normalising. S = 0 means that p = q; a rejection then has probability zero up to rounding."""
-        excess = np.maximum(pi * self.probs - offered, 0.0)
-        others = pi * self._R_others
-        S = float(excess.sum()) + others
-        if S == 0:
-            return float(pi == 1)
-        self.probs, self._R_others = excess / S, others / S
-        return S / (S + (1.0 - pi))
-
-    def draw(self, stream: RandomStream) -> int:
-        """Draw a token from R. The object cannot be used afterwards."""
-        R = self._others()
-        if self._weight > 0:
-            R *= self._R_others / self._weight
-        R[self._ids] = self.probs
-        return stream.categorical(R)
-
-    def _others(self) -> NDArray[np.floating[Any]]:
-        """The weights of all tokens [V] that are not offered, zero at the others."""
-        values = self._weights.values
-        values[self._ids] = 0.0
-        return values
 
 
 def offers_at(

@@ -67,9 +67,19 @@ static void digest_sampling(int size) {
     double *sums = malloc((size + RUN - 1) / RUN * sizeof *sums);
     for (int at = 0; at < size; at++) logits[at] = at % 11 == 3 ? -INFINITY : 20 * logits[at];
     for (float temperature = 0.01f; temperature < 10; temperature *= 3) {
-        const double total = draftwood_softmax(logits, size, temperature, weights, sums);
-        take(&total, sizeof total), take(weights, size * sizeof(float));
-        take(sums, (size + RUN - 1) / RUN * sizeof *sums);
+        float peak;
+        const double total = draftwood_softmax(logits, size, temperature, sums, &peak);
+        const struct row row = {logits, size, peak, temperature, sums};
+        const int64_t ids[] = {0, size / 2 + 1, size - 1};
+        double R[5], masses[4], chosen[RUN];
+        const struct offers offers = {ids, size > 4 ? 3 : 1, R};
+        take(&total, sizeof total), take(sums, (size + RUN - 1) / RUN * sizeof *sums);
+        draftwood_offer(&row, &offers, total);
+        const double offered[] = {0.2, 0.3, 0.1}, pi = draftwood_reject(&offers, offered, 0.6);
+        take(&pi, sizeof pi), take(R, (offers.count + 2) * sizeof *R);
+        draftwood_residual_runs(&row, &offers, masses);
+        take(masses, (size + RUN - 1) / RUN * sizeof *masses);
+        take(chosen, draftwood_residual_run(&row, &offers, (size - 1) / RUN, chosen) * sizeof *chosen);
         draftwood_weigh(logits, size, 20, temperature, weights);
         take(weights, size * sizeof(float));
     }

@@ -32,20 +32,57 @@ static float *logits_of(int size, enum kind kind) {
     return logits;
 }
 
+/* What is offered, what is left after a rejection, and what a token is then drawn from. */
+static void check_residual(const struct row *row, double total) {
+    const int runs = (row->size + RUN - 1) / RUN;
+    for (int count = 0; count <= row->size && count <= 300; count = 2 * count + 1) {
+        int64_t *ids = malloc(count * sizeof *ids);
+        double *R = malloc((count + 2) * sizeof *R), *offered = malloc(count * sizeof *offered), sum = 0;
+        for (int at = 0; at < count; at++) {
+            ids[at] = (int64_t)at * row->size / count;
+            offered[at] = 1.0 / count;
+        }
+        const struct offers offers = {ids, count, R};
+        check(!draftwood_offer(row, &offers, total), "offers", row->size);
+        for (int at = 0; at <= count; at++) sum += R[at];
+        check(fabs(sum - 1) < 1e-9, "a residual", row->size);
+        const double pi = draftwood_reject(&offers, offered, 0.5);
+        check(pi >= 0 && pi <= 1, "a rejection", row->size);
+        double *masses = malloc(runs * sizeof *masses), most = 0;
+        draftwood_residual_runs(row, &offers, masses);
+        for (int run = 0; pi && run < runs; run++) {
+            const int columns = run < runs - 1 ? RUN : row->size - run * RUN;
+            double *chosen = malloc(RUN * sizeof *chosen), drawn = 0;
+            check(masses[run] >= 0 && draftwood_residual_run(row, &offers, run, chosen) == columns, "a run", row->size);
+            for (int at = 0; at < columns; at++) drawn += chosen[at];
+            check(masses[run] == 0 || fabs(drawn - 1) < 1e-9, "a draw", row->size);
+            most += masses[run];
+            free(chosen);
+        }
+        check(!pi || fabs(most - 1) < 1e-9, "runs", row->size);
+        if (count) {
+            ids[count - 1] = count % 2 ? row->size : -1;
+            check(draftwood_offer(row, &offers, total) == -1, "a token of no column", row->size);
+        }
+        free(ids), free(R), free(offered), free(masses);
+    }
+}
+
 static void check_sampling(int size, enum kind kind, double temperature) {
     const int numbers_only = kind != WITH_NAN && kind != WITH_INFINITY && kind != NOTHING;
     float *logits = logits_of(size, kind), *weights = malloc(size * sizeof(float));
     double *sums = malloc((size + RUN - 1) / RUN * sizeof *sums);
-    const double total = draftwood_softmax(logits, size, temperature, weights, sums);
+    float peak;
+    const double total = draftwood_softmax(logits, size, temperature, sums, &peak);
     check(numbers_only ? total >= 0.999 && total <= size * 1.001 : isnan(total), "softmax", size);
-    float peak = -INFINITY;
-    for (int at = 0; at < size; at++) peak = logits[at] > peak ? logits[at] : peak;
+    draftwood_weigh(logits, size, numbers_only ? peak : 0, temperature, weights);
     for (int first = 0; numbers_only && first < size; first += 1 + size / 3) {
         float *some = malloc((size - first) * sizeof(float));
         draftwood_weigh(logits + first, size - first, peak, temperature, some);
         check(!memcmp(some, weights + first, (size - first) * sizeof(float)), "weights of some", size);
         free(some);
     }
+    if (numbers_only) check_residual(&(struct row){logits, size, peak, temperature, sums}, total);
     for (int room = 0; room <= size; room += room < 2 ? 1 : size) {
         int64_t *ids = malloc(room * sizeof *ids);
         double *chances = malloc(room * sizeof *chances);
@@ -196,10 +233,10 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
         *drawn = rows - 1;
         pass.draws = draw, pass.draw_outputs = drawn, pass.drawn = 1;
         check(draftwood_forward(engine, &pass) == 0, "forward", rows);
-        float *weights = malloc(shape.vocab * sizeof(float)), *last = logits + (size_t)(rows - 1) * shape.vocab;
+        const float *last = logits + (size_t)(rows - 1) * shape.vocab;
         const double total = draw->total;
-        check(draftwood_softmax(last, shape.vocab, 0.7, weights, sums) == total && draw->count >= 1, "a draw", rows);
-        free(weights);
+        float peak;
+        check(draftwood_softmax(last, shape.vocab, 0.7, sums, &peak) == total && draw->count >= 1, "a draw", rows);
         for (int sign = 0; sign < 2; sign++) {
             *drawn = sign ? -1 : rows;
             check(draftwood_forward(engine, &pass) == 4, "a draw of no row", rows);

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftwood.runtime.sampling.random import RandomStreams
+from draftwood.runtime.sampling.random import HasUniforms, RandomStreams
 
 
-class UniformStream:
+class UniformStream(HasUniforms):
     """numbers: the uniform numbers. taken: how many of them were used."""
 
     def __init__(self, numbers: Sequence[float]) -> None:

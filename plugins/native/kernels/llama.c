@@ -2,8 +2,8 @@
 #include "acceptance.h"
 #include "engine.h"
 #include "instructions.h"
+#include "residual.h"
 #include "rounding.h"
-#include "sampling.h"
 #include "units.h"
 
 struct job {

@@ -16,10 +16,9 @@ INLINE f32 weighed(f32 column, float peak, float factor, f32 *numbers) {
 }
 
 /* sums [size / RUN, rounded up]: of every RUN of the row's weights, e^((logits - their largest) / temperature); returns
- * the sum of all. weights [size]: where they are stored, or null. peak: the largest logit. NaN when a logit is NaN or
- * plus infinity, or all are minus infinity: then the other results mean nothing. */
-INLINE double sum_weights(const float *logits, int size, double temperature, float *weights, double *sums,
-                          float *peak) {
+ * the sum of all. peak: the largest logit. NaN when a logit is NaN or plus infinity, or all are minus infinity: then the
+ * other results mean nothing. */
+double draftwood_softmax(const float *logits, int size, double temperature, double *sums, float *peak) {
     const float factor = factor_of(temperature);
     f32 numbers = {0};
     double total = 0;
@@ -27,11 +26,8 @@ INLINE double sum_weights(const float *logits, int size, double temperature, flo
     if (!isfinite(*peak)) return NAN;
     for (int first = 0; first < size; first += RUN) {
         f32 sum[PARTS] = {{0}};
-        for (int from = first, part = 0; from < first + RUN && from < size; from += WIDTH, part = (part + 1) % PARTS) {
-            const f32 weight = weighed(columns(logits, from, size), *peak, factor, &numbers);
-            if (weights) store_some(weights + from, weight, size - from);
-            sum[part] += weight;
-        }
+        for (int from = first, part = 0; from < first + RUN && from < size; from += WIDTH, part = (part + 1) % PARTS)
+            sum[part] += weighed(columns(logits, from, size), *peak, factor, &numbers);
         double of_run = 0;
         for (int lane = 0; lane < LANES; lane++) of_run += lane_of(sum, lane);
         total += sums[first / RUN] = of_run;
@@ -39,12 +35,6 @@ INLINE double sum_weights(const float *logits, int size, double temperature, flo
     for (int lane = 0; lane < WIDTH; lane++)
         if (isnan(numbers[lane])) return NAN;
     return total;
-}
-
-/* weights [size] = e^((logits - their largest) / temperature); sums and the result: see sum_weights. */
-double draftwood_softmax(const float *logits, int size, double temperature, float *weights, double *sums) {
-    float peak;
-    return sum_weights(logits, size, temperature, weights, sums, &peak);
 }
 
 /* weights [count] of some of a row's columns, which are numbers; peak: the largest of the row. */
@@ -100,7 +90,7 @@ static int best_of(const float *logits, int size) {
 /* What a pass computes of a row of logits for the choice of a token, as far as there is room for it. */
 static void prepare_draw(const float *logits, int size, struct draw *draw) {
     if (draw->temperature == 0) draw->best = best_of(logits, size);
-    if (draw->sums) draw->total = sum_weights(logits, size, draw->temperature, NULL, draw->sums, &draw->peak);
+    if (draw->sums) draw->total = draftwood_softmax(logits, size, draw->temperature, draw->sums, &draw->peak);
     if (draw->ids)
         draw->count =
             draftwood_likely(logits, size, draw->temperature, draw->share, draw->room, draw->ids, draw->weights);

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from ....models.errors import EngineError
 from ....plugins.native.library import DRAW, RUN, KernelError, NativeLibrary, Pass, address
-from ...sampling.softmax import EVERY, NO_NUMBERS, Columns, NumpySoftmax, Softmax, Wanted, Weights
+from ....plugins.native.residual import Row
+from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Softmax, Wanted
+from ...sampling.weights import Weights
+from .residual import NativeWeights
 
 ROOM = 1024  # likely tokens of a row for which a pass has room; the host looks for more of them itself
 
@@ -30,11 +33,12 @@ class NativeSoftmax(NumpySoftmax):
         """See Softmax.weights."""
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
+        sums = np.empty(-(-len(logits) // RUN))
         try:
-            total, runs = self.library.softmax(logits, temperature, values)
+            total, row = self.library.softmax(logits, temperature, sums)
         except KernelError as error:
             raise EngineError(NO_NUMBERS) from error
-        return Weights(total, values.__getitem__, runs, RUN)
+        return NativeWeights(self.library, row, total, (logits, sums, values))
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
@@ -112,14 +116,15 @@ class PreparedSoftmax:
     def __init__(self, rows: PreparedRows, row: int, place: int, wanted: Wanted) -> None:
         """row: of the buffers. place: among the rows of which anything is wanted."""
         self._rows, self._row, self._place, self._wanted = rows, row, place, wanted
-        own = rows.logits[row]
-        self._own = len(own), address(own)
+        own, self._sums = rows.logits[row], rows.sums[row]
+        self._own = address(own)
+        self._softmax = Row(self._own, len(own), 0.0, wanted.temperature, address(self._sums))
 
     def best(self, logits: NDArray[np.floating[Any]]) -> int:
         """See Softmax.best."""
         if not self._is_of(logits, 0.0):
             return self._rows.softmax.best(logits)
-        token = int(self._rows.best[self._place])
+        token: int = self._rows.best.item(self._place)
         if token < 0:
             raise EngineError(NO_NUMBERS)
         return token
@@ -127,32 +132,31 @@ class PreparedSoftmax:
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
-        """See Softmax.weights. Only those that are read are computed."""
+        """See Softmax.weights."""
         rows = self._rows
         if not self._wanted.weights or not self._is_of(logits, temperature):
             return rows.softmax.weights(logits, temperature, values)
-        total, peak = float(rows.total[self._place]), float(rows.peak[self._place])
+        total = rows.total.item(self._place)
         if math.isnan(total):
             raise EngineError(NO_NUMBERS)
-
-        def of(columns: Columns) -> NDArray[np.floating[Any]]:
-            some = logits[columns]
-            room = values if columns is EVERY else np.empty(len(some), np.float32)
-            return rows.softmax.library.weigh(some, peak, temperature, room)
-
-        return Weights(total, of, rows.sums[self._row], RUN)
+        self._softmax.peak = rows.peak.item(self._place)
+        return NativeWeights(rows.softmax.library, self._softmax, total, (logits, self._sums, values))
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """See Softmax.likely."""
-        rows, count = self._rows, int(self._rows.count[self._place])
+        rows, count = self._rows, self._rows.count.item(self._place)
         if share != self._wanted.share or count > ROOM or not self._is_of(logits, temperature):
             return rows.softmax.likely(logits, temperature, share)
         if count < 0:
             raise EngineError(NO_NUMBERS)
-        return rows.ids[self._row, :count].copy(), rows.weights[self._row, :count].copy()
+        return rows.ids[self._row, :count].copy(), rows.weights[self._row, :count]
 
     def _is_of(self, logits: NDArray[np.floating[Any]], temperature: float) -> bool:
         """Whether the row is the one that was prepared: some wrappers of engines change logits afterwards."""
-        return temperature == self._wanted.temperature and (len(logits), address(logits)) == self._own
+        return (
+            temperature == self._wanted.temperature
+            and address(logits) == self._own
+            and len(logits) == self._softmax.size
+        )

@@ -158,7 +158,8 @@ def rank_children(
     engine's ranking is used unless the request changes logits. A token that may not follow has -inf."""
     columns = 0 if output.top_ids is None else output.top_ids.shape[1]
     if output.top_ids is not None and output.top_logprobs is not None and not sampler.follows_path and width <= columns:
-        return output.top_ids[: len(nodes), :width].tolist(), output.top_logprobs[: len(nodes), :width].tolist()
+        tokens = sampler.named(output.top_ids[: len(nodes), :width])
+        return tokens.tolist(), output.top_logprobs[: len(nodes), :width].tolist()
     ranked = [sampler.ranking(output.logits[row], graph.path(node), width) for row, node in enumerate(nodes)]
     return [ids.tolist() for ids, _ in ranked], [logprobs.tolist() for _, logprobs in ranked]
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engines.base import EngineSpec, ForwardOutput
+from ...engines.base import EngineSpec
 from ...sampling.sampler import NO_CANDIDATES, Candidates, Sampler
 from ...sampling.softmax import Softmax
 
@@ -39,6 +39,9 @@ class NodeSampler(Protocol):
         self, logits: NDArray[np.float32], path: Sequence[int], count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """See Sampler.ranking."""
+
+    def named(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of columns of the draft's logits, such as its `top_ids`."""
 
 
 class TrimmedSampler:
@@ -69,6 +72,9 @@ class TrimmedSampler:
             return ids, np.full(len(ids), -np.inf)
         return ids, logprobs
 
+    def named(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._tokens[columns]
+
     def _widened(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The row [V] of a row [N]."""
         least = logits.min() - UNLIKELY if self._sampler.processing.changes_logits else -np.inf
@@ -87,9 +93,3 @@ class DraftVocabulary:
     def sampler(self, sampler: Sampler) -> NodeSampler:
         """A request's settings for the rows of this draft."""
         return sampler if self._tokens is None else TrimmedSampler(sampler, self._tokens, self._vocab_size)
-
-    def named(self, output: ForwardOutput) -> ForwardOutput:
-        """A pass's output whose `top_ids` are tokens."""
-        if self._tokens is None or output.top_ids is None:
-            return output
-        return output._replace(top_ids=self._tokens[output.top_ids])

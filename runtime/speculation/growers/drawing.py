@@ -32,10 +32,11 @@ class Drawing:
         if self.drawn:
             self._R = self._R.copy()  # earlier draws keep their R
             self._R[self._last] = 0.0
-            self._R /= self._R.sum()
-        self._last = stream.categorical(self._R)
+            self._R /= np.add.reduce(self._R)
+        R = self._R
+        self._last = last = stream.categorical(R)
         self.drawn += 1
-        return int(self._ids[self._last]), float(self._R[self._last]), self._R
+        return self._ids.item(last), R.item(last), R
 
 
 def drawings(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput, sampler: NodeSampler) -> list[Drawing]:

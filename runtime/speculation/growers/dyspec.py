@@ -134,24 +134,25 @@ class DySpecLayers:
         for node in nodes:
             if below[node].exhausted:  # the first child that was offered for this node does not exist
                 self._best.withdraw(self._reach[node])
+        best, reach, values, match_of = self._best, self._reach, graph.values, self._merger.match
         while sites:
             log_v, node = -sites[0][0], sites[0][1]
             drawing = below[node]
             rank = drawing.drawn
-            if not (self._best.admits(log_v) if rank else self._best.holds(log_v)):
+            if not (best.admits(log_v) if rank else best.holds(log_v)):
                 return
             y, share, R = drawing.draw(stream)
             a = self.estimate(rank, share)
-            gain = log_v - graph.values[node]
-            match = self._merger.match(graph, node, y)
+            gain = log_v - values[node]
+            match = match_of(graph, node, y)
             if rank:  # the node's first child was already offered when the node was drawn
-                self._best.offer(log_v)
+                best.offer(log_v)
             if match is None:
                 child = graph.add(node, y, gain, share, R=R)
                 self._layer.append(child)
-                self._reach[child] = log_v + math.log(a)
+                reach[child] = value = log_v + math.log(a)
                 if graph.depths[child] < self.depth:
-                    self._best.offer(self._reach[child])
+                    best.offer(value)
             else:
                 graph.link(node, match, gain, R)
             replace_top(sites, drawing, log_v + log1m(a))

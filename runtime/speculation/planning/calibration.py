@@ -59,14 +59,15 @@ class Calibration:
 
     def update(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Learn from one round. accepted: the accepted rows of `tree`."""
-        kept = set(accepted)
+        kept, certain, shares = set(accepted), tree.certain, tree.shares
         ranks = set()
         for row in (0, *accepted):
-            drawn = [child for child in tree.children[row] if child not in tree.certain]
-            if kept.intersection(tree.children[row]).difference(drawn):
+            children = tree.children[row]
+            drawn = [child for child in children if child not in certain] if certain else children
+            if len(drawn) < len(children) and not kept.isdisjoint(certain.intersection(children)):
                 continue  # a given token was accepted, possibly before any drawn token was tested
             for rank, child in enumerate(drawn):
-                counted, cell = min(rank, RANKS - 1), bin_of(tree.shares[child])
+                counted, cell = min(rank, RANKS - 1), bin_of(shares[child])
                 ranks.add(counted)
                 self._offered[counted][cell] += 1
                 if child in kept:

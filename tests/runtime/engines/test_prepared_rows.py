@@ -22,6 +22,7 @@ from draftwood.runtime.engines.native.softmax import ROOM, PreparedSoftmax
 from draftwood.runtime.engines.native.weights import packed_network
 from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, largest, top
 from draftwood.runtime.sampling.softmax import Softmax, Wanted
 from draftwood.runtime.speculation.graph.token_tree import TokenTree, root_alone
@@ -85,9 +86,12 @@ def answers(softmax: Softmax, logits: NDArray[np.float32], wanted: Wanted) -> li
     found: list[NDArray[Any]] = [] if wanted.temperature else [np.array(softmax.best(logits))]
     if wanted.weights:
         weights = softmax.weights(logits, wanted.temperature, np.empty(len(logits), np.float32))
-        assert weights.runs is not None
-        some = [weights.of(np.array([5, 900, 2047])), weights.of(slice(1024, 1280)), weights.values.copy()]
-        found += [*some, weights.runs, np.array(weights.total)]
+        numbers = seeded_streams(7).target
+        drawn = [weights.draw(numbers) for _ in range(5)]
+        residual = weights.residual(np.array([5, 900, 2047]))
+        pi = residual.reject(np.array([0.1, 0.2, 0.7]), 0.5)
+        drawn.append(residual.draw(numbers))
+        found += [np.array(each) for each in (weights.total, drawn, pi, residual.probs, weights.values.copy())]
     if wanted.share:
         found += softmax.likely(logits, wanted.temperature, wanted.share)
     return found

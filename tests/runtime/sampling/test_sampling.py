@@ -16,10 +16,10 @@ from draftwood.models.errors import RequestError
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import BLOCK, SeededStream
 from draftwood.runtime.sampling.sampler import LIKELY, NEGLIGIBLE, Candidates, Sampler, largest, nucleus
-from draftwood.runtime.sampling.softmax import NumpySoftmax, Weights
+from draftwood.runtime.sampling.softmax import NumpySoftmax
+from draftwood.runtime.sampling.weights import NumpyWeights, Weights
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.growers.drawing import Drawing
-from draftwood.runtime.speculation.verifier import Residual
 
 SETTINGS: tuple[dict[str, float], ...] = (
     {},
@@ -157,7 +157,7 @@ def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
     generator = np.random.default_rng(seed)
     p, ids = generator.dirichlet(np.ones(9)), generator.permutation(9)[:4]
     drawing = Drawing(Candidates(ids, generator.dirichlet(np.ones(4))))
-    residual = Residual(Weights(3.0, (3 * p).__getitem__), ids)
+    residual = NumpyWeights(3.0, 3 * p).residual(ids)
     R, pi, whole_pi = p, 1.0, 1.0
     for index in (2, 0, 3):
         _, _, remaining = drawing.draw(Scripted(index))

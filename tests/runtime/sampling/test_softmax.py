@@ -15,14 +15,15 @@ from native_parts import kernels
 from numpy.typing import NDArray
 
 from draftwood.models.errors import EngineError
-from draftwood.plugins.native.library import FEW, NativeLibrary
+from draftwood.plugins.native.library import FEW, KernelError, NativeLibrary
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.native.softmax import NativeSoftmax
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
-from draftwood.runtime.sampling.softmax import NumpySoftmax, Weights, softmax_of
+from draftwood.runtime.sampling.softmax import NumpySoftmax, softmax_of
+from draftwood.runtime.sampling.weights import Weights
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 NUMPY = NumpySoftmax()
@@ -226,18 +227,63 @@ def test_a_softmax_that_is_a_little_off_shows() -> None:
 
 @pytest.mark.parametrize("vocab_size", [255, 256, 257, 600])
 def test_a_draw_by_runs_has_the_probabilities_of_a_draw_from_all(native: NativeSoftmax, vocab_size: int) -> None:
+    """And so has one from what rejections leave."""
     logits = logits_of(7, vocab_size)
     logits[256:300] = -np.inf  # a run may be short, and all of it impossible
-    expected = np.asarray(NUMPY.weights(logits, 0.7, np.empty(vocab_size)).values)
-    expected /= expected.sum()
-    found = np.zeros(vocab_size)
+    p = np.asarray(NUMPY.weights(logits, 0.7, np.empty(vocab_size)).values)
+    p /= p.sum()
+    ids = np.array([0, 7, *range(100, 120), 254])
+    offered = np.random.default_rng(vocab_size).dirichlet(np.ones(len(ids)))
+    D = np.zeros(vocab_size)
+    D[ids] = offered
+    rest = np.maximum(0.9 * p - D, 0)
+    for rejected, expected in ((False, p), (True, rest / rest.sum())):
+        found = np.zeros(vocab_size)
 
-    def run(streams: RandomStreams) -> tuple[int, ...]:
-        return (native.weights(logits, 0.7, np.empty(vocab_size, np.float32)).draw(streams.target),)
+        def run(streams: RandomStreams, rejected: bool = rejected) -> tuple[int, ...]:
+            weights = native.weights(logits, 0.7, np.empty(vocab_size, np.float32))
+            if not rejected:
+                return (weights.draw(streams.target),)
+            residual = weights.residual(ids)
+            residual.reject(offered, 0.9)
+            return (residual.draw(streams.target),)
 
-    for (token,), probability in outcomes(run):
-        found[token] += probability
-    np.testing.assert_allclose(found, expected, atol=1e-7)
+        for (token,), probability in outcomes(run):
+            found[token] += probability
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@given(
+    seed=st.integers(0, 999),
+    vocab_size=st.sampled_from(EDGES),
+    count=st.integers(1, 40),
+    rejections=st.integers(0, 3),
+    covered=st.booleans(),
+)
+def test_a_residual_is_numpys(
+    native: NativeSoftmax, seed: int, vocab_size: int, count: int, rejections: int, covered: bool
+) -> None:
+    """Before and after rejections; where the offered tokens have nearly all of the mass, too."""
+    generator, logits = np.random.default_rng(seed), logits_of(seed, vocab_size)
+    ids = np.sort(generator.permutation(vocab_size)[:count])
+    if covered:
+        logits[ids] += 30
+    weights = [each.weights(logits, 0.7, np.empty(vocab_size, each.dtype)) for each in (native, NUMPY)]
+    found, expected = (each.residual(ids) for each in weights)
+    pi, expected_pi = 1.0, 1.0
+    for _ in range(rejections):
+        np.testing.assert_allclose(found.probs, expected.probs, rtol=1e-4, atol=1e-6)
+        offered = generator.dirichlet(np.ones(len(ids)))
+        pi, expected_pi = found.reject(offered, pi), expected.reject(offered, expected_pi)
+        assert pi == pytest.approx(expected_pi, rel=1e-3, abs=1e-5)
+    assert pi or rejections
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [4, 2], [-1, 2], [1, 300]], ids=str)
+def test_tokens_that_are_none_of_a_row_are_refused(native: NativeSoftmax, ids: list[int]) -> None:
+    weights = native.weights(logits_of(1, 300), 0.7, np.empty(300, np.float32))
+    with pytest.raises(KernelError, match="ascending columns"):
+        weights.residual(np.array(ids))
 
 
 def test_a_pool_brings_its_engines_softmax(native: NativeSoftmax) -> None:

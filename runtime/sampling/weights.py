@@ -1,0 +1,103 @@
+"""The distribution of a token after a row of logits, up to a factor, and its residual after rejections: what sampling
+and verification draw from. Here with numpy; an engine may compute both itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .random import RandomStream
+
+CANCELLED = 1e-6  # a difference below this share of its operands has lost too many digits
+
+
+class Residual(Protocol):
+    """R: the residual of the target's distribution p at a row, after rejections of the tokens offered there.
+
+    probs: R [K] of all tokens that may be offered. The others keep their proportions.
+    """
+
+    @property
+    def probs(self) -> NDArray[np.float64]: ...
+
+    def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
+        """Replace R by R' = norm(max(πR - offered, 0)), for `offered` [K]. Returns π' = S / (S + 1 - π), where S is the
+        sum before normalising. S = 0 means that p = q; a rejection then has probability zero up to rounding."""
+
+    def draw(self, stream: RandomStream) -> int:
+        """Draw a token from R. The object cannot be used afterwards."""
+
+
+class Weights(Protocol):
+    """Probabilities of V tokens up to a factor. total: their sum."""
+
+    @property
+    def total(self) -> float: ...
+
+    @property
+    def values(self) -> NDArray[np.floating[Any]]:
+        """Those of all tokens [V], in a buffer that the next call overwrites."""
+
+    def draw(self, stream: RandomStream) -> int:
+        """Draw a token; the values are then overwritten."""
+
+    def residual(self, ids: NDArray[np.int64]) -> Residual:
+        """R before any rejection. ids int64 [K], ascending: all tokens that may be offered. The values are
+        overwritten."""
+
+
+class NumpyWeights(NamedTuple):
+    """Weights whose values [V] are known."""
+
+    total: float
+    values: NDArray[np.floating[Any]]
+
+    def draw(self, stream: RandomStream) -> int:
+        """See Weights.draw."""
+        values = self.values
+        values /= self.total
+        return stream.categorical(values)
+
+    def residual(self, ids: NDArray[np.int64]) -> Residual:
+        """See Weights.residual."""
+        return NumpyResidual(self, ids)
+
+
+class NumpyResidual:
+    """R, computed for the tokens alone that may be offered."""
+
+    def __init__(self, weights: NumpyWeights, ids: NDArray[np.int64]) -> None:
+        self._ids, self._values, total = ids, weights.values, weights.total
+        offered = self._values[ids].astype(np.float64)
+        weight = float(offered.sum())
+        rest = total - weight
+        if rest < CANCELLED * total:
+            rest = float(self._others().sum(dtype=np.float64))
+        self._weight = rest
+        self.probs = offered / (weight + rest)  # R [K] of `ids`
+        self._R_others = rest / (weight + rest)  # R of all other tokens together
+
+    def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
+        """See Residual.reject."""
+        excess = np.maximum(pi * self.probs - offered, 0.0)
+        others = pi * self._R_others
+        S = float(excess.sum()) + others
+        if S == 0:
+            return float(pi == 1)
+        self.probs, self._R_others = excess / S, others / S
+        return S / (S + (1.0 - pi))
+
+    def draw(self, stream: RandomStream) -> int:
+        """See Residual.draw."""
+        R = self._others()
+        if self._weight > 0:
+            R *= self._R_others / self._weight
+        R[self._ids] = self.probs
+        return stream.categorical(R)
+
+    def _others(self) -> NDArray[np.floating[Any]]:
+        """The weights of all tokens [V] that are not offered, zero at the others."""
+        self._values[self._ids] = 0.0
+        return self._values
