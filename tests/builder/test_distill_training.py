@@ -219,7 +219,7 @@ def test_the_full_vocabulary_agrees_with_the_trimmed_one_in_transformers(target:
         hidden = model.model(tokens).last_hidden_state
     own = functional.linear(hidden, trimmed["model.embed_tokens.weight"].float()[kept])
     torch.testing.assert_close(logits[..., kept], own, rtol=0, atol=1e-4)
-    assert (logits.argmax(-1) == kept[own.argmax(-1)]).float().mean() > 0.95
+    assert (logits.argmax(-1) == kept[own.argmax(-1)]).float().mean() > 0.9
     others = torch.ones(320, dtype=torch.bool)
     others[kept] = False
     assert logits.softmax(-1)[..., others].sum(-1).mean() < 0.1

@@ -75,7 +75,7 @@ static void check_sampling(int size, enum kind kind, double temperature) {
     float peak;
     const double total = draftwood_softmax(logits, size, temperature, sums, &peak);
     check(numbers_only ? total >= 0.999 && total <= size * 1.001 : isnan(total), "softmax", size);
-    draftwood_weigh(logits, size, numbers_only ? peak : 0, temperature, weights);
+    if (numbers_only) draftwood_weigh(logits, size, peak, temperature, weights);
     for (int first = 0; numbers_only && first < size; first += 1 + size / 3) {
         float *some = malloc((size - first) * sizeof(float));
         draftwood_weigh(logits + first, size - first, peak, temperature, some);

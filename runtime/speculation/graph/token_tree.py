@@ -88,11 +88,6 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
     per path that reaches it, with all nodes below it. Only copies can be deeper than the grower's limit; at
     `max_depth` a row loses all of its children.
     """
-    return unroll_unmerged(graph, max_tokens, max_depth) or unroll_merged(graph, max_tokens, max_depth)
-
-
-def unroll_merged(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
-    """The same of any graph, from the root down."""
     nodes: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
@@ -132,38 +127,4 @@ def unroll_merged(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTr
         shares=tuple(graph.shares[node] for node in nodes),
         draft_probs=draft_probs,
         remaining=remaining,
-    )
-
-
-def unroll_unmerged(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree | None:
-    """The same of a graph without merges, by sorting its nodes; None if it has merges, or if a node has a greater value
-    than its parent."""
-    if sum(map(len, graph.edges)) >= len(graph):
-        return None
-    nodes = sorted(range(len(graph)), key=graph.values.__getitem__, reverse=True)  # equal ones stay in order
-    depths, above = graph.depths, graph.parents
-    if max(depths) > max_depth:
-        nodes = [node for node in nodes if depths[node] <= max_depth]
-    del nodes[max_tokens + 1 :]
-    row_of = {node: row for row, node in enumerate(nodes)}
-    parents, children = [-1], [list[int]() for _ in nodes]
-    for row in range(1, len(nodes)):
-        parent = row_of.get(above[nodes[row]], row)
-        if parent >= row:
-            return None
-        parents.append(parent)
-        children[parent].append(row)
-    kept = [(row_of[edge.child], edge) for node in nodes for edge in graph.edges[node] if edge.child in row_of]
-    known = graph.draft_probs
-    return TokenTree(
-        token_ids=tuple([graph.tokens[node] for node in nodes]),
-        parents=tuple(parents),
-        depths=tuple([depths[node] for node in nodes]),
-        children=tuple(map(tuple, children)),
-        nodes=tuple(nodes),
-        merged=(False,) * len(nodes),
-        certain=frozenset([row for row, edge in kept if edge.certain]),
-        shares=tuple([graph.shares[node] for node in nodes]),
-        draft_probs={row: known[node] for row, node in enumerate(nodes) if node in known},
-        remaining={row: edge.R for row, edge in kept if edge.R is not None},
     )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.speculation.graph.token_graph import ROOT, Best, TokenGraph
-from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll, unroll_merged, unroll_unmerged
-from draftwood.runtime.speculation.growers.baseline import BestFirst, Grower, StaticTree, chain, k_ary
+from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
+from draftwood.runtime.speculation.growers.baseline import BestFirst, Grower, StaticTree, k_ary
 from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import GraphMerger, NoMerger, UnexpandedMerger
 
@@ -69,22 +69,6 @@ def test_the_unroll_is_a_tree_of_distinct_paths_within_its_budget(seed: int, tau
     assert all(tree.depths[row] == len(found[row]) for row in range(len(tree)))
     for row in range(1, len(tree)):
         assert tree.merged[row] == (graph.path(tree.nodes[row]) != list(found[row]))
-
-
-@pytest.mark.parametrize("kind", ["chain", "k-ary", "layers", "chosen"])
-@pytest.mark.parametrize("seed", range(5))
-def test_a_graph_without_merges_is_unrolled_as_any_graph_is(kind: str, seed: int) -> None:
-    growers: dict[str, Grower] = {
-        "chain": StaticTree(chain(5)),
-        "k-ary": StaticTree(k_ary((3, 2, 2))),
-        "layers": DySpecLayers(20, 5, 4),
-        "chosen": BestFirst(20, 5, 4, NoMerger()),
-    }
-    graph, _ = grow(growers[kind], random_model(seed, 6), seeded_streams(seed).draft)
-    for most in ((99, 99), (5, 5), (9, 99), (3, 99), (99, 2), (0, 9), (9, 0)):
-        assert unroll_unmerged(graph, *most) == unroll_merged(graph, *most) == unroll(graph, *most)
-    graph.add(ROOT, 1, 0.5, 1.0)
-    assert unroll_unmerged(graph, 99, 99) is None, "a node above its parent"
 
 
 @settings(max_examples=40)
