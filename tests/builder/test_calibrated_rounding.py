@@ -53,7 +53,7 @@ def divergence(exact: Reading, own: Reading) -> float:
     return float((exact.probs * np.log(exact.probs / own.probs)).sum(-1).mean())
 
 
-def test_a_text_in_view_halves_the_divergence_on_another_one(windows: NDArray[np.int64]) -> None:
+def test_a_text_in_view_nearly_halves_the_divergence_on_another_one(windows: NDArray[np.int64]) -> None:
     view = view_of(DEMO / "draft")
     steps: list[int] = []
     rounded = calibrate(view, windows, lambda: steps.append(1))
@@ -63,7 +63,7 @@ def test_a_text_in_view_halves_the_divergence_on_another_one(windows: NDArray[np
         assert stored.offsets is not None and stored.codes.min() >= 0 and stored.codes.max() <= 15
     exact = read(Checkpoint(DEMO / "draft"))
     calibrated = divergence(exact, read(QuantizedCheckpoint(view.source, view.form, rounded)))
-    assert calibrated < 0.55 * divergence(exact, read(view))  # processors add in other orders
+    assert calibrated < 0.55 * divergence(exact, read(view))  # 0.501 on Zen 5
 
 
 def test_what_was_rounded_is_what_the_view_holds(windows: NDArray[np.int64], tmp_path: Path) -> None:
