@@ -58,3 +58,46 @@ INLINE void half_tile(const int R, const int P, const float *rows, size_t apart,
             for (int v = 0; v < V; v++) sums[r * VECTORS + v] += sum[0][r][v] + sum[1][r][v];
     }
 }
+
+/* The same by instructions that add two products one after the other, those of upper numbers first. Of four inputs a, b,
+ * c, d a pair is a above c, and another b above d: so even and odd inputs keep sums of their own, in the same order.
+ * rows: pairs as store_half_pairs writes them, `apart` pairs between rows. */
+INLINE void half_pair_tile(const int R, const int P, const float *rows, size_t apart, const char *weights, size_t panel,
+                           struct ahead ahead, int inputs, f32 *sums) {
+    const int V = P * PARTS;
+    struct beside at[2] = {beside(rows, apart, R), beside(rows + 1, apart, R)};
+    for (int pair = 0; pair < half_blocks(inputs) * HALF_BLOCK / 2; pair += HALF_BLOCK / 2) {
+        f32 sum[2][MOST_ROWS][VECTORS];
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) sum[odd][r][v] = (f32){0};
+#pragma GCC unroll 2
+            for (int k = pair; k < pair + HALF_BLOCK / 2; k += 2) {
+                u32 weight[VECTORS];
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) {
+                    u32 both[2];
+                    const char *from = weights + v / PARTS * panel + v % PARTS * sizeof *both;
+                    memcpy(&both[0], from + (size_t)k * PARTS * sizeof *both, sizeof *both);
+                    memcpy(&both[1], from + (size_t)(k + 1) * PARTS * sizeof *both, sizeof *both);
+                    weight[v] = odd ? (both[0] & 0xffff0000u) | both[1] >> 16 : both[0] << 16 | (both[1] & 0xffffu);
+                    if (v % PARTS == 0) fetch(ahead, v / PARTS * panel, k + odd);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const u32 row = word_of(at[odd], r);
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; v++) sum[odd][r][v] = add_half_pairs(sum[odd][r][v], weight[v], row);
+                }
+                advance(&at[odd], 2, R);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sums[r * VECTORS + v] += sum[0][r][v] + sum[1][r][v];
+    }
+}

@@ -85,17 +85,17 @@ static int queries_at_once(const struct model *model, int rows, int threads) {
     return tiles * MOST_ROWS > MOST_QUERIES ? MOST_QUERIES : tiles < 1 ? MOST_ROWS : tiles * MOST_ROWS;
 }
 
-/* registers: whether rows meet matrix registers, too. */
-static int allocate_rows(struct rows *rows, int count, int size, int registers) {
+/* halves: whether instructions for bf16 meet the rows. */
+static int allocate_rows(struct rows *rows, int count, int size, int halves) {
     const size_t cells = (size_t)count * padded(size), whole = (count + REGISTER_ROWS - 1) / REGISTER_ROWS;
     rows->stride = padded(size);
-    if (registers) rows->halves = allocate(whole * REGISTER_ROWS * padded(size) * sizeof(uint16_t));
+    if (halves) rows->halves = allocate(whole * REGISTER_ROWS * padded(size) * sizeof(uint16_t));
     rows->values = allocate(cells * sizeof(float));
     rows->codes = allocate(cells);
     rows->scales = allocate(cells / LANES * sizeof(float));
     rows->sums = allocate(cells / LANES * sizeof(int32_t));
     rows->totals = allocate(cells / LANES * sizeof(float));
-    return (rows->halves || !registers) && rows->values && rows->codes && rows->scales && rows->sums && rows->totals;
+    return (rows->halves || !halves) && rows->values && rows->codes && rows->scales && rows->sums && rows->totals;
 }
 
 static void free_rows(struct rows *rows) {

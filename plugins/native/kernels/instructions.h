@@ -33,6 +33,9 @@ const char *draftwood_instructions(void) {
 #if defined(__AVX512VBMI__)
            "avx512vbmi "
 #endif
+#if defined(__AVX512BF16__)
+           "avx512_bf16 "
+#endif
 #if defined(__AVX512VNNI__)
            "avx512_vnni "
 #endif

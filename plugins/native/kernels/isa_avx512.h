@@ -49,6 +49,21 @@ INLINE f32 from_bytes(const int8_t *at) {
 /* Numbers of 16 bits as fp32. */
 INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 
+/* Where there are no matrix registers: products of pairs of bf16, of each lane's upper numbers first. */
+#if defined(__AVX512BF16__) && !(defined(__AMX_BF16__) && defined(__linux__))
+#define HALF_PAIRS 1
+INLINE f32 add_half_pairs(f32 sum, u32 weights, u32 row) {
+    return (f32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)row);
+}
+
+/* Numbers of bf16 in fp32, of each four a, b, c, d two pairs: c below a, d below b. */
+INLINE void store_half_pairs(uint16_t *to, f32 value) {
+    const __m512i numbers = (__m512i)value, lower = _mm512_srli_epi32(numbers, 16);
+    const __m512i pairs = _mm512_or_si512(numbers, _mm512_shuffle_epi32(lower, _MM_PERM_BADC));
+    _mm256_storeu_si256((__m256i *)to, _mm512_castsi512_si256(_mm512_maskz_compress_epi64(0x55, pairs)));
+}
+#endif
+
 /* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
  * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */
 #if defined(__AVX512VNNI__)

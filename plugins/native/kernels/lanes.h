@@ -45,8 +45,15 @@ INLINE struct beside beside(const float *rows, size_t apart, const int R) {
     if (R > 4) __asm__("" : "+r"(at.thrice));
     return at;
 }
-INLINE float number_of(struct beside at, int r) {
-    return (r < 4 ? at.first : at.fifth)[r % 4 < 3 ? r % 4 * at.apart : at.thrice];
+INLINE const float *place_of(struct beside at, int r) {
+    return (r < 4 ? at.first : at.fifth) + (r % 4 < 3 ? r % 4 * at.apart : at.thrice);
+}
+INLINE float number_of(struct beside at, int r) { return *place_of(at, r); }
+/* The same 32 bits in every lane, whatever they are. */
+INLINE u32 word_of(struct beside at, int r) {
+    uint32_t word;
+    memcpy(&word, place_of(at, r), sizeof word);
+    return (u32){0} + word;
 }
 INLINE void advance(struct beside *at, int inputs, const int R) {
     at->first += inputs, at->fifth += inputs;

@@ -248,12 +248,12 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     engine->most_rows = rows;
     engine->team = open_team(threads < 1 ? 1 : threads < MOST_THREADS ? threads : MOST_THREADS);
     const int query = model->heads * model->head_dim, key = model->kv_heads * model->head_dim;
-    const int registers = model->head.format == BF16 && registers_allowed();
+    const int halves = model->head.format == BF16 && (HALF_PAIRS || registers_allowed());
     int enough = engine->team && allocate_rows(&engine->hidden, rows, model->hidden, 0);
-    enough = enough && allocate_rows(&engine->normed, rows, model->hidden, registers);
+    enough = enough && allocate_rows(&engine->normed, rows, model->hidden, halves);
     enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key, 0);
-    enough = enough && allocate_rows(&engine->attended, rows, query, registers);
-    enough = enough && allocate_rows(&engine->gated, rows, model->inner, registers);
+    enough = enough && allocate_rows(&engine->attended, rows, query, halves);
+    enough = enough && allocate_rows(&engine->gated, rows, model->inner, halves);
     engine->queries = allocate((size_t)rows * query * sizeof(float));
     engine->units = allocate(((size_t)rows * (model->heads / model->kv_heads) + 1) * sizeof(int));
     if (enough) engine->most_queries = queries_at_once(model, rows, engine->team->threads);
@@ -331,15 +331,15 @@ int draftwood_move(const struct model *model, const struct cache *cache, int fir
 /* result [rows][outputs] = values [rows][inputs] times one matrix, on this thread; 0, or -1 without memory. */
 int draftwood_linear(const struct matrix *matrix, const float *values, int rows, float *result) {
     struct rows x = {0};
-    const int registers = matrix->format == BF16 && registers_allowed();
-    const int enough = allocate_rows(&x, rows, matrix->inputs, registers), panels = panels_of(matrix->outputs);
+    const int halves = matrix->format == BF16 && (HALF_PAIRS || registers_allowed());
+    const int enough = allocate_rows(&x, rows, matrix->inputs, halves), panels = panels_of(matrix->outputs);
     for (int row = 0; enough && row < rows; row++) {
         const float *from = values + (size_t)row * matrix->inputs;
         memcpy(x.values + (size_t)row * x.stride, from, matrix->inputs * sizeof(float));
         round_row(&x, row, matrix);
     }
     const struct tiles tiles = tiles_of(matrix, &x, rows);
-    if (registers) open_registers();
+    if (halves) open_registers();
     for (int tile = 0; enough && tile < tiles.count; tile++) {
         const int row = tile_row(&tiles, tile), count = tile_row(&tiles, tile + 1) - row;
         for (int panel = 0, step; panel < panels; panel += step) {
@@ -350,7 +350,7 @@ int draftwood_linear(const struct matrix *matrix, const float *values, int rows,
                 finish(matrix, STORE, 1, panel, step, sums[r], NULL, result + (size_t)(row + r) * matrix->outputs);
         }
     }
-    if (registers) close_registers();
+    if (halves) close_registers();
     free_rows(&x);
     return enough ? 0 : -1;
 }

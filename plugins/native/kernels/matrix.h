@@ -23,7 +23,8 @@ struct matrix {
  * registers `halves`; everything else meets `values`. */
 struct rows {
     float *values; /* [rows][stride] */
-    uint16_t *halves; /* [rows / 16][stride / 32][16][32] of bf16; null: no matrix registers */
+    uint16_t *halves; /* of bf16; null: no instructions for them. Where there are matrix registers
+                       * [rows / 16][stride / 32][16][32], else [rows][stride], see store_half_pairs */
     int8_t *codes; /* [rows][stride] */
     float *scales; /* [rows][stride / block]; a block's values are codes * scale */
     int32_t *sums; /* [rows][stride / block]: of the block's codes */
@@ -225,7 +226,7 @@ struct tiles {
 
 static struct tiles tiles_of(const struct matrix *matrix, const struct rows *x, int rows) {
     struct tiles tiles = {rows, 0, MOST_ROWS, 1};
-    if (x->halves && matrix->format == BF16 && rows >= REGISTERS_FROM)
+    if (MATRIX_REGISTERS && x->halves && matrix->format == BF16 && rows >= REGISTERS_FROM)
         tiles.most = MOST_TILE, tiles.step = REGISTER_ROWS;
     tiles.count = (rows + tiles.most - 1) / tiles.most;
     return tiles;
@@ -261,6 +262,7 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
         return;
     }
     const float *values = x->values + (size_t)row * x->stride;
+    const float *pairs = HALF_PAIRS && x->halves ? (const float *)(x->halves + (size_t)row * x->stride) : NULL;
     for (int v = 0; v < rows * VECTORS; v++) sums[v] = (f32){0};
     const size_t bytes = panel_bytes(matrix);
     const char *weights = (const char *)matrix->weights + panel * bytes;
@@ -271,10 +273,14 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
         step = panels_at_once(rows, most < panels - p ? most : panels - p);
 #define BF16_TILE(R, P) { half_tile(R, P, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
+#define PAIR_TILE(R, P) { half_pair_tile(R, P, pairs, x->stride / 2, weights, bytes, ahead, matrix->inputs, sums); }
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
 #define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
         switch (matrix->format) {
-        case BF16: EACH_TILE(rows, step, BF16_TILE) break;
+        case BF16:
+            if (HALF_PAIRS && pairs) EACH_TILE(rows, step, PAIR_TILE)
+            else EACH_TILE(rows, step, BF16_TILE)
+            break;
         case INT8: EACH_TILE(rows, step, INT8_TILE) break;
         case INT4: EACH_TILE(rows, step, INT4_TILE) break;
         default:
@@ -284,15 +290,16 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     }
 }
 
-/* Inputs of one row in bf16: in place, and where there are matrix registers, beside the fifteen other rows that share
- * one. */
+/* Inputs of one row in bf16: in place, and as pairs or, where there are matrix registers, beside the fifteen other rows
+ * that share one. */
 static void round_to_halves(const struct rows *x, int row, int from, int end) {
     float *values = x->values + (size_t)row * x->stride;
     const size_t first = (size_t)(row / REGISTER_ROWS) * x->stride * REGISTER_ROWS;
     for (int k = from; k < end; k += WIDTH) {
         const f32 value = rounded_half(load(values + k));
         store(values + k, value);
-        if (!x->halves) continue;
+        if (HALF_PAIRS && x->halves) store_half_pairs(x->halves + (size_t)row * x->stride + k, value);
+        if (HALF_PAIRS || !x->halves) continue;
         const u16 narrow = __builtin_convertvector((u32)value >> 16, u16);
         const size_t at = first + (size_t)(k / HALF_BLOCK * REGISTER_ROWS + row % REGISTER_ROWS) * HALF_BLOCK;
         memcpy(x->halves + at + k % HALF_BLOCK, &narrow, sizeof narrow);

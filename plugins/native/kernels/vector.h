@@ -19,6 +19,12 @@ INLINE void add_pairs(i32 *one, i32 *two, i32 low, i32 high, const int8_t *row, 
 INLINE void split_pairs(i32 *one, i32 *two) {}
 #endif
 
+#ifndef HALF_PAIRS /* instructions that multiply pairs of bf16 */
+#define HALF_PAIRS 0
+INLINE f32 add_half_pairs(f32 sum, u32 weights, u32 row) { return sum; }
+INLINE void store_half_pairs(uint16_t *to, f32 value) {}
+#endif
+
 #if defined(__AMX_BF16__) && defined(__linux__) && WIDTH == LANES
 #include "isa_amx.h"
 #else
