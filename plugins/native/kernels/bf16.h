@@ -22,8 +22,12 @@ INLINE f32 rounded_half(f32 value) {
 }
 
 /* sums[r][p] = rows[r][0..inputs) * panels[p]; `apart` numbers lie between rows, `panel` bytes between panels. Of a row,
- * sums has VECTORS. Of a block, first all even inputs: so a tile has no more sums than other tiles of its size. */
-INLINE void half_tile(const int R, const int P, const float *rows, size_t apart, const char *weights, size_t panel,
+ * sums has VECTORS. Of a block, first all even inputs: so a tile has no more sums than other tiles of its size.
+ *
+ * paired: by instructions that add two products one after the other, those of upper numbers first. `rows` has pairs then,
+ * as store_half_pairs writes them: of four inputs a, b, c, d, a above c and b above d. So even and odd inputs keep sums of
+ * their own, which meet their products in the same order. */
+INLINE void half_tile(const int R, const int P, const int paired, const float *rows, size_t apart, const char *weights, size_t panel,
                       struct ahead ahead, int inputs, f32 *sums) {
     const int V = P * PARTS;
     struct beside at[2] = {beside(rows, apart, R), beside(rows + 1, apart, R)};
@@ -36,62 +40,24 @@ INLINE void half_tile(const int R, const int P, const float *rows, size_t apart,
 #pragma GCC unroll 8
                 for (int v = 0; v < V; v++) sum[odd][r][v] = (f32){0};
 #pragma GCC unroll 2
-            for (int k = pair; k < pair + HALF_BLOCK / 2; k++) {
+            for (int k = pair; k < pair + HALF_BLOCK / 2; k += 1 + paired) {
                 f32 weight[VECTORS];
 #pragma GCC unroll 8
                 for (int v = 0; v < V; v++) {
-                    u32 both;
-                    memcpy(&both, weights + v / PARTS * panel + (k * PARTS + v % PARTS) * sizeof both, sizeof both);
-                    weight[v] = read_once((f32)(odd ? both & 0xffff0000u : both << 16));
-                    if (v % PARTS == 0 && !odd) fetch(ahead, v / PARTS * panel, k);
+                    u32 both, then = {0};
+                    const char *from = weights + v / PARTS * panel + (k * PARTS + v % PARTS) * sizeof both;
+                    memcpy(&both, from, sizeof both);
+                    if (paired) memcpy(&then, from + PARTS * sizeof both, sizeof both);
+                    weight[v] = (f32)(odd ? (both & 0xffff0000u) | then >> 16 : both << 16 | (then & 0xffffu));
+                    if (!paired) weight[v] = read_once(weight[v]);
+                    if (v % PARTS == 0 && (paired || !odd)) fetch(ahead, v / PARTS * panel, paired ? k + odd : k);
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-                    for (int v = 0; v < V; v++) sum[odd][r][v] += weight[v] * number_of(at[odd], r);
-                advance(&at[odd], 2, R);
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sums[r * VECTORS + v] += sum[0][r][v] + sum[1][r][v];
-    }
-}
-
-/* The same by instructions that add two products one after the other, those of upper numbers first. Of four inputs a, b,
- * c, d a pair is a above c, and another b above d: so even and odd inputs keep sums of their own, in the same order.
- * rows: pairs as store_half_pairs writes them, `apart` pairs between rows. */
-INLINE void half_pair_tile(const int R, const int P, const float *rows, size_t apart, const char *weights, size_t panel,
-                           struct ahead ahead, int inputs, f32 *sums) {
-    const int V = P * PARTS;
-    struct beside at[2] = {beside(rows, apart, R), beside(rows + 1, apart, R)};
-    for (int pair = 0; pair < half_blocks(inputs) * HALF_BLOCK / 2; pair += HALF_BLOCK / 2) {
-        f32 sum[2][MOST_ROWS][VECTORS];
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++) {
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) sum[odd][r][v] = (f32){0};
-#pragma GCC unroll 2
-            for (int k = pair; k < pair + HALF_BLOCK / 2; k += 2) {
-                u32 weight[VECTORS];
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) {
-                    u32 both[2];
-                    const char *from = weights + v / PARTS * panel + v % PARTS * sizeof *both;
-                    memcpy(&both[0], from + (size_t)k * PARTS * sizeof *both, sizeof *both);
-                    memcpy(&both[1], from + (size_t)(k + 1) * PARTS * sizeof *both, sizeof *both);
-                    weight[v] = odd ? (both[0] & 0xffff0000u) | both[1] >> 16 : both[0] << 16 | (both[1] & 0xffffu);
-                    if (v % PARTS == 0) fetch(ahead, v / PARTS * panel, k + odd);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    const u32 row = word_of(at[odd], r);
-#pragma GCC unroll 8
-                    for (int v = 0; v < V; v++) sum[odd][r][v] = add_half_pairs(sum[odd][r][v], weight[v], row);
-                }
+                    for (int v = 0; v < V; v++)
+                        if (paired) sum[odd][r][v] = add_half_pairs(sum[odd][r][v], (u32)weight[v], word_of(at[odd], r));
+                        else sum[odd][r][v] += weight[v] * number_of(at[odd], r);
                 advance(&at[odd], 2, R);
             }
         }

@@ -272,8 +272,8 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
         step = panels_at_once(rows, most < panels - p ? most : panels - p);
-#define BF16_TILE(R, P) { half_tile(R, P, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
-#define PAIR_TILE(R, P) { half_pair_tile(R, P, pairs, x->stride / 2, weights, bytes, ahead, matrix->inputs, sums); }
+#define BF16_TILE(R, P) { half_tile(R, P, 0, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
+#define PAIR_TILE(R, P) { half_tile(R, P, 1, pairs, x->stride / 2, weights, bytes, ahead, matrix->inputs, sums); }
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
 #define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
         switch (matrix->format) {
