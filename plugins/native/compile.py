@@ -10,12 +10,31 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
+
+from .library import CPUINFO
+
+SECOND_CACHE = (("AuthenticAMD", "25"),)  # vendor and family: Zen 3 and 4
+
+
+def fetching(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
+    """The flag for processors that read weights ahead into their second cache (kernels/ahead.h); none where Linux does
+    not tell which processor this is. On Zen 4 a pass of 5 rows takes 0.7 to 0.8 of the time with it, on Zen 5 1.5 times;
+    to gcc 12 both are the same processor."""
+    try:
+        with cpuinfo.open(encoding="utf-8") as lines:
+            first = [line.partition(":") for line in takewhile(str.strip, lines)]  # the lines of one processor
+    except OSError:
+        return ()
+    told = {name.strip(): value.strip() for name, _, value in first}
+    return ("-DFETCHED=2",) if (told.get("vendor_id"), told.get("cpu family")) in SECOND_CACHE else ()
+
 
 SOURCE = Path(__file__).parent / "kernels" / "llama.c"
 # No fast-math: results would depend on how a loop was cut. Products and sums contract, everywhere in the same way.
 PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-FLAGS = ("-O3", PROCESSOR, "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared")
+FLAGS = ("-O3", PROCESSOR, "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared", *fetching())
 COMPILERS = ("cc", "gcc", "clang")
 VERSION_SECONDS = 60  # a compiler that has not told its version by then is none
 

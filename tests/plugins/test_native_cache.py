@@ -14,7 +14,7 @@ import pytest
 
 from draftwood.plugins.native import cache
 from draftwood.plugins.native import compile as compiling
-from draftwood.plugins.native.compile import FLAGS, CompilerError
+from draftwood.plugins.native.compile import FLAGS, CompilerError, fetching
 from draftwood.plugins.native.library import KernelError
 
 LOOK = """
@@ -143,6 +143,14 @@ def test_a_link_in_the_cache_is_not_followed(filled: Path, tmp_path: Path) -> No
     filled.symlink_to(tmp_path / "elsewhere.so")
     with pytest.raises(KernelError, match="no plain file"):
         cache.kernels()
+
+
+def test_the_family_of_the_processor_decides_where_weights_are_read_ahead_to(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    for family, flags in (("25", ("-DFETCHED=2",)), ("26", ())):
+        cpuinfo.write_text(f"processor : 0\nvendor_id : AuthenticAMD\ncpu family : {family}\n\nprocessor : 1\n")
+        assert fetching(cpuinfo) == flags
+    assert fetching(tmp_path / "none") == ()
 
 
 def test_another_compiler_processor_or_flag_has_files_of_its_own(

@@ -12,10 +12,10 @@ INLINE struct ahead share(const void *next, size_t panel, size_t step, int tile,
     return (struct ahead){(const char *)next + panel * tile / tiles, (step + tiles - 1) / tiles};
 }
 
-/* Into the first cache; on Intel's servers with AMX into the second, where one core waits less for weights. */
-#if defined(__AMX_TILE__)
+/* Into the first cache, unless the second one is better: on Intel's servers with AMX, and where compile.py says so. */
+#if !defined(FETCHED) && defined(__AMX_TILE__)
 #define FETCHED 2
-#else
+#elif !defined(FETCHED)
 #define FETCHED 3
 #endif
 INLINE void fetch(struct ahead ahead, size_t panels, size_t steps) {

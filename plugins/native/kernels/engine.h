@@ -93,13 +93,13 @@ static int allocate_rows(struct rows *rows, int count, int size, int halves) {
     rows->values = allocate(cells * sizeof(float));
     rows->codes = allocate(cells);
     rows->scales = allocate(cells / LANES * sizeof(float));
-    rows->sums = allocate(cells / LANES * sizeof(int32_t));
+    rows->starts = allocate(cells / LANES * sizeof(int32_t));
     rows->totals = allocate(cells / LANES * sizeof(float));
-    return (rows->halves || !halves) && rows->values && rows->codes && rows->scales && rows->sums && rows->totals;
+    return (rows->halves || !halves) && rows->values && rows->codes && rows->scales && rows->starts && rows->totals;
 }
 
 static void free_rows(struct rows *rows) {
-    release(rows->values), release(rows->halves), release(rows->codes), release(rows->scales), release(rows->sums), release(rows->totals);
+    release(rows->values), release(rows->halves), release(rows->codes), release(rows->scales), release(rows->starts), release(rows->totals);
 }
 
 /* Room for masks and scores over a cache of `capacity` slots. */

@@ -8,6 +8,9 @@
 
 #define CODE_BLOCK 32 /* inputs that share a scale: of integers */
 #define ROUNDED 32    /* inputs that are rounded at once, whole blocks of codes and of bf16 */
+#if !defined(MOST_ROWS_INT4)
+#define MOST_ROWS_INT4 MOST_ROWS
+#endif
 
 /* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
  * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in fp16 for each block of inputs. Of 8 bits,
@@ -27,8 +30,8 @@ struct rows {
                        * [rows / 16][stride / 32][16][32], else [rows][stride], see store_half_pairs */
     int8_t *codes; /* [rows][stride] */
     float *scales; /* [rows][stride / block]; a block's values are codes * scale */
-    int32_t *sums; /* [rows][stride / block]: of the block's codes */
-    float *totals; /* [rows][stride / block]: sum * scale */
+    int32_t *starts; /* [rows][stride / block]: what a block's sum of products with codes of 8 bits begins with */
+    float *totals; /* [rows][stride / block]: sum of the block's codes * scale */
     int32_t stride;
 };
 
@@ -146,7 +149,7 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++)
-                whole[r][v] = (i32){0} - (bits == 8 ? (128 - BYTE_ZERO) * x->sums[(row + r) * row_blocks + b] : 0);
+                whole[r][v] = (i32){0} + (bits == 8 ? x->starts[(row + r) * row_blocks + b] : 0);
         block_products(R, P, values, codes, bytes, b * CODE_BLOCK, ahead, bits, whole);
         f32 scale[VECTORS], offset[VECTORS];
 #pragma GCC unroll 8
@@ -225,7 +228,7 @@ struct tiles {
 };
 
 static struct tiles tiles_of(const struct matrix *matrix, const struct rows *x, int rows) {
-    struct tiles tiles = {rows, 0, MOST_ROWS, 1};
+    struct tiles tiles = {rows, 0, matrix->format == INT4 ? MOST_ROWS_INT4 : MOST_ROWS, 1};
     if (MATRIX_REGISTERS && x->halves && matrix->format == BF16 && rows >= REGISTERS_FROM)
         tiles.most = MOST_TILE, tiles.step = REGISTER_ROWS;
     tiles.count = (rows + tiles.most - 1) / tiles.most;
@@ -324,8 +327,9 @@ static void round_to_codes(const struct rows *x, int row, int from, int end) {
             sum += code;
         }
         x->scales[row * blocks + b] = peak / 127.0f;
-        x->sums[row * blocks + b] = sum_of_lanes(sum);
-        x->totals[row * blocks + b] = (float)x->sums[row * blocks + b] * x->scales[row * blocks + b];
+        const int whole = sum_of_lanes(sum);
+        x->starts[row * blocks + b] = (BYTE_ZERO - 128) * whole;
+        x->totals[row * blocks + b] = (float)whole * x->scales[row * blocks + b];
     }
 }
 

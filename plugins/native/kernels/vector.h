@@ -61,7 +61,9 @@ INLINE float lane_of(const f32 *vectors, int lane) { return vectors[lane / WIDTH
 INLINE float largest(f32 value) {
     float most[WIDTH];
     store(most, value);
+#pragma GCC unroll 4
     for (int half = WIDTH / 2; half; half /= 2)
+#pragma GCC unroll 8
         for (int lane = 0; lane < half; lane++)
             most[lane] = most[lane + half] > most[lane] ? most[lane + half] : most[lane];
     return most[0];
@@ -70,7 +72,9 @@ INLINE float largest(f32 value) {
 INLINE int32_t sum_of_lanes(i32 value) {
     int32_t sum[WIDTH];
     memcpy(sum, &value, sizeof value);
+#pragma GCC unroll 4
     for (int half = WIDTH / 2; half; half /= 2)
+#pragma GCC unroll 8
         for (int lane = 0; lane < half; lane++) sum[lane] += sum[lane + half];
     return sum[0];
 }
