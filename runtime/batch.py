@@ -13,6 +13,7 @@ from .decoding.scheduler import Scheduler
 from .request_engines import PREFIX_CACHE_SLOTS
 from .sampling.params import SamplingParams
 from .speculation.planning.budget import DraftBudget
+from .speculation.planning.drift import Drift
 from .text.result import RequestOutput, output_of
 from .text.writer import StreamChunk
 
@@ -64,8 +65,9 @@ def write_together(
     shared = llm.share(at_most, prefix_cache_slots=PREFIX_CACHE_SLOTS)
     with closing(shared):
         loop: Loop[Job[StreamChunk], StreamChunk]
-        loop = Loop(Scheduler(at_most, len(wanted)), shared.pools, shared.budget)
-        engines = shared.engines._replace(sharing=lambda: loop.num_sharing, budget=DraftBudget())
+        drafts = DraftBudget(Drift(llm.costs))
+        loop = Loop(Scheduler(at_most, len(wanted)), shared.pools, shared.budget, watch=drafts.observe_pass)
+        engines = shared.engines._replace(sharing=lambda: loop.num_sharing, budget=drafts)
         texts: dict[Job[StreamChunk], list[StreamChunk]] = {}
         for prompt, params in wanted:
             job = llm.job(prompt, params, engines=engines)

@@ -80,11 +80,12 @@ class Timed(Controller):
 
 class Planner(NamedTuple):
     """What a request asks for its plans. plan: by context, remaining, sharing and unread tokens. reads: whether the
-    draft reads the prompt at once, by the same. controller: None for fixed proposals."""
+    draft reads the prompt at once, by the same. controller, budget: None for fixed proposals."""
 
     plan: Callable[[int, int, int, int], RoundPlan]
     reads: Callable[[int, int, int, int], bool]
     controller: Timed | None
+    budget: DraftBudget | None = None
 
 
 def chain_of(length: int) -> Callable[[], Planner]:
@@ -99,7 +100,7 @@ def chain_of(length: int) -> Callable[[], Planner]:
 
 def by_cost(costs: CostModel, greedy: bool = True, draft_context: int | None = None) -> Callable[[], Planner]:
     """The default settings: the requests of one engine, which learn from each other."""
-    experience, budget = Experience(Drift(costs)), DraftBudget()
+    experience, budget = Experience(Drift(costs)), DraftBudget(Drift(costs))
     widths = [width for width in costs.target.widths if width <= LIMITS.max_total_draft_tokens + 1]
 
     def make() -> Planner:
@@ -109,7 +110,7 @@ def by_cost(costs: CostModel, greedy: bool = True, draft_context: int | None = N
             held = controller.held(remaining, sharing)
             return held or controller.plan(context, remaining, sharing, unread)
 
-        return Planner(plan, controller.worth_reading, controller)
+        return Planner(plan, controller.worth_reading, controller, budget)
 
     return make
 
@@ -225,8 +226,11 @@ def step(texts: Sequence[Text], costs: CostModel, account: Account) -> None:
     account.seconds["plain"] += float(passes(np.array(sharing)))
     account.seconds["rows"] += float(passes(np.array(sharing + extra)) - passes(np.array(sharing)))
     account.seconds["plain"] += host.plain * sharing
-    if sharing == 1 and texts[0].planner.controller is not None:
-        texts[0].planner.controller.observe_pass(1 + extra, float(passes(np.array(1 + extra))))
+    planner, seconds = texts[0].planner, float(passes(np.array(sharing + extra)))
+    if sharing == 1 and planner.controller is not None:
+        planner.controller.observe_pass(1 + extra, seconds)
+    elif planner.budget is not None:
+        planner.budget.observe_pass(sharing + extra, sharing, context, seconds)
     for text, plan, size in zip(texts, plans, tokens, strict=True):
         account.rounds["probe" if plan.probe else "speculative" if plan.depth else "plain"] += 1
         taken = 0

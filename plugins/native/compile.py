@@ -20,7 +20,7 @@ SECOND_CACHE = (("AuthenticAMD", "25"),)  # vendor and family: Zen 3 and 4
 
 def fetching(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """The flag for processors that read weights ahead into their second cache (kernels/ahead.h); none where Linux does
-    not tell which processor this is. On Zen 4 a pass of 5 rows takes 0.7 to 0.8 of the time with it, on Zen 5 1.5 times;
+    not tell which processor this is. On Zen 4 a pass of 5 rows takes 0.7 to 0.8 of the time with it, on Zen 5 1.5;
     to gcc 12 both are the same processor."""
     try:
         with cpuinfo.open(encoding="utf-8") as lines:

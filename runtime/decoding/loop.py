@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, current_thread, main_thread
+from time import perf_counter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...models.bindings import DRAFT
@@ -16,13 +17,14 @@ from ..engines.passes import Steps
 from ..engines.shared.memory import CacheBudget, OutOfMemoryError
 from ..engines.shared.pool import PooledEngine, PooledKVCache
 from .chunk import TokenChunk
-from .pace import Pace
+from .pace import Pace, count_rows
 from .scheduler import Scheduler
 from .stats import SpecDecodeStats
 
 MAX_RUNNING = 32  # default number of jobs that run at a time
 MAX_TURNS = 8  # jobs at a time on engines that join no passes: more of them would take memory and save no time
 UNBOUNDED = CacheBudget(None, 0, 0)
+Watch = Callable[[int, int, int, float], None]
 
 
 class Chunk(Protocol):
@@ -81,10 +83,14 @@ class Loop(Generic[J, C]):
         pools: Sequence[PooledEngine] = (),
         budget: CacheBudget = UNBOUNDED,
         pace: Pace | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """pools: the engines whose caches the jobs share. budget: the slots of these caches that the jobs may use.
-        pace: how long running texts wait for prompts; None: as long as it takes."""
+        pace: how long running texts wait for prompts; None: as long as it takes. watch: called after each pass of the
+        target that texts share, without prompts: its rows, the number of texts, their committed tokens on average, and
+        its seconds."""
         self._pace = pace
+        self._watch = watch
         for pool in pools:
             pool.most_rows = partial(self._most_rows, pool.spec)
         self.scheduler = scheduler
@@ -152,6 +158,7 @@ class Loop(Generic[J, C]):
         passes = [job.next_pass for job in served if job.next_pass is not None]
         if not passes:
             return
+        start = perf_counter()
         try:
             outputs = passes[0].engine.forward(passes)
         except BaseException as error:
@@ -163,6 +170,9 @@ class Loop(Generic[J, C]):
                 for job, wanted in zip(served, passes, strict=True):
                     yield from self._run_alone(job, wanted)
             return
+        if self._watch is not None and passes[0].engine.spec.role != DRAFT and all(job.running for job in served):
+            context = sum(each.cache.length for each in passes) // len(passes)
+            self._watch(count_rows(passes), len(passes), context, perf_counter() - start)
         self._freed = False
         self._count_pause(served, running)
         for job, output in zip(served, outputs, strict=True):

@@ -22,6 +22,7 @@ from ..request_engines import PREFIX_CACHE_SLOTS
 from ..sampling.params import SamplingParams
 from ..sampling.structured import StructuredOutput
 from ..speculation.planning.budget import DraftBudget
+from ..speculation.planning.drift import Drift
 from ..structured.grammars import Grammar
 from ..text.conversation import ASKED, ChatSettings
 from ..text.writer import StreamChunk
@@ -76,9 +77,10 @@ class AsyncLLM(EngineThread):
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
         pace = Pace(llm.costs, max_pause_ms)
         self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
-        loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, self._shared.budget, pace)
+        drafts, slots = DraftBudget(Drift(llm.costs)), self._shared.budget
+        loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, slots, pace, drafts.observe_pass)
         super().__init__(llm, loop)
-        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing, budget=DraftBudget())
+        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing, budget=drafts)
         watch = BundleWatch(llm.bundle)
         self.watchers.append(lambda: watch.trouble)
         self._texts = TextThreads()

@@ -162,6 +162,8 @@ def test_planned_rounds_follow_a_machine_whose_speed_changes(trace: Path) -> Non
     plain, *chains = (replay(traces, chain_of(k), real, 1, 24).speed for k in (0, *CHAINS))
     speed = replay(traces, by_cost(MEASURED, trace == TRACE), real, 1, 24).speed
     assert speed > 1.05 * plain and speed > 0.96 * max(chains)
+    together = [replay(traces, make, real, 4, 6).speed for make in (chain_of(0), by_cost(MEASURED, trace == TRACE))]
+    assert together[1] > 0.98 * together[0]
 
 
 def test_a_trace_says_what_every_smaller_proposal_would_have_got() -> None:

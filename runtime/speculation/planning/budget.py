@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel
+from .drift import Drift
 
 PRICES = np.geomspace(0.25, 6.0, 24)  # of a second, in what plain decoding yields in it
 HELD, MOST_HELD = 4, 16  # plans for which a choice stays: a choice for all takes a while. Twice as long each time that
@@ -75,9 +76,10 @@ class Member(Protocol):
 
 class DraftBudget:
     """The requests of one loop, and what each of them proposes next. changes: how often the requests were given other
-    choices than before."""
+    choices than before. drift: how their passes differ from the costs at present; None where no clock may decide."""
 
-    def __init__(self) -> None:
+    def __init__(self, drift: Drift | None = None) -> None:
+        self._drift = drift
         self._contexts: dict[Member, int] = {}
         self._numbers: dict[Member, int] = {}  # of their choices
         self._left: dict[Member, int] = {}  # plans for which the choice still holds
@@ -91,7 +93,7 @@ class DraftBudget:
         there is a new one: requests that start together would else need as many solutions for all."""
         self._contexts[member] = context
         if self._solution is None or self._left.get(member) == 0:
-            self._solution = self._solve(sharing, costs)
+            self._solution = self._solve(sharing, costs if self._drift is None else self._drift.costs())
         elif member not in self._numbers:
             price = self._solution.price
             self._numbers[member] = PLAIN if price.tokens == np.inf else worth_most(member.offer(), price)
@@ -109,6 +111,12 @@ class DraftBudget:
         self.changes += not same
         self._numbers, self._left = numbers, dict.fromkeys(members, self._held)
         return solution
+
+    def observe_pass(self, rows: int, sharing: int, context: int, seconds: float) -> None:
+        """Learn what a pass of the target took that `sharing` texts shared. context: committed tokens of each, on
+        average."""
+        if self._drift is not None:
+            self._drift.observe_shared(rows, sharing, context, seconds)
 
     def leave(self, member: Member) -> None:
         """Take a request out that has ended."""

@@ -76,6 +76,10 @@ class Drift:
         if any(abs(log / STEP - known) > KEPT for log, known in zip(logs, self.factors, strict=True)):
             self.factors = tuple(round(log / STEP) for log in logs)
 
+    def observe_shared(self, rows: int, sharing: int, context: int, seconds: float) -> None:
+        """Learn from a pass that so many requests share. context: committed tokens of each, on average."""
+        self.observe(rows, float(self._stored.target.shared(context, sharing)(np.array(rows))), seconds)
+
     def costs(self) -> CostModel:
         """The costs by `factors`. The draft's narrow passes read weights, as the target's do."""
         if self.factors not in self._known:

@@ -59,20 +59,24 @@ def decode(
 
 
 def test_a_loop_knows_how_many_jobs_share_its_passes() -> None:
-    """Plans of rounds depend on it."""
-    target, _ = fake_engines()
-    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(3, 0))
+    """Plans of rounds depend on it, and on what such passes take."""
+    pool, watched = PooledEngine(fake_engines()[0], 4096), list[tuple[int, int, int, float]]()
+    loop: Loop[Job[TokenChunk], TokenChunk]
+    loop = Loop(Scheduler(3, 0), (pool,), CacheBudget(None, 4096, 64), watch=lambda *seen: watched.append(seen))
     assert loop.num_sharing == 1
     jobs = []
     with ExitStack() as decoders:
         for tokens in (2, 4, 6):
             params, stats = SamplingParams(max_tokens=tokens, ignore_eos=True), SpecDecodeStats()
-            decoder = SpeculativeDecoder(target, None, None, 4096, ())
+            decoder = SpeculativeDecoder(pool, None, None, 4096, ())
             decoders.callback(decoder.close)
             steps = decoder.steps([1, 2], Sampler(params, [1, 2], (), VOCAB), seeded_streams(0), stats)
-            jobs.append(Job(steps=steps, write=lambda chunk: chunk, stats=stats))
+            jobs.append(Job(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=64))
         seen = [loop.num_sharing for _ in loop.run(jobs)]
     assert seen[0] == 3 and seen[-1] == 1 and sorted(seen, reverse=True) == seen
+    assert [sharing for _, sharing, _, _ in watched] == [3, 2, 2, 1, 1]
+    assert all(rows == sharing and seconds > 0 for rows, sharing, _, seconds in watched)
+    assert [context for _, _, context, _ in watched] == sorted({context for _, _, context, _ in watched})
 
 
 def test_memory_that_ran_out_is_used_again_where_nothing_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:

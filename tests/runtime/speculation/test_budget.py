@@ -19,6 +19,7 @@ from draftwood.runtime.speculation.planning.budget import (
 )
 from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.drift import Drift
 from draftwood.runtime.speculation.planning.estimate import Shapes
 
 # Milliseconds of SmolLM2-135M in int8 on two cores: of a pass, of each further row, and on the host.
@@ -171,6 +172,20 @@ def test_a_choice_stays_for_some_rounds_and_ends_with_its_request() -> None:
     for _ in range(2 * HELD):
         budget.choose(members[1], CONTEXT, 1, SMALL)
     assert members[0].asked == 1
+
+
+def test_the_choice_follows_what_shared_passes_take_at_present() -> None:
+    """Rows that cost what a pass of their own would are not worth a draft, until the machine is as fast as before."""
+    budget, member = DraftBudget(Drift(MEMORY_BOUND)), Member()
+
+    def chosen(slower: float) -> int:
+        for rows in (4, 12) * 20:
+            seconds = float(MEMORY_BOUND.target.shared(CONTEXT, 4)(np.array(rows))) * (slower if rows > 4 else 1)
+            budget.observe_pass(rows, 4, CONTEXT, seconds)
+        budget.leave(member)
+        return budget.choose(member, CONTEXT, 4, MEMORY_BOUND).number
+
+    assert [chosen(slower) > 0 for slower in (1.0, 4.0, 1.0)] == [True, False, True]
 
 
 @pytest.mark.parametrize("shapes", [CHAIN, TREES])
