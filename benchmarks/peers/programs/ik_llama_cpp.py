@@ -16,7 +16,7 @@ from benchmarks.peers.programs.llama_cpp import LlamaCpp, make_converter, post
 from benchmarks.peers.protocol import PLAIN, Generation, serve, split_method
 
 UNKNOWN = -1  # in the place of a token that the text does not tell
-OTHER_TOKENS = 8  # of the text between
+OTHER = [0] * 8  # prompt of the text between: with tokens that its draft has read its server ends
 
 
 class IkLlamaCpp(LlamaCpp):
@@ -25,8 +25,7 @@ class IkLlamaCpp(LlamaCpp):
             connection = self._servers[method][0]
             connection.close()  # the server closes idle connections
             connection.connect()
-            other = self._request([prompts[0][-1]] * OTHER_TOKENS, OTHER_TOKENS)
-            post(connection, "/completion", json.dumps(other))
+            post(connection, "/completion", json.dumps(self._request(OTHER, len(OTHER))))
         return super().generate(method, prompts, max_tokens)
 
     def _read_tokens(self, connection: http.client.HTTPConnection, reply: dict[str, Any]) -> list[int]:
