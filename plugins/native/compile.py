@@ -18,10 +18,10 @@ from .library import CPUINFO
 SECOND_CACHE = (("AuthenticAMD", "25"),)  # vendor and family: Zen 3 and 4
 
 
-def fetching(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
-    """The flag for processors that read weights ahead into their second cache (kernels/ahead.h); none where Linux does
-    not tell which processor this is. On Zen 4 a pass of 5 rows takes 0.7 to 0.8 of the time with it, on Zen 5 1.5;
-    to gcc 12 both are the same processor."""
+def choose_prefetch(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
+    """The flag for processors that shall read weights ahead into their second cache (kernels/ahead.h); none where Linux
+    does not tell which processor this is. On Zen 4 a pass of five rows takes 0.7 to 0.8 of the time with it; on Zen 5 a
+    pass of eight takes 1.5 times as long. gcc 12 takes both for the same processor."""
     try:
         with cpuinfo.open(encoding="utf-8") as lines:
             first = [line.partition(":") for line in takewhile(str.strip, lines)]  # the lines of one processor
@@ -34,7 +34,7 @@ def fetching(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
 SOURCE = Path(__file__).parent / "kernels" / "llama.c"
 # No fast-math: results would depend on how a loop was cut. Products and sums contract, everywhere in the same way.
 PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-FLAGS = ("-O3", PROCESSOR, "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared", *fetching())
+FLAGS = ("-O3", PROCESSOR, "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared", *choose_prefetch())
 COMPILERS = ("cc", "gcc", "clang")
 VERSION_SECONDS = 60  # a compiler that has not told its version by then is none
 

@@ -24,7 +24,7 @@ from .stats import SpecDecodeStats
 MAX_RUNNING = 32  # default number of jobs that run at a time
 MAX_TURNS = 8  # jobs at a time on engines that join no passes: more of them would take memory and save no time
 UNBOUNDED = CacheBudget(None, 0, 0)
-Watch = Callable[[int, int, int, float], None]
+Watch = Callable[[int, int, int, float], None]  # see Loop
 
 
 class Chunk(Protocol):

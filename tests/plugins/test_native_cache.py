@@ -14,7 +14,7 @@ import pytest
 
 from draftwood.plugins.native import cache
 from draftwood.plugins.native import compile as compiling
-from draftwood.plugins.native.compile import FLAGS, CompilerError, fetching
+from draftwood.plugins.native.compile import FLAGS, CompilerError, choose_prefetch
 from draftwood.plugins.native.library import KernelError
 
 LOOK = """
@@ -149,8 +149,8 @@ def test_the_family_of_the_processor_decides_where_weights_are_read_ahead_to(tmp
     cpuinfo = tmp_path / "cpuinfo"
     for family, flags in (("25", ("-DFETCHED=2",)), ("26", ())):
         cpuinfo.write_text(f"processor : 0\nvendor_id : AuthenticAMD\ncpu family : {family}\n\nprocessor : 1\n")
-        assert fetching(cpuinfo) == flags
-    assert fetching(tmp_path / "none") == ()
+        assert choose_prefetch(cpuinfo) == flags
+    assert choose_prefetch(tmp_path / "none") == ()
 
 
 def test_another_compiler_processor_or_flag_has_files_of_its_own(

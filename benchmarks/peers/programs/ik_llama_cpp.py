@@ -16,7 +16,7 @@ from benchmarks.peers.programs.llama_cpp import LlamaCpp, make_converter, post
 from benchmarks.peers.protocol import PLAIN, Generation, serve, split_method
 
 UNKNOWN = -1  # in the place of a token that the text does not tell
-OTHER = [0] * 8  # prompt of the text between: with tokens that its draft has read its server ends
+OTHER = [0] * 8  # prompt of the text between. The server ends where its draft has read a token of this prompt before
 
 
 class IkLlamaCpp(LlamaCpp):

@@ -27,8 +27,8 @@ INLINE f32 rounded_half(f32 value) {
  * paired: by instructions that add two products one after the other, those of upper numbers first. `rows` has pairs then,
  * as store_half_pairs writes them: of four inputs a, b, c, d, a above c and b above d. So even and odd inputs keep sums of
  * their own, which meet their products in the same order. */
-INLINE void half_tile(const int R, const int P, const int paired, const float *rows, size_t apart, const char *weights, size_t panel,
-                      struct ahead ahead, int inputs, f32 *sums) {
+INLINE void half_tile(const int R, const int P, const int paired, const float *rows, size_t apart, const char *weights,
+                      size_t panel, struct ahead ahead, int inputs, f32 *sums) {
     const int V = P * PARTS;
     struct beside at[2] = {beside(rows, apart, R), beside(rows + 1, apart, R)};
     for (int pair = 0; pair < half_blocks(inputs) * HALF_BLOCK / 2; pair += HALF_BLOCK / 2) {

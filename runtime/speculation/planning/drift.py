@@ -8,8 +8,8 @@ difference to it. A pass moves the differences up to its own group, the least ce
 forgotten while nothing shows it, so its group is tried again.
 
 A clock must not touch a text that a seed shall repeat, nor one whose distribution is enumerated: only who asks for a
-drift has one, see `Experience`. What a pass took does not depend on numbers that are drawn later, so the output stays
-exact.
+drift has one, see `Experience` and `DraftBudget`. What a pass took does not depend on numbers that are drawn later, so
+the output stays exact.
 """
 
 from __future__ import annotations
