@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..runtime.sampling.params import SamplingParams
-from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, VERIFIERS, SpeculativeConfig
+from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, SpeculativeConfig
+from ..runtime.speculation.verifier import VERIFIERS
 
 THREADS = DRAFT_THREADS = 0  # default threads of the engines; 0 lets the backend choose
 PROVIDER = "cpu"

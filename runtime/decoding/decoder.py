@@ -42,6 +42,8 @@ from .round import (
 )
 from .stats import SpecDecodeStats
 
+Verified = tuple[ForwardOutput, Acceptance]
+
 
 def count_one() -> int:
     """The default of `sharing`: a request shares its passes with no other request."""
@@ -49,10 +51,8 @@ def count_one() -> int:
 
 
 class SpeculativeDecoder:
-    """Decodes one request at a time with a target engine and, if `config` asks for one, a draft engine.
-
-    The last committed token (the root) is in no cache. A round scores it together with the proposal below it.
-    """
+    """Decodes one request at a time with a target engine and, if `config` asks for one, a draft engine. The last
+    committed token (the root) is in no cache. A round scores it together with the proposal below it."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class SpeculativeDecoder:
         self._controller: Controller | None = None  # of the present request
         self._target = target
         self._costs = costs
-        # By a plan's depth, size and chain, and whether it is for temperature 0.
-        self._rules: dict[tuple[tuple[int, int, bool] | None, bool], Rules] = {}
+        # By a plan's depth, size, chain and chosen, and whether it is for temperature 0.
+        self._rules: dict[tuple[tuple[int, int, bool, bool] | None, bool], Rules] = {}
         drafts = config is not None and config.drafts
         self._config = config if draft is not None or not drafts else None
         self._max_length = max_length
@@ -160,7 +160,7 @@ class SpeculativeDecoder:
         if shape is not None:
             return (yield from self._device_round(request, plan, shape))
         proposal = yield from self._propose(request, plan)
-        output, acceptance = yield from self._verify(request, proposal.tree)
+        output, acceptance = yield from self._verify(request, plan, proposal.tree)
         request.time_pass(len(proposal.tree))
         self._commit(proposal.tree, acceptance)
         token_ids = [*(proposal.tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
@@ -287,7 +287,7 @@ class SpeculativeDecoder:
 
     def _rules_of(self, config: SpeculativeConfig, plan: RoundPlan | None, greedy: bool) -> Rules:
         """The rules of the configuration, within the plan's limits if there is one; cached."""
-        key = None if plan is None else (plan.depth, plan.size, plan.chain), greedy
+        key = None if plan is None else (plan.depth, plan.size, plan.chain, plan.chosen), greedy
         if key not in self._rules:
             self._rules[key] = (config if plan is None else config.within(plan)).rules(greedy)
         return self._rules[key]
@@ -301,7 +301,7 @@ class SpeculativeDecoder:
         sampler = request.sampler
         return sampler.follows_path or sampler.params.logprobs is not None or request.observed
 
-    def _verify(self, request: RequestState, tree: TokenTree) -> Passes[tuple[ForwardOutput, Acceptance]]:
+    def _verify(self, request: RequestState, plan: RoundPlan | None, tree: TokenTree) -> Passes[Verified]:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
             needs_best, wanted = self._needs_best(request), request.sampler.wanted
@@ -310,9 +310,9 @@ class SpeculativeDecoder:
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])
         scored, streams = ScoredRows(request.sampler, output.logits, output.softmaxes), request.streams
-        if len(tree) == 1 or request.verify is None:
+        if len(tree) == 1 or self._config is None:
             return output, Acceptance([], scored.choose(0, [], streams.target))
-        return output, request.verify(tree, scored, streams)
+        return output, self._rules_of(self._config, plan, request.greedy).verify(tree, scored, streams)
 
     def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Keep the cache rows of the accepted path, in both engines."""

@@ -44,7 +44,6 @@ class RequestState:
         self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.greedy = params.greedy
         self.lookup = None if config is None else config.lookup()
-        self.verify = None if config is None else config.verifier(self.greedy)
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -61,7 +60,7 @@ class RequestState:
         """Update lookup, calibration and controller by a verified round with the output `token_ids`."""
         if self.lookup is not None:
             self.lookup.extend(token_ids)
-        if self.calibration is not None:
+        if self.calibration is not None and not (plan is not None and plan.chosen):
             self.calibration.update(tree, acceptance.rows)
         if self.controller is not None and plan is not None and plan.depth:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))

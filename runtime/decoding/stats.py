@@ -31,7 +31,8 @@ class SpecDecodeStats:
     from another request.
 
     Where the cost model plans the rounds: expected_tokens, expected_seconds: sums over all plans. num_chains: plans for
-    a chain. switches: every switch between speculation and plain decoding.
+    a chain. num_chosen: plans for chosen tokens where the settings would draw them. switches: every switch between
+    speculation and plain decoding.
     """
 
     num_drafts: int = 0
@@ -50,6 +51,7 @@ class SpecDecodeStats:
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     num_chains: int = 0
+    num_chosen: int = 0
     switches: list[SpeculationSwitch] = field(default_factory=list)
     num_cached_tokens: int = 0
 
@@ -77,6 +79,7 @@ class SpecDecodeStats:
         self.expected_tokens += plan.tokens
         self.expected_seconds += plan.seconds
         self.num_chains += plan.chain
+        self.num_chosen += plan.chosen
         speculating, switches = plan.depth > 0, self.switches
         if speculating != (not switches or switches[-1].speculating) and not plan.probe:
             why = plan.reason or f"a proposal promises {plan.speed_up:.2f} times plain speed"

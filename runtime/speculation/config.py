@@ -20,14 +20,8 @@ from .planning.calibration import Calibration, Estimate, uncorrected
 from .planning.controller import Controller, Experience, RoundPlan
 from .planning.cost import CostModel
 from .planning.estimate import Shapes
-from .verifier import Verifier, block_verification, recursive_rejection, sample_and_match, traversal_verification
+from .verifier import VERIFIERS, Verifier, sample_and_match
 
-VERIFIERS: dict[str, Verifier] = {
-    "match": sample_and_match,
-    "rejection": recursive_rejection,
-    "block": block_verification,
-    "traversal": traversal_verification,
-}
 # The verifiers that are exact for each kind of proposal, best first (docs/papers.md, What is biased).
 LOSSLESS: dict[str, tuple[str, ...]] = {
     DRAWN_CHAIN: ("block", "traversal", "rejection", "match"),
@@ -58,7 +52,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 class Rules(NamedTuple):
-    """What a round needs of a configuration, at temperature 0 or above. chooses, ranks, shape, max_tokens: see
+    """What a round needs of a configuration, at temperature 0 or above. chooses, ranks, shape, max_tokens, verify: see
     SpeculativeConfig. ahead: the most rows of one chain that are certain to follow the root. grower: of one round, by
     its greatest depth. stopper: of one round."""
 
@@ -67,6 +61,7 @@ class Rules(NamedTuple):
     shape: RoundShape | None
     ahead: int
     max_tokens: int
+    verify: Verifier
     grower: Callable[[int, Estimate], Grower]
     stopper: Callable[[Estimate], Stopper]
 
@@ -237,9 +232,10 @@ class SpeculativeConfig:
         def grower(max_depth: int, estimate: Estimate) -> Grower:
             return make(limits._replace(depth=min(deepest, max_depth), estimate=estimate))
 
-        ahead = deepest - 1 if self._kind.is_chain and self.stop_rule == "fixed" and not self.lookup_ngram else 0
+        is_chain = self._kind.is_chain or (self.chooses(greedy) and self.frontier_width == 1)
+        ahead = deepest - 1 if is_chain and self.stop_rule == "fixed" and not self.lookup_ngram else 0
         known = self.chooses(greedy), self.ranks(greedy), self.round_shape(greedy)
-        return Rules(*known, ahead, self.max_tokens, grower, self.stopper)
+        return Rules(*known, ahead, self.max_tokens, self.verifier(greedy), grower, self.stopper)
 
     def round_shape(self, greedy: bool) -> RoundShape | None:
         """The shape of all proposals, where they are those of `BestFirst` alone, drawn chains or trees of
@@ -275,7 +271,9 @@ class SpeculativeConfig:
         draft_context: see LlamaConfig."""
         if self.budget == "fixed" or not (self._kind.layered or greedy):
             return None
-        return Controller(costs, self._shapes(widths), greedy, experience, budget, draft_context)
+        shapes, drawn = self._shapes(widths), greedy or self.stop_rule != "fixed" or self.key == "head"
+        chooses = self.grow == AUTO and shapes.chain and self.verify == AUTO and not drawn  # which only match verifies
+        return Controller(costs, shapes, greedy, experience, budget, draft_context, chooses)
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The shapes of proposals from which a controller may choose."""
@@ -295,8 +293,10 @@ class SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
         if self.shaped or not self.drafts:
             return self
-        grow = "chain" if plan.chain else self.grow
-        return replace(self, grow=grow, max_draft_len=plan.depth, max_total_draft_tokens=plan.size)
+        grow = "topk" if plan.chosen else "chain" if plan.chain else self.grow
+        width = 1 if plan.chain and plan.chosen else self.frontier_width
+        size = plan.size
+        return replace(self, grow=grow, max_draft_len=plan.depth, max_total_draft_tokens=size, frontier_width=width)
 
     def calibration(self, greedy: bool) -> Calibration | None:
         """The calibration table of one request, if the configuration corrects the draft's probabilities."""

@@ -165,3 +165,11 @@ def offers_at(
             D[ids.searchsorted(q.ids)] = tree.remaining[child]
         offers.append((child, y, D))
     return ids, offers
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "match": sample_and_match,
+    "rejection": recursive_rejection,
+    "block": block_verification,
+    "traversal": traversal_verification,
+}

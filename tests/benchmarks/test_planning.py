@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_the_kind_follows_the_acceptance() -> None:
     for alpha in (0.95, 0.4):
         experience, shapes = Experience(), Shapes((3, 7, 15), 8, 4, True, 0)
         controller = Controller(MACHINES["flat target"], shapes, True, experience)
-        controller._estimate._chances[:] = (1000, 1000 * alpha), (1000, 600)
+        controller._sources[0].estimate._chances[:] = (1000, 1000 * alpha), (1000, 600)
         chains.append(controller.plan(0, 100).chain)
     assert chains == [True, False]
 
@@ -83,7 +84,7 @@ def test_kinds_of_request_are_forgotten_when_there_are_too_many() -> None:
         experience.estimate_for(each, True).observe(None, 8, [], [VerifierChoice(None, 1)])
         experience.estimate_for(shapes[0], True)
     assert len(experience._general) == REMEMBERED
-    known = [shape for shape in shapes if (shape, True) in experience._general]
+    known = [shape for shape in shapes if (shape, True, False) in experience._general]
     assert known == [shapes[0], *shapes[1 - REMEMBERED :]]
 
 
@@ -91,15 +92,16 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 def test_choosing_the_kind_changes_no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I2, with rounds of both kinds among all outcomes."""
-    kinds: set[bool] = set()
+    """I2, with chains and trees of drawn and of chosen tokens among all outcomes."""
+    kinds: set[tuple[bool, bool]] = set()
     plan = Controller.plan
 
     def noted(self: Controller, *args: Any) -> Any:
         made = plan(self, *args)
         if made.depth:  # what was committed may decide, too: here its length does
-            made = made._replace(chain=args[0] > len(enumeration.PROMPT))
-            kinds.add(made.chain)
+            chain = args[0] > len(enumeration.PROMPT)
+            made = made._replace(chain=chain, chosen=chain == bool(seed))
+            kinds.add((made.chain, made.chosen))
         return made
 
     monkeypatch.setattr(Controller, "plan", noted)
@@ -107,7 +109,7 @@ def test_choosing_the_kind_changes_no_distribution(monkeypatch: pytest.MonkeyPat
         target, draft = pair(seed, 2)
         found = decoded(target, draft, SMALL, PARAMS, KINDS)
         assert total_variation(found, decoded(target, None, None, PARAMS)) < 1e-12
-    assert kinds == {True, False}
+    assert kinds == set(product((False, True), repeat=2))
 
 
 class Anticipating(SpeculativeDecoder):

@@ -22,7 +22,6 @@ from draftwood.runtime.engines.rounds import RoundShape
 from draftwood.runtime.engines.static import cuda
 from draftwood.runtime.sampling.random import RandomStreams
 from draftwood.runtime.sampling.sampler import Sampler, ScoredRows
-from draftwood.runtime.speculation.config import VERIFIERS
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
 from draftwood.runtime.speculation.growers.baseline import BestFirst, Grower, StaticTree, chain
@@ -31,7 +30,7 @@ from draftwood.runtime.speculation.growers.gsd import NO_MERGER
 from draftwood.runtime.speculation.growers.specdecpp import Fixed
 from draftwood.runtime.speculation.planning.calibration import Calibration
 from draftwood.runtime.speculation.proposer import DraftProposer
-from draftwood.runtime.speculation.verifier import Acceptance
+from draftwood.runtime.speculation.verifier import VERIFIERS, Acceptance
 
 PROMPT = (3, 1, 4, 1, 5)
 

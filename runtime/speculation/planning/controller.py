@@ -1,8 +1,10 @@
-"""Controller: plans the next round: a chain, a tree or no proposal, and the depth and size, by the costs of passes.
+"""Controller: plans the next round: a chain, a tree or no proposal, of drawn or of chosen tokens, and the depth and
+size, by the costs of passes.
 
     speed(kind, d, n) = (1 + E[accepted | kind, depth d, n tokens]) / (draft passes + target pass + host)
 
-The costs are a stored table (`cost.py`). The acceptance is learned while requests run, see `estimate.py`.
+The costs are a stored table (`cost.py`). The acceptance is learned while requests run, see `estimate.py`. Rounds with
+drawn tokens say nothing about chosen ones, so the controller tries the other of the two from time to time.
 
 A plan is made before its round. It depends on the stored table, on what passes took since (`drift.py`), the acceptance
 of earlier rounds and the number of requests that share the passes, but never on the draws of its round, so the output
@@ -38,14 +40,16 @@ HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planne
 # again and again
 HELD_PROPOSAL = 7  # the same of a proposal that is no probe, of a request alone
 NARROW = 2  # tokens of a proposal that shows the costs of narrow passes
+LEAST_PATIENCE = 16  # proposals before one of the other source is tried, at least
 FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
 class RoundPlan(NamedTuple):
     """One round's limits; depth 0 means plain decoding. tokens, seconds: expected tokens and duration of the round.
     speed_up: expected speed-up of the best proposal over plain decoding. probe: whether the round tests speculation
-    although plain decoding is expected to be faster. chain: whether to propose a chain of `depth` tokens instead of the
-    configured tree. reason: for a plain round, the figures that decided."""
+    although plain decoding, or the other source of tokens, is expected to be faster. chain: whether to propose a chain
+    of `depth` tokens instead of the configured tree. chosen: whether its tokens are chosen where the configuration
+    would draw them. reason: for a plain round, the figures that decided."""
 
     depth: int
     size: int
@@ -54,41 +58,54 @@ class RoundPlan(NamedTuple):
     speed_up: float
     probe: bool
     chain: bool = False
+    chosen: bool = False
     reason: str = ""
 
 
+class Source(NamedTuple):
+    """Where a proposal's tokens come from: drawing, or choosing. host: time of such rounds outside both engines.
+    estimate: of what is accepted of such tokens."""
+
+    host: HostCosts
+    estimate: AcceptanceEstimate
+
+
 class Experience:
-    """What requests of one model teach each other: the estimate of all of them together, by shapes and kind, and the
-    number of plain rounds since the last probe. Requests on several threads may disturb each other's counts: they only
-    serve as a prior. drift: how the real costs of passes differ from the table at present, for requests alone; None
-    where plans must not depend on a clock."""
+    """What requests of one model teach each other: the estimate of all of them together, by shapes, kind and source;
+    the number of plain rounds since the last probe, and of proposals since the other source was tried. Requests on
+    several threads may disturb each other's counts: they only serve as a prior. drift: how the real costs of passes
+    differ from the table at present, for requests alone; None where plans must not depend on a clock."""
 
     def __init__(self, drift: Drift | None = None) -> None:
         self.drift = drift
         self._lock = Lock()
-        self._general: dict[tuple[Shapes, bool], AcceptanceEstimate] = {}
-        self._offers: dict[Any, tuple[NDArray[np.float64], Offer]] = {}
-        self.plain_rounds = 0
+        self._general: dict[tuple[Shapes, bool, bool], AcceptanceEstimate] = {}
+        self._offers: dict[Any, tuple[tuple[NDArray[np.float64], ...], Offer]] = {}
+        self.plain_rounds = self.untried_rounds = 0
 
-    def estimate_for(self, shapes: Shapes, greedy: bool) -> AcceptanceEstimate:
+    def estimate_for(self, shapes: Shapes, greedy: bool, chosen: bool = False) -> AcceptanceEstimate:
         """The estimate of a new request, above that of all. The least recently used ones are dropped if there are too
         many."""
+        kind = shapes, greedy, chosen
         with self._lock:
-            general = self._general.pop((shapes, greedy), None) or AcceptanceEstimate(shapes)
-            self._general[shapes, greedy] = general
+            general = self._general.pop(kind, None) or AcceptanceEstimate(shapes)
+            self._general[kind] = general
             if len(self._general) > REMEMBERED:
                 del self._general[next(iter(self._general))]
         return AcceptanceEstimate(shapes, general)
 
-    def offer(self, expected: NDArray[np.float64], shapes: Shapes, most: int, host: HostCosts, reading: float) -> Offer:
+    def offer(self, sources: Sequence[Source], shapes: Shapes, most: int, reading: float) -> Offer:
         """The same object for the same arguments: requests that have not drafted yet have the estimate of all."""
-        key = id(expected), shapes, most, host, reading
+        expected = tuple(source.estimate.expected_accepted() for source in sources)
+        hosts = tuple(source.host for source in sources)
+        key = *map(id, expected), shapes, most, hosts, reading
         known = self._offers.get(key)
         if known is None:
             if len(self._offers) >= REMEMBERED:
                 self._offers.clear()
-            # The estimate is kept as well: nothing else has its id as long as it is.
-            known = self._offers[key] = expected, offer_of(expected[:, :most], shapes, host, reading)
+            # The estimates are kept as well: nothing else has their ids as long as they are.
+            offer = offer_of([each[:, :most] for each in expected], shapes, hosts, reading)
+            known = self._offers[key] = expected, offer
         return known[1]
 
 
@@ -103,9 +120,11 @@ class Controller:
         experience: Experience | None = None,
         budget: DraftBudget | None = None,
         draft_context: int | None = None,
+        chooses: bool = False,
     ) -> None:
         """experience: of earlier requests; budget: of those that share passes with it. None for a request that must not
-        depend on them. draft_context: the most tokens that the draft attends to; None: all."""
+        depend on them. draft_context: the most tokens that the draft attends to; None: all. chooses: whether proposals
+        may also consist of chosen tokens, where the configuration draws them."""
         self._draft_context = draft_context
         self._budget = DraftBudget() if budget is None else budget
         self._remaining = self._offered = shapes.depth  # tokens of the text; greatest depth that was offered
@@ -116,13 +135,15 @@ class Controller:
         self._patience = 0.0  # plain rounds before a probe
         self._plan = RoundPlan(PLAIN_DEPTH, 0, 1.0, 0.0, 1.0, probe=False)
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
-        self._host = costs.greedy if greedy else costs.sampled
         self._experience = Experience() if experience is None else experience
-        self._estimate = self._experience.estimate_for(shapes, greedy)
+        hosts = (costs.greedy,) if greedy else (costs.sampled, costs.chosen) if chooses else (costs.sampled,)
+        self._sources = tuple(  # the configuration's own first; RoundPlan.chosen is the index
+            Source(host, self._experience.estimate_for(shapes, greedy, bool(index))) for index, host in enumerate(hosts)
+        )
         # The context (in steps), the sharing and the drift of the prices below.
         self._priced: tuple[int, int, Factors] | None = None
         self._stored: list[float] = []  # by the table: seconds of a pass of 1, 2, ... rows
-        self._seconds = np.zeros(shapes.grid)
+        self._seconds = np.zeros((len(hosts) * shapes.grid[0], shapes.depth))
         self._plain_seconds = 0.0
         self._draft_alone: list[float] = []  # see Prices
         self._longer: list[float] = []
@@ -172,7 +193,7 @@ class Controller:
         best = self._best(remaining)
         planned = best if sharing == 1 else self._joint(context, remaining, sharing, reading_time)
         if planned.depth and self._pays(planned, remaining, reading_time, sharing):
-            return planned
+            return planned if len(self._sources) == 1 else self._from_either(planned)
         self._experience.plain_rounds += 1
         # When one request probes, the others do not draft, so it shares its draft passes with none.
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
@@ -186,10 +207,9 @@ class Controller:
 
     def offer(self) -> Offer:
         """See Member.offer. Where the draft has much to read first, each proposal pays its part of that time."""
-        most, expected = min(self._remaining, self._shapes.depth), self._estimate.expected_accepted()
-        self._offered = most
+        self._offered = most = min(self._remaining, self._shapes.depth)
         reading = round(self._unread_seconds / (max(1, self._remaining) * self._plain_seconds), READING_DIGITS)
-        return self._experience.offer(expected, self._shapes, most, self._host, reading * self._plain_seconds)
+        return self._experience.offer(self._sources, self._shapes, most, reading * self._plain_seconds)
 
     def leave(self) -> None:
         """End the request's part in plans for all requests."""
@@ -203,7 +223,7 @@ class Controller:
             return RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, speed_up, probe=False)
         row, column = divmod(index - 1, self._offered)
         column = min(column, remaining - 1)  # there may be less room than when the choice was made
-        expected = float(1 + self._estimate.expected_accepted()[row, column])
+        expected = float(1 + self._expected()[row, column])
         return self._described(row, column, expected, expected * self._plain_seconds / speed_up, speed_up)
 
     def worth_reading(self, context: int, remaining: int, sharing: int, unread: int) -> bool:
@@ -215,7 +235,8 @@ class Controller:
         """Learn from a verified round the acceptance of its proposal and of every smaller one. accepted: accepted rows
         of the tree. choices: the verifier's choices along these rows."""
         self._found.clear()
-        self._estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
+        self._sources[plan.chosen].estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
+        self._experience.untried_rounds += 1
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Learn what the target's pass over the root and the proposal took, where a clock may decide about plans."""
@@ -246,7 +267,7 @@ class Controller:
 
     def _delay(self, plan: RoundPlan) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
-        tokens, host = plan.size + self._shapes.given, self._host
+        tokens, host = plan.size + self._shapes.given, self._sources[plan.chosen].host
         longer = self._longer[tokens] + host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 
@@ -261,7 +282,7 @@ class Controller:
         """The proposal with the most expected tokens per second, at most `remaining` deep."""
         most = min(remaining, self._shapes.depth)
         if most not in self._found:
-            expected, every = 1 + self._estimate.expected_accepted()[:, :most], self._seconds[:, :most]
+            expected, every = 1 + self._expected()[:, :most], self._seconds[:, :most]
             row, column = divmod(int((expected / every).argmax()), most)
             tokens, seconds = float(expected[row, column]), float(every[row, column])
             self._found[most] = self._described(row, column, tokens, seconds, tokens * self._plain_seconds / seconds)
@@ -270,23 +291,45 @@ class Controller:
     def _narrow(self, remaining: int) -> RoundPlan:
         """A proposal of few rows, whose pass takes nearly the time of a plain one and shows what that is at present."""
         column = min(NARROW, remaining, self._shapes.depth) - 1
-        tokens, seconds = 1 + float(self._estimate.expected_accepted()[0, column]), float(self._seconds[0, column])
+        tokens, seconds = 1 + float(self._expected()[0, column]), float(self._seconds[0, column])
         plan = self._described(0, column, tokens, seconds, tokens * self._plain_seconds / seconds)
         return plan._replace(probe=True)
+
+    def _from_either(self, plan: RoundPlan) -> RoundPlan:
+        """The plan, or from time to time one of the same shape from the other source, to learn what that yields. The
+        slower it is expected to be, the less often."""
+        kinds, column = self._shapes.grid[0], plan.depth - 1
+        kind = 0 if plan.chain else self._shapes.chain + self._shapes.sizes.index(plan.size)
+        own, other = (kind + source * kinds for source in (plan.chosen, not plan.chosen))
+        tokens, seconds = 1 + self._expected()[:, column], self._seconds[:, column]
+        lost = 1 - float(tokens[other] / seconds[other] * seconds[own] / tokens[own])  # share of the round
+        if self._experience.untried_rounds <= max(LEAST_PATIENCE, lost / PROBE_LOSS):
+            return plan
+        self._experience.untried_rounds = 0
+        speed_up = float(tokens[other] * self._plain_seconds / seconds[other])
+        tried = self._described(other, column, float(tokens[other]), float(seconds[other]), speed_up)
+        return tried._replace(probe=True)
+
+    def _expected(self) -> NDArray[np.float64]:
+        """E[accepted] [sources x kinds and sizes, depths]."""
+        expected = [source.estimate.expected_accepted() for source in self._sources]
+        return expected[0] if len(expected) == 1 else np.concatenate(expected)
 
     def _drift(self, sharing: int) -> Drift | None:
         """How costs have drifted; None where plans depend on no clock, or requests share passes."""
         return self._experience.drift if sharing == 1 else None
 
     def _described(self, row: int, column: int, tokens: float, seconds: float, speed_up: float) -> RoundPlan:
-        """The plan of a kind and size (`row`) and depth."""
-        depth, chain = column + 1, self._shapes.chain and row == 0
-        size = depth if chain else self._shapes.sizes[row - self._shapes.chain]
-        return RoundPlan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain)
+        """The plan of a source, kind and size (`row`) and depth."""
+        chosen, kind = divmod(row, self._shapes.grid[0])
+        depth, chain = column + 1, self._shapes.chain and kind == 0
+        size = depth if chain else self._shapes.sizes[kind - self._shapes.chain]
+        return RoundPlan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain, chosen=bool(chosen))
 
     def _price(self, context: int, sharing: int) -> None:
-        """Compute the seconds [kinds and sizes, depths] of every plan, and of a plain token, after `context` committed
-        tokens: the request's share of passes in which all requests have equally many rows, and its time on the host."""
+        """Compute the seconds [sources x kinds and sizes, depths] of every plan, and of a plain token, after `context`
+        committed tokens: the request's share of passes in which all requests have equally many rows, and its time on
+        the host."""
         drift = self._drift(sharing)
         priced = context // CONTEXT_STEP, sharing, UNCHANGED if drift is None else drift.factors
         if priced == self._priced:
@@ -296,6 +339,7 @@ class Controller:
         behind = priced[0] * CONTEXT_STEP
         read = min(behind, self._draft_context or behind)
         costs = self._costs if drift is None else drift.costs()
-        found = prices_of(costs.target, costs.draft, costs.following, self._host, self._shapes, behind, read, sharing)
+        hosts = tuple(source.host for source in self._sources)
+        found = prices_of(costs.target, costs.draft, costs.following, hosts, self._shapes, behind, read, sharing)
         self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
         self._stored = passes_of(self._costs.target, behind, len(self._longer)) if drift is not None else []

@@ -117,6 +117,13 @@ class CostModel:
             raise ValueError(f"spread must be a number above 0, not {self.spread}")
 
     @property
+    def chosen(self) -> HostCosts:
+        """Host time above temperature 0 of proposals whose tokens are chosen: they are made as at temperature 0, and
+        verified by drawing from the target, as plain rounds are."""
+        drawing = max(0.0, self.sampled.plain - self.greedy.plain)
+        return HostCosts(self.sampled.plain, self.greedy.round + drawing, self.greedy.token)
+
+    @property
     def following(self) -> PassCosts | None:
         """Draft passes that follow another one of the draft, as far as is known."""
         return self.draft if self.further is None else self.further

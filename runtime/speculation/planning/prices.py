@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ from .estimate import Shapes
 
 
 class Prices(NamedTuple):
-    """Seconds of every plan [kinds and sizes, depths], and of a plain token. draft_alone: of a draft pass of 1, 2, ...
-    rows of a single request. longer: by which 0, 1, ... tokens of a single request make a shared pass of plain rows
-    longer."""
+    """Seconds of every plan [sources x kinds and sizes, depths], and of a plain token. draft_alone: of a draft pass of
+    1, 2, ... rows of a single request. longer: by which 0, 1, ... tokens of a single request make a shared pass of
+    plain rows longer."""
 
     seconds: NDArray[np.float64]
     plain: float
@@ -30,14 +30,15 @@ def prices_of(
     target_costs: PassCosts,
     draft_costs: PassCosts | None,
     following_costs: PassCosts | None,
-    host: HostCosts,
+    hosts: tuple[HostCosts, ...],
     shapes: Shapes,
     context: int,
     read: int,
     sharing: int,
 ) -> Prices:
-    """See Controller._price. following_costs: of draft passes behind the first one of a round. read: tokens of the
-    context that the draft attends to. Cached, because requests that share passes have the same prices."""
+    """See Controller._price. hosts: of every source of tokens. following_costs: of draft passes behind the first one of
+    a round. read: tokens of the context that the draft attends to. Cached, because requests that share passes have the
+    same prices."""
     target, draft, widest = target_costs.shared(context, sharing), None, 0
     if draft_costs is not None and shapes.frontier:  # a prompt lookup has no draft passes
         draft, widest = draft_costs.shared(read, sharing), draft_costs.widths[-1]
@@ -45,22 +46,25 @@ def prices_of(
     def part(together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return together(rows * sharing) / sharing
 
+    def by_source(both_engines: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.concatenate([both_engines + host.round + host.token * tokens for host in hosts])
+
     depths = np.arange(1, shapes.depth + 1)
     sizes = np.array([1] * shapes.chain + list(shapes.sizes))
     tokens = np.broadcast_to(sizes[:, None], shapes.grid).copy()
     tokens[: int(shapes.chain)] = depths
     tokens += shapes.given
-    seconds = part(target, tokens + 1) + host.round + host.token * tokens
-    plain = float(part(target, np.array(1))) + host.plain
+    seconds = part(target, tokens + 1)
+    plain = float(part(target, np.array(1))) + hosts[0].plain
     passes = target(np.arange(sharing, sharing + 1 + int(tokens.max(initial=0))))
     longer = (passes - passes[0]).tolist()
     if draft is None:
-        return Prices(seconds, plain, [0.0], longer)
+        return Prices(by_source(seconds), plain, [0.0], longer)
     first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
     following = draft if following_costs is None else following_costs.shared(read, sharing)
     further = part(following, np.minimum(sizes, shapes.frontier))
     drafting = first + (depths - 1) * further[:, None]
-    return Prices(drafting + seconds, plain, draft(np.arange(1, widest + 1)).tolist(), longer)
+    return Prices(by_source(drafting + seconds), plain, draft(np.arange(1, widest + 1)).tolist(), longer)
 
 
 @lru_cache(maxsize=512)
@@ -70,21 +74,24 @@ def passes_of(target_costs: PassCosts, context: int, rows: int) -> list[float]:
     return found
 
 
-def offer_of(expected: NDArray[np.float64], shapes: Shapes, host: HostCosts, reading: float) -> Offer:
-    """What a request could propose. expected: accepted tokens [kinds and sizes, depths]. reading: seconds that the
-    draft's reading adds for every token."""
-    tokens_of = 1 + expected
-    depths = np.broadcast_to(np.arange(1, expected.shape[1] + 1), expected.shape)
+def offer_of(
+    expected: Sequence[NDArray[np.float64]], shapes: Shapes, hosts: Sequence[HostCosts], reading: float
+) -> Offer:
+    """What a request could propose. expected, hosts: of every source of tokens: accepted tokens [kinds and sizes,
+    depths], and time on the host. reading: seconds that the draft's reading adds for every token."""
+    alike = expected[0].shape
+    depths = np.broadcast_to(np.arange(1, alike[1] + 1), alike)
     sizes = np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
-    tokens = np.broadcast_to(sizes, expected.shape).copy()
+    tokens = np.broadcast_to(sizes, alike).copy()
     tokens[: int(shapes.chain)] = depths[0]
     tokens += shapes.given
     drafts = depths if shapes.frontier else np.zeros_like(depths)
-    frontier = np.broadcast_to(np.minimum(sizes, max(1, shapes.frontier)), expected.shape)
+    frontier = np.broadcast_to(np.minimum(sizes, max(1, shapes.frontier)), alike)
+    of_source = [host.round + host.token * tokens + reading * (1 + e) for e, host in zip(expected, hosts, strict=True)]
     return Offer(
-        np.concatenate(([1.0], tokens_of.ravel())),
-        np.concatenate(([1], tokens.ravel() + 1)),
-        np.concatenate(([0], drafts.ravel())),
-        np.concatenate(([1], frontier.ravel())),
-        np.concatenate(([host.plain], (host.round + host.token * tokens + reading * tokens_of).ravel())),
+        np.concatenate(([1.0], *(1 + each.ravel() for each in expected))),
+        np.concatenate(([1], *[tokens.ravel() + 1] * len(hosts))),
+        np.concatenate(([0], *[drafts.ravel()] * len(hosts))),
+        np.concatenate(([1], *[frontier.ravel()] * len(hosts))),
+        np.concatenate(([hosts[0].plain], *(each.ravel() for each in of_source))),
     )

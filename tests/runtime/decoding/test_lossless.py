@@ -15,7 +15,8 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
-from draftwood.runtime.speculation.config import VERIFIERS, SpeculativeConfig
+from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.verifier import VERIFIERS
 
 EVERY_SETTING = ("chain", "k-ary", "topk", "dyspec", "dyspec merged")  # the other ones share their draws with these
 CASES = [

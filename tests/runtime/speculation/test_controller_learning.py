@@ -40,7 +40,7 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     controller = Controller(table(), TREES, greedy=True)
     for _ in range(300):
         controller.observe(RoundPlan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
-    expected = controller._estimate.expected_accepted()
+    expected = controller._expected()
     assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
     assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
     assert expected[2, 2] - expected[1, 2] > 0.7
@@ -54,7 +54,7 @@ def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
         controller.observe(
             RoundPlan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
         )
-    assert controller._estimate.expected_accepted()[0, -1] == pytest.approx(12, abs=1)
+    assert controller._expected()[0, -1] == pytest.approx(12, abs=1)
 
 
 def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
