@@ -19,8 +19,8 @@ from ...plugins.native.packing import (
     alternated,
     code_panels,
     flat,
-    half_pairs,
-    half_panels,
+    fp16_pairs,
+    fp16_panels,
     joined,
     pair_panels,
     panels,
@@ -117,7 +117,7 @@ class Packer:
 
             def scales() -> NDArray[Any]:
                 _, scales, offsets = waiting.pop()
-                return half_panels(scales) if offsets is None else half_pairs(scales, offsets)
+                return fp16_panels(scales) if offsets is None else fp16_pairs(scales, offsets)
 
             return contents | {f"{name}.weights": codes, f"{name}.scales": scales}
         # 16-bit floats are stored as uint16, because numpy has no bf16.

@@ -61,14 +61,14 @@ def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(packed).view(np.uint8).reshape(*packed.shape, 4)
 
 
-def half_panels(scales: NDArray[np.float32]) -> NDArray[np.uint16]:
+def fp16_panels(scales: NDArray[np.float32]) -> NDArray[np.uint16]:
     """float32 [N, K] -> the bits of fp16 [panels, K, 16]."""
     return panels(scales.astype(np.float16)).view(np.uint16)
 
 
-def half_pairs(scales: NDArray[np.float32], offsets: NDArray[np.float32]) -> NDArray[np.uint16]:
+def fp16_pairs(scales: NDArray[np.float32], offsets: NDArray[np.float32]) -> NDArray[np.uint16]:
     """float32 [N, K] each -> the bits of fp16 [panels, K, 2, 16]."""
-    return np.stack([half_panels(scales), half_panels(offsets)], 2)
+    return np.stack([fp16_panels(scales), fp16_panels(offsets)], 2)
 
 
 def alternated(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:

@@ -17,7 +17,7 @@ from draftwood.plugins.native import cache
 from draftwood.plugins.native.compile import FLAGS
 from draftwood.plugins.native.library import FORMATS as NAMES
 from draftwood.plugins.native.library import Matrix, NativeLibrary, address
-from draftwood.plugins.native.packing import code_panels, flat, half_pairs, half_panels, pair_panels, panels
+from draftwood.plugins.native.packing import code_panels, flat, fp16_pairs, fp16_panels, pair_panels, panels
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native.engine import NativeEngine
 
@@ -61,7 +61,7 @@ class Packed:
             stored = form.quantize("matrix", matrix)
             self.codes, self.scales, self.offsets = stored
             self.wide, weights = stored.dequantized(), code_panels(self.codes, form.bits)
-            scales = half_panels(self.scales) if self.offsets is None else half_pairs(self.scales, self.offsets)
+            scales = fp16_panels(self.scales) if self.offsets is None else fp16_pairs(self.scales, self.offsets)
         elif precision in HALF:
             half = matrix.astype(HALF[precision])
             pack = pair_panels if precision == "bf16" else panels
