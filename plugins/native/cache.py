@@ -128,7 +128,7 @@ def cached(folder: Path, flags: tuple[str, ...]) -> Path | None:
     except CompilerError:
         made_by = "*"
     for file in sorted(files_of(folder, f"kernels-{source_digest(flags)}-{made_by}-*.so")):
-        with suppress(OSError):  # another process removed it, or it is nobody's to read
+        with suppress(OSError):  # another process removed it, or this user may not read it
             refuse_strangers(folder)
             refuse_strangers(file)
             if content_digest(file) == file.stem.rpartition("-")[2]:
@@ -138,7 +138,7 @@ def cached(folder: Path, flags: tuple[str, ...]) -> Path | None:
 
 
 def files_of(folder: Path, pattern: str) -> Iterator[Path]:
-    with suppress(OSError):  # it may be nobody's to read
+    with suppress(OSError):  # this user may not read the folder
         yield from folder.glob(pattern)
 
 

@@ -140,8 +140,8 @@ def address(array: NDArray[Any] | None) -> int | None:
     if array is None:
         return None
     try:
-        return ctypes.addressof(c_char.from_buffer(array.data))  # a fifth of the time, which every pass spends often
-    except (TypeError, ValueError):  # nothing may be written there, or there is nothing
+        return ctypes.addressof(c_char.from_buffer(array.data))  # in a fifth of the time of array.ctypes
+    except (TypeError, ValueError):  # the array is read-only, or empty
         return array.ctypes.data
 
 
@@ -183,7 +183,7 @@ class NativeLibrary:
         self._library.draftwood_round8.restype = None
         self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
         self._library.draftwood_move.argtypes = [POINTER(Model), POINTER(Cache), c_int, c_void_p, c_int]
-        # Too short to let other Python threads go on: who lets them may wait 5 ms for its turn.
+        # These calls keep the GIL: they are shorter than the 5 ms that getting it back may take.
         self._brief = brief = ctypes.PyDLL(str(path.resolve()))
         brief.draftwood_softmax.restype = c_double
         brief.draftwood_softmax.argtypes = [c_void_p, c_int, c_double, c_void_p, POINTER(c_float)]
@@ -310,7 +310,7 @@ class NativeLibrary:
         self, logits: NDArray[np.float32], temperature: float, share: float, room: int = FEW
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Tokens at least `share` times as probable as the best one: ids [K], ascending, and exp as above [K]. room:
-        for how many of them, at first. Raises KernelError as `softmax` does."""
+        for how many of them memory is taken at first. Raises KernelError as `softmax` does."""
         ids, weights = np.empty(room, np.int64), np.empty(room)
         settings = len(logits), temperature, share, room
         count = self._brief.draftwood_likely(address(logits), *settings, address(ids), address(weights))

@@ -66,8 +66,8 @@ class DraftProposer:
         return self.readable(self._held) < self._held
 
     def readable(self, length: int) -> int:
-        """Of `length` committed tokens, how many the draft has in its cache or reads: all. If they are more than its
-        context, the last ones alone, which fill a half of it, so that it does not begin anew soon."""
+        """How many of `length` committed tokens the draft has in its cache or reads: all. Of more than its context only
+        the last ones, which fill half of it: then it does not have to begin anew soon."""
         return length if self.context is None or length <= self.context else self.context // 2
 
     def rounds(self, target: Engine, cache: KVCache) -> Rounds | None:

@@ -42,9 +42,9 @@ class TokenTree:
     def to_batch(
         self, spec: EngineSpec, committed: int, ranking_only: bool = False, wanted: Wanted | None = None
     ) -> TokenBatch:
-        """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch. wanted: of the
-        softmax of rows that are verified. Most verifiers begin with the first child of every row; where a row below
-        another child is read, the host computes its softmax."""
+        """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch. wanted: what
+        verification needs of a row's softmax. The pass computes it on the path of first children, with which most
+        verifiers begin; the host computes it for any other row."""
         rows = len(self)
         if self.parents == tuple(range(-1, rows - 1)):  # a chain, or the root alone
             mask, positions = causal_mask(rows), np.arange(committed, committed + rows)

@@ -7,7 +7,7 @@ once
     P(some token among Y_1..Y_k is rejected) = 1 - Π a(Y_i)  >  h
 
 Here the product runs along a path of the graph, so each branch stops separately. A stopper may forbid further draws.
-It must never drop a drawn token because of the token's own score; this would be biased (TV 0.15 measured).
+It must never drop a drawn token because of the token's own score: that is biased (docs/papers.md, What is biased).
 
 The paper ignores the cost of the estimate: a(Y_k) is known only after the draft pass over Y_k, and this pass is wasted
 if the decision is to stop. Therefore `SpecDecPP` first tests a cheaper estimate.
