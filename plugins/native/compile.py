@@ -19,7 +19,7 @@ SECOND_CACHE = (("AuthenticAMD", "25"),)  # vendor and family: Zen 3 and 4
 
 
 def choose_prefetch(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
-    """The flag for processors that shall read weights ahead into their second cache (kernels/ahead.h); none where Linux
+    """The flag for processors that shall read weights ahead into their L2 cache (kernels/ahead.h); none where Linux
     does not tell which processor this is. On Zen 4 a pass of five rows takes 0.7 to 0.8 of the time with it; on Zen 5 a
     pass of eight takes 1.5 times as long. gcc 12 takes both for the same processor."""
     try:
