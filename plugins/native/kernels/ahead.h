@@ -12,7 +12,7 @@ INLINE struct ahead share(const void *next, size_t panel, size_t step, int tile,
     return (struct ahead){(const char *)next + panel * tile / tiles, (step + tiles - 1) / tiles};
 }
 
-/* Into the first cache, unless the second one is better: on Intel's servers with AMX, and where compile.py says so. */
+/* Into the L1 cache, unless the L2 cache is better: on Intel's servers with AMX, and where compile.py says so. */
 #if !defined(FETCHED) && defined(__AMX_TILE__)
 #define FETCHED 2
 #elif !defined(FETCHED)

@@ -9,11 +9,11 @@
 #define MOST_WEIGHT 4194303.0f /* of 22 bits */
 #define MOST_QUERIES (8 * MOST_ROWS) /* that meet a panel of the cache one tile after the other */
 #define NEAR_TILES 5 /* that meet a panel: for fewer, bringing it near takes longer than it saves */
-#define BLOCK 128 /* slots whose weights and values stay in the first cache meanwhile */
+#define BLOCK 128 /* slots whose weights and values stay in the L1 cache meanwhile */
 #define MOST_HELD 4096 /* slots, of which sums of weights fit 32 bits in each lane */
 #define MIXED 8 /* panels of values that are weighted by the same weights */
 
-/* Room for a row of scores: an odd number of lines, so that rows do not meet in a few sets of the first cache. */
+/* Room for a row of scores: an odd number of lines, so that rows do not meet in a few sets of the L1 cache. */
 INLINE size_t odd_lines(int capacity) { return (size_t)(capacity / LANES | 1) * LANES; }
 
 /* Panels of a cache, from `first` to `end`. */

@@ -12,18 +12,18 @@
 #define MOST_ROWS_INT4 MOST_ROWS
 #endif
 
-/* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes (see plugins/native/packing.py) in panels of
- * [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in fp16 for each block of inputs. Of 8 bits,
- * scales, [panels][inputs / block][16]: a weight is (code - 128) * scale. Of 4 bits, scales and then offsets,
- * [panels][inputs / block][2][16]: a weight is code * scale + offset. */
+/* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes (see
+ * plugins/native/packing.py) in panels of [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in
+ * fp16 for each block of inputs. Of 8 bits, scales, [panels][inputs / block][16]: a weight is (code - 128) * scale. Of
+ * 4 bits, scales and then offsets, [panels][inputs / block][2][16]: a weight is code * scale + offset. */
 struct matrix {
     const void *weights, *scales;
     const float *bias; /* [16 * panels] or null */
     int32_t outputs, inputs, block, format;
 };
 
-/* Rows of activations. Integers meet `codes`, rounded by block, bf16 meets `values` that were rounded, or in matrix
- * registers `halves`; everything else meets `values`. */
+/* Rows of activations. Integers meet `codes`, rounded by block, bf16 meets `values` that were rounded or, where there are
+ * instructions for it, `halves`; everything else meets `values`. */
 struct rows {
     float *values; /* [rows][stride] */
     uint16_t *halves; /* of bf16; null: no instructions for them. Where there are matrix registers
@@ -212,9 +212,9 @@ static void dense_products(int count, int panels, const float *rows, size_t apar
     }
 }
 
-#define NEAREST 128 /* inputs of panels that are brought near at once: two panels take a third of the first cache */
+#define NEAREST 128 /* inputs of panels that are brought near at once: two panels take a third of the L1 cache */
 
-/* The same over panels of fp32 that lie in the first cache, NEAREST inputs each. */
+/* The same over panels of fp32 that lie in the L1 cache, NEAREST inputs each. */
 static void near_products(int count, int panels, const float *rows, size_t apart, const float *near, int inputs,
                           f32 *sums) {
     const struct ahead none = {0};

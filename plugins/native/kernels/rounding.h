@@ -51,7 +51,7 @@ static struct affine search_affine(const f32 *weights, const float *shares, int 
     f32 least = weights[0], most = weights[0];
     for (int k = 1; k < CODE_BLOCK; k++) least = smaller(least, weights[k]), most = larger(most, weights[k]);
     const f32 smallest = splat(SMALLEST_SCALE);
-    struct affine best = {smallest, halved(least)};
+    struct affine best = {smallest, rounded_fp16(least)};
     f32 error = splat(INFINITY);
     for (int at = 0; at < count; at++) {
         struct affine by;
@@ -59,7 +59,7 @@ static struct affine search_affine(const f32 *weights, const float *shares, int 
         by.offset = least * 0.5f + most * 0.5f - by.scale * (LARGEST_CODE / 2);
         for (int fit = 0; fit <= REFITS; fit++) {
             if (fit) by = refitted(weights, by);
-            const struct affine held = {larger(halved(by.scale), smallest), halved(by.offset)};
+            const struct affine held = {larger(rounded_fp16(by.scale), smallest), rounded_fp16(by.offset)};
             const f32 left = error_of(weights, held);
             const i32 better = left < error;
             error = choose(better, left, error);
@@ -87,7 +87,7 @@ void draftwood_round8(const float *weights, int outputs, int inputs, int8_t *cod
             f32 block[CODE_BLOCK], peak = {0};
             gather_block(weights + first, lanes, inputs, block);
             for (int k = 0; k < CODE_BLOCK; k++) peak = larger(peak, larger(block[k], -block[k]));
-            const f32 scale = larger(halved(choose(peak > 0, peak / 127.0f, splat(1))), splat(SMALLEST_SCALE));
+            const f32 scale = larger(rounded_fp16(choose(peak > 0, peak / 127.0f, splat(1))), splat(SMALLEST_SCALE));
             for (int k = 0; k < CODE_BLOCK; k++) {
                 const f32 code = whole(smaller(larger(block[k] / scale, splat(-128)), splat(127)));
                 for (int lane = 0; lane < lanes; lane++) codes[first + (size_t)lane * inputs + k] = (int8_t)code[lane];

@@ -87,7 +87,7 @@ INLINE i32 nearest(f32 value) { return (i32)(settled(value) + WHOLE_ZERO) - (i32
 #define LEAST_NORMAL 0x38800000u /* fp16 number, 2^-14, as fp32 */
 
 /* The nearest fp16 numbers, ties to even, at most the largest one. */
-INLINE f32 halved(f32 value) {
+INLINE f32 rounded_fp16(f32 value) {
     const u32 bits = (u32)value, sign = bits & 0x80000000u, size = bits & 0x7fffffff;
     const u32 normal = (size + 0xfff + (size >> 13 & 1)) & ~(u32){0} << 13;
     const f32 tiny = __builtin_convertvector(nearest(choose((i32)(size < LEAST_NORMAL), value, splat(0)) * 0x1p24f), f32);
@@ -98,7 +98,7 @@ INLINE f32 halved(f32 value) {
 
 /* Those in 16 bits each. */
 INLINE void store_fp16(uint16_t *to, f32 value) {
-    const u32 bits = (u32)halved(value), size = bits & 0x7fffffff;
+    const u32 bits = (u32)rounded_fp16(value), size = bits & 0x7fffffff;
     const i32 tiny = nearest(choose((i32)(size < LEAST_NORMAL), (f32)size, splat(0)) * 0x1p24f);
     const u32 normal = (size >> 13) - (112 << 10); /* exponents of fp16 begin so much later */
     const u16 narrow = __builtin_convertvector((u32)choose((i32)(size < LEAST_NORMAL), (f32)tiny, (f32)normal) |
