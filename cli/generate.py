@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..runtime.text.tokenizer import token_texts
 from .files import check_writable, read, write
 from .live import costs_note, open_view, summary
 from .options import add_engines, add_quiet, add_sampling, add_speculation, read_options, speculative
+from .streams import read_input
 
 
 def add_parser(commands: Any) -> None:
@@ -98,10 +98,10 @@ def verdict(report: AuditReport) -> str:
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """The prompt of the used option. Raises RequestError if its file cannot be read."""
+    """The prompt of the used option. Raises RequestError if it cannot be read."""
     if args.prompt_file is None:
         return str(args.prompt if args.chat is None else args.chat)
-    return sys.stdin.read() if args.prompt_file == "-" else read(Path(args.prompt_file), "--prompt-file")
+    return read_input() if args.prompt_file == "-" else read(Path(args.prompt_file), "--prompt-file")
 
 
 def form_of(args: argparse.Namespace) -> StructuredOutput | None:
