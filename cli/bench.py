@@ -86,6 +86,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = read_options(args, SamplingParams)
+    if params.stop:
+        raise RequestError("--stop ends texts, and bench measures tokens: use --stop-token-ids or --max-tokens")
     if args.output is not None:
         check_writable(args.output, "--output")
     bundle = EngineBundle.open(args.bundle)

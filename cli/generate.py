@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..models.errors import RequestError
 from ..runtime.inspection.audit import AuditReport, audit_output, check_auditable
 from ..runtime.inspection.explain import RoundRecorder
 from ..runtime.inspection.explain_html import to_html
@@ -47,6 +48,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if hasattr(args, "logprobs") and not args.json:
+        raise RequestError("--logprobs needs --json: a text alone shows no log-probabilities")
     params = replace(read_options(args, SamplingParams), structured=form_of(args))
     config = speculative(args)
     text = prompt_text(args)
