@@ -198,6 +198,12 @@ def test_a_wrong_address_says_what_there_is(client: Any, path: str) -> None:
     assert f"POST {path};" in message and "/v1/chat/completions" in message
 
 
+def test_a_wrong_method_names_the_right_one(client: Any) -> None:
+    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET")):
+        answer = client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
 def test_web_pages_that_are_allowed_may_use_it(client: Any) -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     with httpx.Client(base_url=client.base_url) as browser:  # which asks without a key
