@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import RequestError
+from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.inspection.audit import AuditReport, audit_output, check_auditable
 from ..runtime.inspection.explain import RoundRecorder
 from ..runtime.inspection.explain_html import to_html
@@ -18,7 +19,7 @@ from ..runtime.llm import LLM
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.structured import StructuredOutput
 from ..runtime.text.tokenizer import token_texts
-from .files import check_writable, read, write
+from .files import check_writable, files_of, read, write
 from .live import costs_note, open_view, summary
 from .options import add_engines, add_quiet, add_sampling, add_speculation, read_options, speculative
 from .streams import read_input
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.audit:
         check_auditable(config is not None, params)
     if args.explain is not None:
-        check_writable(args.explain, "--explain")
+        given = (args.json_schema, args.grammar, args.prompt_file and Path(args.prompt_file))
+        check_writable(args.explain, "--explain", (*given, *files_of(EngineBundle.open(args.bundle))))
     notes, errors = Console(stderr=True, quiet=args.quiet), Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if llm.stale_costs:
