@@ -36,7 +36,7 @@ from ..runtime.speculation.planning.controller import Experience
 from ..runtime.speculation.planning.cost import CostModel
 from ..runtime.speculation.planning.drift import Drift
 from ..runtime.text.tokenizer import Tokenizer
-from .files import check_writable, read, write
+from .files import check_writable, files_of, read, write
 from .live import costs_note
 from .options import add_engines, add_quiet, add_sampling, integers, positive, read_options
 
@@ -86,9 +86,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = read_options(args, SamplingParams)
-    if args.output is not None:
-        check_writable(args.output, "--output")
+    if params.stop:
+        raise RequestError("--stop ends texts, and bench measures tokens: use --stop-token-ids or --max-tokens")
     bundle = EngineBundle.open(args.bundle)
+    if args.output is not None:
+        check_writable(args.output, "--output", (args.prompts, *files_of(bundle)))
     tokenizer = Tokenizer.load(bundle.folder)
     texts = read_prompts(args.prompts)[: args.limit]
     prompts = [check_prompt(prompt, bundle) for prompt in encode_prompts(tokenizer, texts, args.chat)]

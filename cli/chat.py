@@ -23,6 +23,7 @@ from .line_editor import LineEditor
 from .live import PROMPT, costs_note, open_view, running
 from .options import add_engines, add_sampling, add_speculation, read_options, speculative
 from .progress import warm_up
+from .streams import standard_input
 
 PROMPT_SIGN = "> "
 LONGEST_LINE = 1 << 24  # characters; a chat template writes no longer conversation
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             state = ChatState(session, params, "own" if config is not None else None, config is not None)
             if args.json:
                 answer_in_json(state)
-            elif sys.stdin.isatty() and sys.stdout.isatty():
+            elif standard_input().isatty() and sys.stdout.isatty():
                 converse(state, Console())
             else:
                 answer_in_text(state, errors)
@@ -92,7 +93,7 @@ def messages() -> Iterator[str]:
     """The lines of standard input, empty ones excepted. Raises RequestError for what is no text."""
     while True:
         try:
-            line = sys.stdin.readline(LONGEST_LINE + 1)
+            line = standard_input().readline(LONGEST_LINE + 1)
             line.encode()  # in some locales Python reads bytes that are no UTF-8 as lone surrogates
         except (OSError, UnicodeError) as error:
             raise RequestError(f"standard input cannot be read ({error}): send lines of UTF-8 text") from error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..models.errors import RequestError
+from ..runtime.bundle.bundle import COSTS, MANIFEST, EngineBundle
 from ..runtime.bundle.staging import advice
 
 
@@ -16,16 +19,32 @@ def read(file: Path, option: str) -> str:
         raise RequestError(f"{option} {file} cannot be read: {error}") from error
 
 
-def check_writable(file: Path, option: str) -> None:
-    """Raises RequestError that names the option if `file` cannot be written. Leaves no file behind."""
+def check_writable(file: Path, option: str, inputs: Iterable[Path | None] = ()) -> None:
+    """Raises RequestError that names the option if `file` cannot be written, or is one of the command's input files.
+    Leaves no file behind, also where a link points to a file that does not exist yet."""
+    if any(each is not None and same_file(file, each) for each in inputs):
+        raise RequestError(f"{option} {file} would replace a file that this command reads: choose another one")
     existed = file.exists()
     try:
         with file.open("a"):
             pass
         if not existed:
-            file.unlink()
+            os.unlink(os.path.realpath(file))
     except OSError as error:
         raise unwritable(file, option, error) from error
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two names are those of one file, which exists."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def files_of(bundle: EngineBundle) -> list[Path]:
+    """The files that a bundle is read from."""
+    return [bundle.folder / name for name in (MANIFEST, COSTS, *bundle.manifest.files)]
 
 
 def write(file: Path, option: str, text: str) -> None:

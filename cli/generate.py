@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ..models.errors import RequestError
+from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.inspection.audit import AuditReport, audit_output, check_auditable
 from ..runtime.inspection.explain import RoundRecorder
 from ..runtime.inspection.explain_html import to_html
@@ -18,9 +19,10 @@ from ..runtime.llm import LLM
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.structured import StructuredOutput
 from ..runtime.text.tokenizer import token_texts
-from .files import check_writable, read, write
+from .files import check_writable, files_of, read, write
 from .live import costs_note, open_view, summary
 from .options import add_engines, add_quiet, add_sampling, add_speculation, read_options, speculative
+from .streams import read_input
 
 
 def add_parser(commands: Any) -> None:
@@ -47,13 +49,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if hasattr(args, "logprobs") and not args.json:
+        raise RequestError("--logprobs needs --json: a text alone shows no log-probabilities")
     params = replace(read_options(args, SamplingParams), structured=form_of(args))
     config = speculative(args)
     text = prompt_text(args)
     if args.audit:
         check_auditable(config is not None, params)
     if args.explain is not None:
-        check_writable(args.explain, "--explain")
+        given = (args.json_schema, args.grammar, args.prompt_file and Path(args.prompt_file))
+        check_writable(args.explain, "--explain", (*given, *files_of(EngineBundle.open(args.bundle))))
     notes, errors = Console(stderr=True, quiet=args.quiet), Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if llm.stale_costs:
@@ -98,10 +103,10 @@ def verdict(report: AuditReport) -> str:
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """The prompt of the used option. Raises RequestError if its file cannot be read."""
+    """The prompt of the used option. Raises RequestError if it cannot be read."""
     if args.prompt_file is None:
         return str(args.prompt if args.chat is None else args.chat)
-    return sys.stdin.read() if args.prompt_file == "-" else read(Path(args.prompt_file), "--prompt-file")
+    return read_input() if args.prompt_file == "-" else read(Path(args.prompt_file), "--prompt-file")
 
 
 def form_of(args: argparse.Namespace) -> StructuredOutput | None:

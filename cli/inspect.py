@@ -56,6 +56,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.bundle is None:
         return show_machine(args)
+    if args.chat_template and (args.json or args.open):
+        other = "--json, which holds the template, too" if args.json else "--open"
+        raise ConfigError(f"--chat-template prints nothing else: leave it out, or {other}")
     bundle = EngineBundle.open(args.bundle)
     template = read_template(bundle.folder)
     if args.chat_template:

@@ -4,7 +4,6 @@ terminated)."""
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from ..models.printable import printable
 from ..runtime.bundle.costs import release
 from ..runtime.engines.backends import BACKENDS
 from . import bench, build, chat, demo, distill, generate, inspect, profile, serve, train_head, triton
+from .streams import abandon_output, check_streams, unwritten
 from .termination import termination_unwinds
 
 COMMANDS = (build, inspect, profile, generate, chat, bench, distill, train_head, serve, triton, demo)
@@ -25,19 +25,44 @@ COMMANDS = (build, inspect, profile, generate, chat, bench, distill, train_head,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     try:
-        args = arguments(sys.argv[1:] if argv is None else argv)
-        with termination_unwinds():
-            code: int = args.run(args)
+        check_streams()
+        return run_command(sys.argv[1:] if argv is None else argv)
     except DraftwoodError as error:
-        print(f"draftwood: error: {printable(str(error))}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
         print("draftwood: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, as in `draftwood generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon_output()
         return 141
+    except (OSError, UnicodeEncodeError) as error:
+        refusal = unwritten(error)
+        if refusal is None:
+            raise
+        abandon_output()
+        return refuse(refusal)
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Run one command and write all of its output. Raises whatever the command raises, and BrokenPipeError or OSError
+    if standard output does not take the output."""
+    try:
+        args = arguments(argv)
+        with termination_unwinds():
+            code: int = args.run(args)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # Rich ends the program so
+            raise ended.__context__ from None
+        sys.stdout.flush()  # of --help and --version
+        raise
+    sys.stdout.flush()
     return code
+
+
+def refuse(error: DraftwoodError) -> int:
+    """Say what is wrong; returns the exit code."""
+    print(f"draftwood: error: {printable(str(error))}", file=sys.stderr)
+    return 2
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from ..models.errors import ConfigError
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.speculation.config import AUTO, BUDGETS, GROWERS, KEYS, MERGERS, STOPPERS, SpeculativeConfig
 from ..runtime.speculation.verifier import VERIFIERS
@@ -50,8 +51,7 @@ def add_field(
     default = default or next(field.default for field in fields(kind) if field.name == name)
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     suffix = "" if default is None or default == () else f" (default {shown})"
-    flag = "--" + name.replace("_", "-")
-    parser.add_argument(flag, type=type, default=argparse.SUPPRESS, help=help + suffix, **rest)
+    parser.add_argument(flag(name), type=type, default=argparse.SUPPRESS, help=help + suffix, **rest)
 
 
 def read_options(args: argparse.Namespace, kind: Callable[..., T]) -> T:
@@ -133,5 +133,14 @@ def add_engines(parser: argparse.ArgumentParser) -> None:
 
 
 def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:
-    """The settings of speculation; None for plain decoding."""
+    """The settings of speculation; None for plain decoding. Raises ConfigError for settings that plain decoding does
+    not have."""
+    given = [field.name for field in fields(SpeculativeConfig) if field.name in vars(args)]
+    if args.no_speculation and given:
+        raise ConfigError(f"--no-speculation makes {flag(given[0])} useless: leave one of them out")
     return None if args.no_speculation else read_options(args, SpeculativeConfig)
+
+
+def flag(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")

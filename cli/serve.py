@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +26,16 @@ from ..runtime.request_engines import PREFIX_CACHE_SLOTS
 from ..runtime.requests.async_llm import MAX_WAITING, AsyncLLM
 from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
-from ..runtime.serving.http.hosts import AllowedHosts, is_loopback
+from ..runtime.serving.http.hosts import AllowedHosts, is_address, is_loopback
 from .live import costs_note
-from .options import add_engines, add_speculation, speculative
+from .options import add_engines, add_speculation, positive, speculative
 from .progress import warm_up
 
 API_KEY = "DRAFTWOOD_API_KEY"
 NAMELESS = "default"  # the client's name of the key of --api-key
 MAX_BODY_BYTES = 4 << 20
+HOST_NAME = re.compile(r"\*|(?:\*\.)?[^\s:/*\[\]?#@]+")
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s:/*\[\]?#@]+)(?::[0-9]+)?")
 
 
 def seconds(text: str) -> float:
@@ -54,13 +57,46 @@ def network(text: str) -> str:
         raise argparse.ArgumentTypeError(f"write an address or a network such as 10.0.0.0/8, not {text!r}") from error
 
 
+def host_name(text: str) -> str:
+    """A name in the header Host, or a pattern of names. Any other text would match no request."""
+    if not is_address(text) and not HOST_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"write a name without scheme, port and path, *.NAME, or *, not {text!r}")
+    return text
+
+
+def origin(text: str) -> str:
+    """An origin as browsers send it. Any other text would match no page."""
+    if not ORIGIN.fullmatch(text.lower()):
+        fix = "write scheme, name and port alone, such as http://localhost:3000"
+        raise argparse.ArgumentTypeError(f"{fix}, or *, not {text!r}")
+    return text.lower()
+
+
+def url(text: str) -> str:
+    """An address that spans can be sent to."""
+    if not re.fullmatch(r"https?://[^/\s]\S*", text):
+        raise argparse.ArgumentTypeError(f"write an address such as http://localhost:4318/v1/traces, not {text!r}")
+    return text
+
+
+def model_name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: leave the option out to use the folder's")
+    return text
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
     parser.add_argument("bundle", type=Path)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free port (default 8000)")
-    http.add_argument("--served-model-name", metavar="NAME", help="the model's name in requests (default: the folder)")
+    http.add_argument(
+        "--served-model-name",
+        type=model_name,
+        metavar="NAME",
+        help="the model's name in requests (default: the folder)",
+    )
     http.add_argument(
         "--api-key", metavar="KEY", help=f"the key of clients (default: the variable {API_KEY}, if it is set)"
     )
@@ -73,6 +109,7 @@ def add_parser(commands: Any) -> None:
     http.add_argument(
         "--allowed-hosts",
         nargs="+",
+        type=host_name,
         default=(),
         metavar="NAME",
         help="host names of this server, such as llm.example.com, *.example.com or * for any; always allowed are "
@@ -93,11 +130,15 @@ def add_parser(commands: Any) -> None:
         help=f"beyond this limit idle connections are closed (default {MAX_CONNECTIONS})",
     )
     http.add_argument(
-        "--max-body-bytes", type=int, default=MAX_BODY_BYTES, help=f"limit of one request (default {MAX_BODY_BYTES})"
+        "--max-body-bytes",
+        type=positive,
+        default=MAX_BODY_BYTES,
+        help=f"limit of one request (default {MAX_BODY_BYTES})",
     )
     http.add_argument(
         "--allowed-origins",
         nargs="+",
+        type=origin,
         default=(),
         metavar="ORIGIN",
         help="origins of web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)",
@@ -105,6 +146,7 @@ def add_parser(commands: Any) -> None:
     http.add_argument("--no-ui", action="store_true", help="no web pages: neither the chat page / nor /docs")
     http.add_argument(
         "--otlp-traces-endpoint",
+        type=url,
         metavar="URL",
         help="send OpenTelemetry spans there, such as http://localhost:4318/v1/traces (default: as the variables "
         "OTEL_… say, else none)",

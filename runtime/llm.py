@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
-from .batch import complete
+from .batch import complete, params_of
 from .bundle.bundle import EngineBundle
 from .bundle.costs import assumed_costs, read_costs, stored_costs
 from .bundle.fit import fitted
@@ -135,7 +135,7 @@ class LLM:
     ) -> Job[StreamChunk]:
         """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. grammar:
         that of `params.structured`, if the caller has compiled it."""
-        if params.n != 1:
+        if (params := params_of(params, 1)[0]).n != 1:
             raise RequestError(f"a stream has one text, and n is {params.n}: leave n out, or call LLM.generate")
         config = self.resolved(speculative)
         tokens = self.encode(prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import TypedDict, TypeGuard, cast
 
 from ..models.bindings import TARGET
@@ -32,8 +32,11 @@ class PromptTooLongError(RequestError):
 
 
 def plain_prompt(prompt: PromptType) -> Prompt:
-    """The text or the token ids of a prompt. Raises RequestError for a mapping without exactly one of them."""
+    """The text or the token ids of a prompt. Raises RequestError for a mapping without exactly one of them, and for
+    what is neither; the numbers of bytes are no token ids."""
     if not isinstance(prompt, Mapping):
+        if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}")
         return prompt
     (name, value), *others = prompt.items() or [("", None)]
     if others or (name, isinstance(value, str)) not in (("prompt", True), ("prompt_token_ids", False)):

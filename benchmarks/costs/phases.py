@@ -21,7 +21,7 @@ from benchmarks.tools.record import add_output, write_results
 
 LANES, MOST_ROWS, MOST_QUERIES = 16, 8, 64  # plugins/native/kernels: lanes.h, isa_avx512.h, attention.h
 ROUNDED = 32  # matrix.h
-SHARES, PARTS_OF_SCORES, LEAST_PART = 2, 4, 16  # engine.h
+SHARES, PARTS_OF_SCORES, LEAST_PART, LEAST_SHARED = 2, 4, 16, 192  # engine.h
 THREADS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 THREAD_BANDWIDTH, BANDWIDTH = 12e9, 300e9  # bytes per second that one thread reads, and all together
 PRODUCTS = 3e11  # of integers, per second and thread
@@ -172,13 +172,14 @@ def attend(shape: Shape, rows: int, context: int, threads: int, parts: bool) -> 
     tiles = -(-(rows * shape.heads // (threads * SHARES)) // MOST_ROWS)
     most = min(max(tiles, 1) * MOST_ROWS, MOST_QUERIES)
     least = -(-queries // most)
-    even = (n for n in range(least, 2 * least) if least > 1 and n * shape.kv_heads % threads == 0)
+    panels, values = -(-context // LANES), -(-shape.head_dim // LANES)
+    halves = least == 1 and queries > MOST_ROWS and queries * panels >= LEAST_SHARED
+    even = (n for n in range(least, 2 * least + halves) if n * shape.kv_heads % threads == 0)
     units = shape.kv_heads * next(even, least)
     each = queries * shape.kv_heads / units  # queries of a unit
     memory = context * shape.head_dim * CACHE_BYTES  # of keys, or of values
     seconds = each * context * shape.head_dim / FLOAT_PRODUCTS
-    panels, values = -(-context // LANES), -(-shape.head_dim // LANES)
-    if not parts or threads == 1 or units >= threads * SHARES or panels < 2 * LEAST_PART:
+    if not parts or units % threads == 0 or units >= threads * SHARES or panels < 2 * LEAST_PART:
         yield Phase("attention", units, 2 * memory, 2 * seconds)
         return
     cut = min(-(-threads * PARTS_OF_SCORES // units), panels // LEAST_PART)

@@ -16,11 +16,12 @@ import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...models.bindings import DRAFT
-from ...models.errors import BundleError, ConfigError
+from ...models.errors import BundleError, ConfigError, shown
 from ...models.plain_files import read_object
 from ...models.typed import typed
 from ..engines.backends import BACKENDS, Opening
@@ -157,9 +158,10 @@ class EngineBundle:
         Runtime; TensorRT computes there anyway. Raises EngineError or ConfigError."""
         spec = self.manifest.engines[role]
         backend, file = BACKENDS[spec.backend], self.folder / spec.file
-        if not 0 <= threads <= backend.most_threads:
+        whole = isinstance(threads, Integral) and not isinstance(threads, bool)
+        if not whole or not 0 <= threads <= backend.most_threads:
             raise ConfigError(
-                f"threads of the {role} must be 0 (the backend chooses) to {backend.most_threads}, not {threads}"
+                f"threads of the {role} must be 0 (the backend chooses) to {backend.most_threads}, not {shown(threads)}"
             )
         if provider != "cpu" and not backend.providers:
             raise ConfigError(
@@ -167,7 +169,7 @@ class EngineBundle:
                 "with --backend onnxruntime"
             )
         backend.check_file(file, spec)
-        return backend.open(file, spec, Opening(threads, provider, self.private))
+        return backend.open(file, spec, Opening(int(threads), provider, self.private))
 
     @property
     def has_draft(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ...models.bindings import ACCEPTANCE, DRAFT, TARGET
-from ...models.errors import ConfigError
+from ...models.errors import ConfigError, shown
 from ..speculation.config import AUTO, WITHOUT_DRAFT, SpeculativeConfig
 from ..speculation.growers.kinds import LOOKUP
 from .bundle import EngineBundle
@@ -18,6 +18,9 @@ def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeC
     """The configuration for this bundle's engines. Default limits are lowered to the limits of the engines. Raises
     ConfigError for explicit settings beyond them, and for settings of a draft where the bundle has none. There "auto"
     becomes prompt lookup."""
+    if not isinstance(speculative, SpeculativeConfig):
+        fix = "write SpeculativeConfig(...), or None for plain decoding"
+        raise ConfigError(f"speculative must be a SpeculativeConfig, not {shown(speculative)}: {fix}")
     if not bundle.has_draft:
         speculative = without_draft(speculative, bundle.manifest.engines[TARGET].max_width)
     if not speculative.shaped:

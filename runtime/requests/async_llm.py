@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from ...models.errors import ConfigError, RequestError
+from ..batch import params_of
 from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING, Loop
 from ..decoding.pace import MAX_PAUSE_MS, Pace
@@ -179,6 +180,7 @@ class AsyncLLM(EngineThread):
             raise RequestError(f"deadline_s must be positive, not {deadline_s!r}")
         if cache_salt == "":
             raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
+        (sampling_params,) = params_of(sampling_params, 1)
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
         job = self.llm.job(tokens, sampling_params, observe, speculative, self._engines, grammar)

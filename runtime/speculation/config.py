@@ -76,9 +76,9 @@ class SpeculativeConfig:
     "dyspec-heap" and "dyspec-threshold" are the paper's own forms. "topk" chooses the draft's most probable tokens.
     "lookup" proposes what a prompt lookup finds and needs no draft.
     "auto" is "topk" at temperature 0, with merge="gsd" and with verify="match", else "dyspec". With budget="cost" and
-    neither merge nor lookup_ngram, "auto" is "chain" in rounds where a chain is expected to be faster. At temperature 0
-    every proposal is lossless, so all growers choose the most probable tokens instead of drawing, and "dyspec" is
-    "topk".
+    neither merge nor lookup_ngram, "auto" is "chain" or, if nothing asks for drawn tokens, "topk" in rounds where that
+    is expected to be faster. At temperature 0 every proposal is lossless, so all growers choose the most probable
+    tokens instead of drawing, and "dyspec" is "topk".
     merge: "gsd" links recurring sequences of `merge_ngram` tokens. Drawn merges are exact under rejection with
     "dyspec-threshold", and only under matching with the other growers.
     stop_rule: the rule that ends a branch before the limits. key: the estimate of acceptance that DySpec grows by: the

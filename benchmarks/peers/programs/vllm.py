@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, serve, split_method
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-AT_A_TIME = 16
+AT_A_TIME = 64
 CONTEXT = 4096  # tokens of a text
 CACHE_GB = 1  # of every engine
 POLLING = 1.2  # seconds; its worker polls for a second after its last step, and would take a core from the next peer

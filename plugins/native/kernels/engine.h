@@ -11,6 +11,7 @@
 #define MOST_AHEAD (1 << 17) /* bytes of the next matrix that a waiting thread fetches */
 #define PARTS_OF_SCORES 4 /* for each thread, where one unit of attention is computed by several */
 #define LEAST_PART 16 /* panels */
+#define LEAST_SHARED 192 /* queries times panels of a kv head that are worth a phase of their own */
 
 struct layer {
     const float *input_norm, *post_norm, *query_norm, *key_norm; /* the last two: of each head, or null */

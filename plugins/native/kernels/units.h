@@ -2,11 +2,13 @@
 #pragma once
 #include "engine.h"
 
-/* How many of the queries of a kv head a unit has at most: where there are several units, each thread gets as many. */
-static int queries_of_unit(const struct model *model, int rows, int threads) {
+/* How many of the queries of a kv head a unit has at most: each thread gets as many units, where fewer than twice the
+ * least number suffice, or two units of a tile instead of one are worth another phase. */
+static int queries_of_unit(const struct model *model, int rows, int threads, int panels) {
     const int most = queries_at_once(model, rows, threads), queries = rows * model->heads / model->kv_heads;
     const int least = (queries + most - 1) / most;
-    for (int units = least; least > 1 && units < 2 * least; units++)
+    const int halves = least == 1 && queries > MOST_ROWS && queries * panels >= LEAST_SHARED;
+    for (int units = least; units < 2 * least + halves; units++)
         if (units * model->kv_heads % threads == 0) return (queries + units - 1) / units;
     return most;
 }
@@ -16,7 +18,7 @@ static int queries_of_unit(const struct model *model, int rows, int threads) {
 static void cut(struct engine *engine, int rows) {
     const struct model *model = &engine->model;
     const int group = model->heads / model->kv_heads, threads = engine->team->threads;
-    const int most = queries_of_unit(model, rows, threads), panels = engine->mask.panels;
+    const int panels = engine->mask.panels, most = queries_of_unit(model, rows, threads, panels);
     int count = most, first = 0;
     engine->num_units = 0;
     for (int query = 0; query < rows * group; query++, count++) {
@@ -31,7 +33,7 @@ static void cut(struct engine *engine, int rows) {
     }
     engine->units[engine->num_units] = rows * group;
     const int units = model->kv_heads * engine->num_units, wanted = (threads * PARTS_OF_SCORES + units - 1) / units;
-    const int few = threads > 1 && units < threads * SHARES && rows * model->heads <= threads * engine->most_queries;
+    const int few = units % threads && units < threads * SHARES && rows * model->heads <= threads * engine->most_queries;
     engine->parts = !few || panels < 2 * LEAST_PART ? 1 : wanted < panels / LEAST_PART ? wanted : panels / LEAST_PART;
 }
 

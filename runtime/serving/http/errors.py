@@ -24,7 +24,7 @@ RETRY_SECONDS = 1  # the shortest running requests end about this soon
 
 class Refusal(NamedTuple):
     """An error as an answer. retry_after: seconds after which a retry may succeed. closing: whether the answer also
-    closes the connection."""
+    closes the connection. allow: the methods that the address has, if the request had another."""
 
     status: int
     message: str
@@ -33,6 +33,7 @@ class Refusal(NamedTuple):
     code: str | None = None
     retry_after: int | None = None
     closing: bool = False
+    allow: str | None = None
 
     @property
     def body(self) -> bytes:
@@ -47,6 +48,8 @@ class Refusal(NamedTuple):
             headers["www-authenticate"] = "Bearer"
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
+        if self.allow is not None:
+            headers["allow"] = self.allow
         if self.closing:
             headers["connection"] = "close"
         return headers
@@ -96,7 +99,8 @@ def add_errors(app: FastAPI) -> None:
             refusal = invalid(error)
         elif isinstance(error, HTTPException):
             asked = f"{request.method} {request.url.path}"[:MAX_SHOWN]
-            refusal = Refusal(error.status_code, f"{error.detail}: {asked}; {PLACES}")
+            allow = (error.headers or {}).get("Allow")
+            refusal = Refusal(error.status_code, f"{error.detail}: {asked}; {PLACES}", allow=allow)
         else:
             refusal = refusal_of(error)
         return Response(refusal.body, refusal.status, refusal.headers)

@@ -42,10 +42,13 @@ def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> sock
     unread_seconds: time after which the connection of a client that does not read its answer is closed. Only Linux
     supports this; on other systems the server waits for such a client.
     """
+    if not host:  # to the system, this means every address of the machine
+        raise ConfigError("the host to listen on is empty: write 127.0.0.1 for this machine only, or 0.0.0.0 for all")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if not 0 <= port < 1 << 16:
             raise OSError("ports go from 0 to 65535")
+        host.encode("idna")  # otherwise create_server would raise the same error, and leave a socket open
         listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         # Connections inherit both options. Without the first, the end of an answer waits until its client has
         # acknowledged the head, and clients take 40 ms to do so.
@@ -53,8 +56,8 @@ def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> sock
         if sys.platform == "linux":
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(unread_seconds * 1000))
         return listener
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, UnicodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"cannot listen on {host} port {port} ({reason}): choose another --host or --port") from error
 
 

@@ -201,7 +201,7 @@ class GenerationBody(Body, ABC):
             values["top_k"] = 0
         if values.get("seed") == -1:
             values["seed"] = None
-        values["logit_bias"] = {named_token(token): bias for token, bias in (self.logit_bias or {}).items()} or None
+        values["logit_bias"] = biases(self.logit_bias or {}) or None
         values["structured"] = self.structured()
         values["prompt_logprobs"] = self.num_prompt_logprobs
         return SamplingParams(**values, max_tokens=limit, logprobs=self.num_logprobs)
@@ -236,6 +236,17 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
         raise RequestError(f"{name} is unknown: it takes the fields of SpeculativeConfig")
     check_bounds(values, RequestError, "speculative.")
     return SpeculativeConfig(**values)
+
+
+def biases(given: Mapping[str, float]) -> dict[int, float]:
+    """The biases by token id. Raises RequestError for names that are no token ids, and for two names of one token."""
+    found: dict[int, float] = {}
+    for name, bias in given.items():
+        token = named_token(name)
+        if token in found:
+            raise RequestError(f"logit_bias: token {token} is given twice: send it once")
+        found[token] = bias
+    return found
 
 
 def named_token(name: str) -> int:

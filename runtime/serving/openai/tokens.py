@@ -23,6 +23,8 @@ from .protocol import Body, TokenIds
 from .streams import CLIENT_CLOSED, ClientGone, while_connected
 from .tool_use import Tools
 
+OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+
 
 class TokenizeBody(Body):
     """POST /tokenize. Either a text, which is tokenized as by /v1/completions, or a conversation, which is tokenized as
@@ -37,6 +39,17 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] = Field({}, description="for a conversation: variables of the chat template")
     tools: Tools | None = Field(None, description="for a conversation: the tools that the model is told of")
     return_token_strs: bool = Field(False, description="also return the text of each token")
+
+    def check(self) -> None:
+        """Raises RequestError without exactly one of both, and for a field of the other one that asks for something."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("send either a prompt or messages")
+        if self.messages is None:
+            given = [name for name in OF_CONVERSATIONS if getattr(self, name) not in (None, *self.neutral[name])]
+            if given:
+                raise RequestError(f"{given[0]} is for a conversation: send messages, or leave it out")
+        elif "add_special_tokens" in self.model_fields_set and self.add_special_tokens:
+            raise RequestError("add_special_tokens is for a prompt: the chat template writes them, so leave it out")
 
 
 class DetokenizeBody(Body):
@@ -72,8 +85,7 @@ class TokensApi:
         return await self._texts.compute(lambda: self._detokenized(body), len(body.tokens))
 
     async def _tokenized(self, body: TokenizeBody) -> Response:
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("send either a prompt or messages")
+        body.check()
         if body.messages is None:
             text, special = body.prompt or "", body.add_special_tokens
         else:

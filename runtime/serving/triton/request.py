@@ -252,13 +252,16 @@ def allowed(value: Any) -> tuple[int, ...] | None:
 
 
 def biases(value: Any) -> dict[int, float] | None:
-    """null or an object of numbers by token id"""
+    """null or an object of numbers by token id, each token once"""
     if value is None:
         return None
     content = json_object(value) if isinstance(value, str) else value
     if not isinstance(content, Mapping):
         raise ValueError(value)
-    return {integer(token): number(bias) for token, bias in content.items()}
+    found = {integer(token): number(bias) for token, bias in content.items()}
+    if len(found) < len(content):  # two names of one token, such as 3 and 03
+        raise ValueError(value)
+    return found
 
 
 CONVERTER_OF: dict[type, Callable[[Any], Any]] = {

@@ -21,6 +21,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 PAGE = "http://localhost:3000"
 ASKED = {"prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "look_up"}}
 KEY = {"authorization": "bearer secret"}  # the scheme's name has no case
 
 
@@ -154,6 +155,10 @@ def test_a_conversation_is_counted_as_it_is_read(client: Any, llm: LLM) -> None:
     [
         ("/tokenize", {}, "either a prompt or messages"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "either a prompt or messages"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt is for a conversation"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"mood": "merry"}}, "chat_template_kwargs is for a conv"),
+        ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools is for a conversation: send messages"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens is for a prompt"),
         ("/tokenize", {"prompt": ["x"]}, "prompt"),
         ("/tokenize", {"prompt": "x" * 20_000}, "shorten it"),
         ("/detokenize", {"tokens": [1] * 2000}, "shorten it"),
@@ -196,6 +201,20 @@ def test_a_wrong_address_says_what_there_is(client: Any, path: str) -> None:
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
     assert f"POST {path};" in message and "/v1/chat/completions" in message
+
+
+def test_a_wrong_method_names_the_right_one(client: Any) -> None:
+    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET")):
+        answer = client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
+def test_a_field_of_the_other_form_that_asks_for_nothing_is_accepted(client: Any) -> None:
+    defaults = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "tools": []}
+    counts = [client.post("/tokenize", json={"prompt": "x", **extra}).json()["count"] for extra in ({}, defaults)]
+    assert counts[0] == counts[1]
+    given = {"messages": MESSAGES, "add_special_tokens": False}
+    assert client.post("/tokenize", json=given).json() == client.post("/tokenize", json={"messages": MESSAGES}).json()
 
 
 def test_web_pages_that_are_allowed_may_use_it(client: Any) -> None:

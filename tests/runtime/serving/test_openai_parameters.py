@@ -154,6 +154,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"allowed_token_ids": [-1]}, "allowed_token_ids"),
     ("completions", {"logit_bias": {"-1": 1}}, "logit_bias"),
     ("completions", {"logit_bias": {"5": 101}}, "logit_bias"),
+    ("completions", {"logit_bias": {"5": 100, "05": -100}}, "token 5 is given twice: send it once"),
     ("completions", {"skip_special_tokens": 0}, "skip_special_tokens"),
     ("completions", {"best_of": 1, "n": 2}, "best_of must be at least n"),
     ("completions", {"best_of": 2, "stream": True}, "best_of cannot be streamed"),

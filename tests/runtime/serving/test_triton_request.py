@@ -228,6 +228,7 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"logit_bias": [3]}, "logit_bias must be null or an object"),
         ({"logit_bias": "{"}, "logit_bias must be null or an object"),
+        ({"logit_bias": {"3": 1, "03": -1}}, "each token once"),
         ({"logit_bias": {"x": 1}}, "logit_bias must be null or an object"),
         ({"logit_bias": {"3": True}}, "logit_bias must be null or an object"),
         ({"logit_bias": {"3": 101}}, "logit_bias of token 3"),

@@ -18,6 +18,8 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.planning import controller as planning
+from draftwood.runtime.speculation.planning.calibration import Calibration
 from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
@@ -239,3 +241,16 @@ def test_a_draft_not_worth_asking_does_not_read_the_prompt() -> None:
     for _ in decoder.generate(PROMPT, Sampler(params, PROMPT, (), 6), seeded_streams(0), SpecDecodeStats()):
         pass
     assert draft.passes == 0
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_chosen_tokens_teach_nothing_about_drawn_ones(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of drawn tokens' acceptance grows DySpec's trees."""
+    learned: list[int] = []
+    plan = Controller.plan
+    monkeypatch.setattr(planning, "HELD_PROPOSAL", 0)
+    monkeypatch.setattr(Controller, "plan", lambda *args: plan(*args)._replace(chosen=chosen))
+    monkeypatch.setattr(Calibration, "update", lambda self, tree, accepted: learned.append(len(tree)))
+    stats = rounds(SpeculativeConfig(), table(1.0, 0.1), 1.0, 40)
+    assert stats.num_drafts and bool(learned) is not chosen
+    assert bool(stats.num_chosen) is chosen

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from controllers import CHAIN, DEAR_DRAFT, TREES, choices, settled
 from costs import FREE, passes, table
 
+from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.controller import CONTEXT_STEP, Controller, Experience, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
+from draftwood.runtime.speculation.verifier import sample_and_match, traversal_verification
 
 
 def test_a_draft_that_is_never_right_is_asked_almost_never() -> None:
@@ -191,3 +195,63 @@ def test_a_text_departs_from_what_all_have_shown() -> None:
         special.observe(None, 1, *right)
     assert special.expected_accepted()[0, 0] > 0.55 and special.expected_accepted()[0, 3] > 1.1
     assert experience.estimate_for(CHAIN, True).expected_accepted()[0, 0] < 0.38
+
+
+@pytest.mark.parametrize(("drawn", "chosen"), [(0.8, 0.3), (0.3, 0.8), (0.8, 0.7), (0.7, 0.8)])
+@pytest.mark.parametrize("sharing", [1, 3])
+def test_tokens_come_from_the_source_that_is_accepted_more_often(drawn: float, chosen: float, sharing: int) -> None:
+    """Rounds of one source say nothing about the other, so the worse one is tried now and then, more seldom the worse
+    it is."""
+    controller = Controller(table(1.0, 0.05), CHAIN._replace(depth=4), greedy=False, chooses=True)
+    rng = np.random.default_rng(0)
+    planned: list[bool] = []
+    tried: list[bool] = []
+    for turn in range(1200):
+        plan = controller.plan(100, 1000, sharing)
+        if turn >= 400:
+            (tried if plan.probe else planned).append(plan.chosen)
+        accepted = int((np.cumprod(rng.random(plan.depth) < (chosen if plan.chosen else drawn))).sum())
+        controller.observe(plan, list(range(1, accepted + 1)), choices(plan, accepted))
+    better = chosen > drawn
+    assert planned.count(better) > 0.9 * len(planned)
+    assert tried.count(better) < 0.1 * len(tried)
+    assert len(tried) / 800 < (0.03 if abs(chosen - drawn) > 0.2 else 0.07)
+
+
+def test_only_the_settings_that_leave_it_open_choose_tokens_above_temperature_0() -> None:
+    """A named verifier, the head and a rule that stops are for drawn tokens; a named grower is the user's choice."""
+    costs, widths = replace(table(1.0, 0.05), greedy=FREE, sampled=HostCosts(0.0, 1.0, 0.0)), (1, 2, 4, 8)
+
+    def chooses(config: SpeculativeConfig, greedy: bool = False) -> bool:
+        """Drawn tokens are dear here."""
+        controller = config.controller(costs, widths, greedy)
+        assert controller is not None
+        return controller.plan(0, 100).chosen
+
+    assert chooses(SpeculativeConfig()) and not chooses(SpeculativeConfig(), greedy=True)
+    open_ones = SpeculativeConfig(max_draft_len=3, frontier_width=2, max_total_draft_tokens=5)
+    assert chooses(open_ones)
+    for setting in (
+        {"grow": "dyspec"},
+        {"grow": "chain"},
+        {"grow": "topk"},
+        {"verify": "traversal"},
+        {"verify": "match"},
+        {"merge": "gsd"},
+        {"lookup_ngram": 2},
+        {"stop_rule": "confidence"},
+        {"stop_rule": "specdec++"},
+        {"key": "head"},
+    ):
+        assert not chooses(replace(SpeculativeConfig(), **setting)), setting
+
+
+def test_a_plan_of_chosen_tokens_is_verified_by_matching() -> None:
+    """Within the configuration's frontier; a chain of them has one child a node."""
+    config = SpeculativeConfig(frontier_width=3)
+    tree = RoundPlan(4, 7, 0.0, 0.0, 0.0, probe=False, chosen=True)
+    for plan, width in ((tree, 3), (tree._replace(size=4, chain=True), 1)):
+        limited = config.within(plan)
+        assert (limited.grow, limited.frontier_width, limited.max_draft_len) == ("topk", width, 4)
+        assert limited.rules(greedy=False).verify is sample_and_match
+    assert config.rules(greedy=False).verify is traversal_verification

@@ -1,0 +1,56 @@
+"""Standard input and output of commands: what follows when they are closed, full, or of a narrow encoding."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from ..models.errors import RequestError
+from ..models.printable import printable
+from ..runtime.bundle.staging import advice
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def check_streams() -> None:
+    """Raises RequestError if standard output is closed: a result would be lost, and the first file that is opened would
+    take its place. A closed standard error stays silent; without it Python prints errors on standard output."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+    if sys.stdout is None:
+        raise RequestError("standard output is closed, and the result would be lost: send it to a file or to /dev/null")
+
+
+def standard_input() -> TextIO:
+    """Standard input. Raises RequestError if it is closed."""
+    if sys.stdin is None:
+        raise RequestError("standard input is closed: send the text through a pipe or from a file")
+    return sys.stdin
+
+
+def read_input() -> str:
+    """All of standard input. Raises RequestError if it cannot be read."""
+    try:
+        return standard_input().read()
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"standard input cannot be read ({error}): send UTF-8 text") from error
+
+
+def unwritten(error: OSError | UnicodeEncodeError) -> RequestError | None:
+    """The refusal of an output that standard output did not take; None if the error has another cause."""
+    if isinstance(error, UnicodeEncodeError):
+        missing = printable(error.object[error.start : error.start + 1])
+        return RequestError(f"standard output in {error.encoding} cannot hold {missing!r}: set PYTHONIOENCODING=utf-8")
+    if error.errno not in UNWRITABLE or error.filename is not None:
+        return None
+    fix = advice(error, "send it to a file or to /dev/null")
+    return RequestError(f"standard output cannot be written ({error.strerror}): {fix}")
+
+
+def abandon_output() -> None:
+    """Drop what standard output has not taken. Python would try to write it once more at its end, and complain."""
+    with suppress(OSError, ValueError):  # ValueError: an output that is no file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

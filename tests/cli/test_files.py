@@ -1,0 +1,45 @@
+"""Output files of commands: none replaces a file that the command reads, and checking one leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftwood.cli.files import check_writable
+from draftwood.cli.main import main
+
+REFUSED = "would replace a file that this command reads: choose another one"
+
+
+@pytest.mark.parametrize("name", ["prompt.txt", "link.txt", "bundle/manifest.json", "bundle/tokenizer.json"])
+def test_no_input_is_replaced(name: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, prompts = tmp_path / "bundle", tmp_path / "prompt.txt"
+    shutil.copytree(tiny_bundle, bundle)
+    prompts.write_text('{"prompt": "hello"}\n')
+    (tmp_path / "link.txt").hardlink_to(prompts)
+    output = tmp_path / name
+    before = output.read_bytes()
+    for command in (
+        ["generate", str(bundle), "--prompt-file", str(prompts), "--max-tokens", "2", "--explain", str(output)],
+        ["bench", str(bundle), "--prompts", str(prompts), "--max-tokens", "2", "--output", str(output)],
+    ):
+        assert main(command) == 2
+        assert REFUSED in capsys.readouterr().err and output.read_bytes() == before
+
+
+def test_a_schema_is_not_replaced(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    options = ["--prompt", "x", "--json-schema", str(schema), "--explain", str(schema)]
+    assert main(["generate", str(tiny_bundle), *options]) == 2
+    assert REFUSED in capsys.readouterr().err and schema.read_text() == '{"type": "integer"}'
+
+
+def test_a_check_leaves_a_link_to_a_file_that_is_still_to_come(tmp_path: Path) -> None:
+    link = tmp_path / "link.html"
+    link.symlink_to(tmp_path / "page.html")
+    check_writable(link, "--explain")
+    assert link.is_symlink() and os.listdir(tmp_path) == ["link.html"]

@@ -1,0 +1,75 @@
+"""Standard streams of commands that are closed, full, left by their reader, or of a narrow encoding. Python buffers the
+output here, as it does for a user; unbuffered, an error would come earlier."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import with_chat_template
+
+COMMAND = f"{sys.executable} -m draftwood.cli.main"
+CLOSED = "standard output is closed"
+
+
+@pytest.fixture
+def chat_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return with_chat_template(tiny_bundle, tmp_path)
+
+
+def shell(line: str, **variables: str) -> tuple[int, str]:
+    """The exit code of a command in a shell, which ends with that of the whole pipe, and its errors."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, env=inherited | variables
+    )
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("options", ["--version", "--help", "inspect BUNDLE", "inspect BUNDLE --json"])
+def test_a_reader_that_went_before_the_output_is_no_error(options: str, tiny_bundle: Path) -> None:
+    line = f"{COMMAND} {options.replace('BUNDLE', str(tiny_bundle))} | true"
+    assert shell(line, TERM="dumb") == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("options", ["--version", "inspect BUNDLE --json", "generate BUNDLE --prompt x --max-tokens 2"])
+def test_an_output_without_room_is_one_line(options: str, tiny_bundle: Path) -> None:
+    code, error = shell(f"{COMMAND} {options.replace('BUNDLE', str(tiny_bundle))} >/dev/full")
+    assert code == 2 and error.count("\n") == 1 and "No space left on device): free some space" in error
+
+
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_no_result_is_lost_in_a_closed_output(form: str, tiny_bundle: Path) -> None:
+    code, error = shell(f"{COMMAND} generate {tiny_bundle} --prompt x --max-tokens 2 {form} >&-")
+    assert code == 2 and error.count("\n") == 1 and CLOSED in error
+
+
+def test_errors_without_a_place_do_not_go_into_the_output(tiny_bundle: Path) -> None:
+    line = f"{COMMAND} generate {tiny_bundle} --prompt x --max-tokens 0 --json 2>&-"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("generate BUNDLE --prompt-file - <&-", "standard input is closed"),
+        ("chat BUNDLE --json <&-", "standard input is closed"),
+        ("chat BUNDLE <&-", "standard input is closed"),
+        ("generate BUNDLE --prompt-file - <<< $'a\\xff'", "send UTF-8 text"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_one_line(line: str, named: str, chat_bundle: Path) -> None:
+    command = f"{COMMAND} {line.replace('BUNDLE', str(chat_bundle))}"
+    code, error = shell(command, PYTHONIOENCODING="utf-8:strict")
+    assert code == 2 and error.count("\n") == 1 and named in error
+
+
+def test_an_encoding_that_cannot_hold_the_output_is_named(tiny_bundle: Path) -> None:
+    code, error = shell(f"{COMMAND} inspect {tiny_bundle}", PYTHONIOENCODING="ascii")
+    assert code == 2 and error.count("\n") == 1 and "in ascii cannot hold" in error and "PYTHONIOENCODING" in error
