@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..models.errors import EngineError
+from ..models.errors import ConfigError, EngineError
 from ..runtime.decoding.loop import MAX_RUNNING
 from ..runtime.request_engines import PREFIX_CACHE_SLOTS
 from ..runtime.requests.async_llm import MAX_WAITING
@@ -17,6 +17,9 @@ from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model
 from ..runtime.serving.triton.server import Distribution, Ports, TritonServer
 from .options import add_engines, add_speculation, integers, speculative
+
+HOST = "127.0.0.1"
+PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 
 def add_parser(commands: Any) -> None:
@@ -53,15 +56,18 @@ def add_parser(commands: Any) -> None:
     )
     local = parser.add_argument_group("local server")
     local.add_argument("--run", dest="start", action="store_true", help="start tritonserver and serve until Ctrl-C")
-    local.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        local.add_argument(f"--{name}-port", type=int, default=port, help=f"(default {port})")
+    local.add_argument("--host", help=f"address to listen on (default {HOST})")
+    for name, port in PORTS.items():
+        local.add_argument(f"--{name}-port", type=int, help=f"(default {port})")
     add_speculation(parser)
     add_engines(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, f"{name}_port") for name in PORTS}
+    if not args.start and (args.host, *given.values()) != (None,) * (1 + len(PORTS)):
+        raise ConfigError("--host and the ports are of a local server: add --run, or leave them out")
     settings = ModelSettings(
         bundle=str(args.bundle),
         speculative=speculative(args),
@@ -82,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.start:
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopping a container sends SIGTERM
-    ports = Ports(args.http_port, args.grpc_port, args.metrics_port)
-    with TritonServer(args.output, ports, args.host, [args.name]) as server:
+    ports = Ports(**{name: PORTS[name] if port is None else port for name, port in given.items()})
+    with TritonServer(args.output, ports, HOST if args.host is None else args.host, [args.name]) as server:
         console.print(
             f"Ready: HTTP on {server.http}, gRPC on {server.grpc}, {server.metrics}; log in {server.log}",
             highlight=False,

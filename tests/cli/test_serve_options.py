@@ -1,10 +1,12 @@
-"""Options of draftwood serve that no request, no page and no address would ever match."""
+"""Options of draftwood serve that no request, no page and no address would ever match; and of triton, without a server."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from draftwood.cli.main import arguments
+from draftwood.cli.main import arguments, main
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.serving.http.server import listen
 
@@ -53,3 +55,12 @@ def test_hosts_and_origins_are_taken_as_browsers_send_them() -> None:
 def test_a_host_that_is_no_name_is_refused(host: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         listen(host, 0).close()
+
+
+@pytest.mark.parametrize("option", [("--host", "127.0.0.1"), ("--http-port", "8000"), ("--metrics-port", "9")])
+def test_a_local_server_s_options_need_a_local_server(
+    option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["triton", str(tmp_path), "--output", str(tmp_path / "models"), *option]) == 2
+    assert "add --run" in capsys.readouterr().err
+    assert not (tmp_path / "models").exists()

@@ -43,6 +43,6 @@ def content_of(body: bytes) -> Any:
     try:
         return parse(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise json.JSONDecodeError("it is not UTF-8", "", 0) from error
+        raise json.JSONDecodeError("it is not UTF-8: send it as such, and not compressed", "", 0) from error
     except RequestError as error:
         raise json.JSONDecodeError(str(error), "", 0) from error
