@@ -1,4 +1,4 @@
-"""Options of draftwood serve that no request, no page and no address would ever match; and of triton, without a server."""
+"""Options of draftwood serve that no request, page and address would ever match; and of triton, without a server."""
 
 from __future__ import annotations
 
