@@ -272,7 +272,8 @@ class SpeculativeConfig:
         if self.budget == "fixed" or not (self._kind.layered or greedy):
             return None
         shapes, drawn = self._shapes(widths), greedy or self.stop_rule != "fixed" or self.key == "head"
-        chooses = self.grow == AUTO and shapes.chain and self.verify == AUTO and not drawn  # which only match verifies
+        # Only matching verifies chosen tokens.
+        chooses = self.grow == AUTO and shapes.chain and self.verify == AUTO and not drawn
         return Controller(costs, shapes, greedy, experience, budget, draft_context, chooses)
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
@@ -294,9 +295,8 @@ class SpeculativeConfig:
         if self.shaped or not self.drafts:
             return self
         grow = "topk" if plan.chosen else "chain" if plan.chain else self.grow
-        width = 1 if plan.chain and plan.chosen else self.frontier_width
-        size = plan.size
-        return replace(self, grow=grow, max_draft_len=plan.depth, max_total_draft_tokens=size, frontier_width=width)
+        width, depth = 1 if plan.chain and plan.chosen else self.frontier_width, plan.depth
+        return replace(self, grow=grow, frontier_width=width, max_draft_len=depth, max_total_draft_tokens=plan.size)
 
     def calibration(self, greedy: bool) -> Calibration | None:
         """The calibration table of one request, if the configuration corrects the draft's probabilities."""
