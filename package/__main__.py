@@ -1,8 +1,20 @@
-"""python -m draftwood: the same as the command `draftwood`."""
+"""The command `draftwood`, and `python -m draftwood`."""
+
+from __future__ import annotations
 
 import sys
 
-from .cli.main import main
+
+def main() -> int:
+    """Run one command; returns its exit code. The commands are imported here: this takes most of a second, and Ctrl-C
+    meanwhile must be no traceback."""
+    try:
+        from .cli.main import main as run
+    except KeyboardInterrupt:
+        print("draftwood: interrupted", file=sys.stderr)
+        return 130
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from draftwood.__main__ import main as command
 from draftwood.cli.main import main
 from draftwood.cli.termination import termination_unwinds
 
@@ -21,6 +22,7 @@ from draftwood.cli.termination import termination_unwinds
 UNFINISHED = """
 import sys, time
 from draftwood.builder import pipeline
+from draftwood.__main__ import main as command
 from draftwood.cli.main import main
 
 make, made = pipeline.make_engine, []
@@ -128,3 +130,17 @@ def test_another_thread_runs_commands_without_handling_signals(tmp_path: Path) -
     thread.start()
     thread.join()
     assert codes == [2]
+
+
+def test_an_interrupt_while_the_commands_are_loaded_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "draftwood.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "draftwood.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert command() == 130
+    assert capsys.readouterr().err == "draftwood: interrupted\n"
