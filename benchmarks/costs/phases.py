@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import heapq
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -51,14 +52,14 @@ SHAPES = {
 
 
 class Phase(NamedTuple):
-    """units: of equal cost, but the last one has `rest` of it. memory: bytes of a unit. seconds: of computing one.
-    shared: whether all threads take units by one counter, instead of by one for each thread's own share."""
+    """memory: bytes of a unit. seconds: of computing one. sizes: of each unit, over the mean, where they differ. shared:
+    whether all threads take units by one counter, instead of by one for each thread's own share."""
 
     name: str
     units: int
     memory: float
     seconds: float
-    rest: float = 1.0
+    sizes: tuple[float, ...] = ()
     shared: bool = True
 
 
@@ -116,7 +117,7 @@ def run(phase: Phase, threads: int, rate: float) -> tuple[float, float]:
     claimed = end = worked = 0.0
     for unit in range(phase.units):
         claimed = max(free[0], claimed if phase.shared else 0.0) + CLAIM_SECONDS
-        mine = cost * (phase.rest if unit + 1 == phase.units else 1)
+        mine = cost * (phase.sizes[unit] if phase.sizes else 1)
         worked += mine
         end = max(end, claimed + mine)
         heapq.heapreplace(free, claimed + mine)
@@ -146,24 +147,23 @@ def phases(shape: Shape, rows: int, context: int, threads: int, parts: bool) -> 
     yield linear("output", shape.hidden, query, rows, threads), times
     yield Phase("normalize", rows, 0, 3 * shape.hidden * VECTOR_SECONDS), 2 * times
     gated = linear("gate and up", 2 * shape.inner, shape.hidden, rows, threads, whole=2 * ROUNDED // LANES)
-    rounding = rows * shape.inner * VECTOR_SECONDS / (gated.units - 1 + gated.rest)
+    rounding = rows * shape.inner * VECTOR_SECONDS / gated.units
     yield gated._replace(seconds=gated.seconds + rounding), times
     yield linear("down", shape.hidden, shape.inner, rows, threads), times
     yield linear("head", shape.vocab, shape.hidden, rows, threads), 1
 
 
 def linear(name: str, outputs: int, inputs: int, rows: int, threads: int, whole: int = 1) -> Phase:
-    """See `linear` in llama.c. whole: panels that are finished together; single panels are still multiplied in pairs
-    where a thread has several."""
-    panels = -(-outputs // LANES)
-    chunk = -(-panels // (threads * SHARES))
-    if chunk > 1 or whole > 1:
-        whole = max(whole, 2)
-        chunk = -(-chunk // whole) * whole
-    units = -(-panels // chunk)
-    weights = chunk * LANES * inputs
-    rest = (panels - (units - 1) * chunk) / chunk
-    return Phase(name, units, weights * WEIGHT_BYTES, rows * weights / PRODUCTS, rest, shared=False)
+    """See `cut_panels` in llama.c. whole: panels that are finished together; single panels are still multiplied in
+    pairs where a thread has several."""
+    panels, shares = -(-outputs // LANES), threads * SHARES
+    size = 1 if panels <= shares and whole == 1 else max(whole, 2)
+    pieces = -(-panels // size)
+    units = min(pieces, shares)
+    firsts = [min(pieces * unit // units * size, panels) for unit in range(units + 1)]
+    sizes = tuple((end - first) * units / panels for first, end in pairwise(firsts))
+    weights = panels * LANES * inputs / units
+    return Phase(name, units, weights * WEIGHT_BYTES, rows * weights / PRODUCTS, sizes, shared=False)
 
 
 def attend(shape: Shape, rows: int, context: int, threads: int, parts: bool) -> Iterator[Phase]:

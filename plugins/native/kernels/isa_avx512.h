@@ -7,6 +7,7 @@
 #define MOST_ROWS 8  /* of a tile */
 #define MOST_ROWS_INT4 7 /* the same over codes of 4 bits, whose offsets need registers, too */
 #define MOST_SUMS 16 /* of its vectors */
+#define SUMS_BESIDE 15 /* of weights that stay in registers */
 #define PANELS_OF_ROW 1 /* of one row of codes or bf16: memory is read as one stream */
 
 /* Of the first `size` numbers, or all of them. */
@@ -65,26 +66,36 @@ INLINE void store_half_pairs(uint16_t *to, f32 value) {
 }
 #endif
 
-/* Sums of four products in every lane, of a code from 0 to 255, of which BYTE_ZERO is taken, and of one from 0 to 15;
- * `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by small_sums. */
+/* To each of `count` vectors of sums, four products in every lane: of a code from 0 to 255, of which BYTE_ZERO is taken,
+ * or of one from 0 to 15; `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by
+ * small_sums. */
 #if defined(__AVX512VNNI__)
 #define BYTE_ZERO 0
-INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
-    return (i32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)row);
+INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < count; v++)
+        sums[v] = (i32)_mm512_dpbusd_epi32((__m512i)sums[v], (__m512i)codes[v], (__m512i)row);
 }
-INLINE i32 add_small(i32 sum, i32 codes, i32 row) { return add_bytes(sum, codes, row); }
+INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) { add_bytes(count, sums, codes, row); }
 INLINE i32 small_sums(i32 sum) { return sum; }
 #else
 #define BYTE_ZERO 128
 /* |code| times the row's number with the code's sign: pairs fit 16 bits. */
-INLINE i32 add_bytes(i32 sum, i32 codes, i32 row) {
-    const __m512i code = _mm512_xor_si512((__m512i)codes, _mm512_set1_epi8((char)0x80)), zero = _mm512_setzero_si512();
-    const __m512i other = _mm512_mask_sub_epi8((__m512i)row, _mm512_movepi8_mask(code), zero, (__m512i)row);
-    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(code), other);
-    return sum + (i32)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < count; v++) {
+        const __m512i code = _mm512_xor_si512((__m512i)codes[v], _mm512_set1_epi8((char)0x80));
+        const __mmask64 negative = _mm512_movepi8_mask(code);
+        const __m512i other = _mm512_mask_sub_epi8((__m512i)row, negative, _mm512_setzero_si512(), (__m512i)row);
+        const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(code), other);
+        sums[v] += (i32)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    }
 }
-INLINE i32 add_small(i32 sum, i32 codes, i32 row) { /* pairs of 16 bits: 16 products of at most 1905 fit */
-    return (i32)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)row));
+/* Pairs of 16 bits: 16 products of at most 1905 fit. */
+INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < count; v++)
+        sums[v] = (i32)_mm512_add_epi16((__m512i)sums[v], _mm512_maddubs_epi16((__m512i)codes[v], (__m512i)row));
 }
 INLINE i32 small_sums(i32 sum) { return (i32)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
 #endif

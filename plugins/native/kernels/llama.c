@@ -60,33 +60,44 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, float 
 /* Panels that are finished together: two are multiplied at once, of gate and up as many as are rounded at once. */
 INLINE int whole_panels(const enum ending ending) { return ending == GATE ? 2 * ROUNDED / LANES : MOST_PANELS; }
 
-/* Panels that a thread takes at a time. */
-INLINE int chunk_of(const struct matrix *matrix, const enum ending ending, int threads) {
-    const int shares = threads * SHARES, least = (panels_of(matrix->outputs) + shares - 1) / shares;
-    const int whole = whole_panels(ending);
-    return least == 1 && ending != GATE ? 1 : (least + whole - 1) / whole * whole;
+/* How the panels of a matrix are cut into units, of which every thread's own share has as many: `pieces` of `size`
+ * panels, which stay together. */
+struct division {
+    int panels, size, pieces, units;
+};
+
+INLINE struct division cut_panels(const struct matrix *matrix, const enum ending ending, int threads) {
+    const int panels = panels_of(matrix->outputs), shares = threads * SHARES;
+    const int size = panels <= shares && ending != GATE ? 1 : whole_panels(ending), pieces = (panels + size - 1) / size;
+    return (struct division){panels, size, pieces, pieces < shares ? pieces : shares};
+}
+
+/* The first panel of a unit. */
+INLINE int unit_panel(const struct division *of, int unit) {
+    const int panel = of->pieces * unit / of->units * of->size;
+    return panel < of->panels ? panel : of->panels;
 }
 
 /* Let the thread fetch the beginning of its share of a matrix while it waits before that. */
 static void expect(struct cursor *cursor, const struct matrix *matrix, const enum ending ending) {
-    const int chunk = chunk_of(matrix, ending, cursor->team->threads), panels = panels_of(matrix->outputs);
-    const int first = first_own((panels + chunk - 1) / chunk, cursor->thread, cursor->team->threads) * chunk;
-    const size_t bytes = panel_bytes(matrix), rest = (panels - first) * bytes;
+    const struct division all = cut_panels(matrix, ending, cursor->team->threads);
+    const int first = unit_panel(&all, first_own(all.units, cursor->thread, cursor->team->threads));
+    const size_t bytes = panel_bytes(matrix), rest = (all.panels - first) * bytes;
     cursor->ahead = (const char *)matrix->weights + first * bytes;
     cursor->end = cursor->ahead + (rest < MOST_AHEAD ? rest : MOST_AHEAD);
 }
 
-/* rows of `from` times the matrix; every thread takes a chunk of panels at a time, for as long as there are any. next:
+/* rows of `from` times the matrix; every thread takes a unit of panels at a time, for as long as there are any. next:
  * of gate and up, the matrix for which the results are rounded. */
 static void linear(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows,
                    const struct rows *to, const enum ending ending, float factor, const struct matrix *next) {
     const struct tiles tiles = tiles_of(matrix, from, rows);
-    const int panels = panels_of(matrix->outputs), whole = whole_panels(ending);
-    const int chunk = chunk_of(matrix, ending, cursor->team->threads);
+    const struct division all = cut_panels(matrix, ending, cursor->team->threads);
+    const int whole = whole_panels(ending);
     f32 sums[MOST_TILE][VECTORS];
-    for (int unit; (unit = claim_own(cursor, (panels + chunk - 1) / chunk)) >= 0;) {
-        const int end = (unit + 1) * chunk < panels ? (unit + 1) * chunk : panels;
-        for (int panel = unit * chunk, step; panel < end; panel += step) {
+    for (int unit; (unit = claim_own(cursor, all.units)) >= 0;) {
+        const int end = unit_panel(&all, unit + 1);
+        for (int panel = unit_panel(&all, unit), step; panel < end; panel += step) {
             step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
             for (int tile = 0; tile < tiles.count; tile++) {
                 const int row = tile_row(&tiles, tile), count = tile_row(&tiles, tile + 1) - row;

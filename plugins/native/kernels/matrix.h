@@ -53,7 +53,7 @@ INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             weight[v] = widened(weights, v / PARTS * panel + (size_t)k * LANES + v % PARTS * WIDTH, format);
-            if (R * V < MOST_SUMS) weight[v] = read_once(weight[v]);
+            if (R * V <= SUMS_BESIDE) weight[v] = read_once(weight[v]);
             if (fetching && v % PARTS == 0) fetch(ahead, v / PARTS * panel * number_bytes(format), k);
         }
 #pragma GCC unroll 8
@@ -77,17 +77,12 @@ INLINE size_t panel_bytes(const struct matrix *matrix) {
     return matrix->inputs / inputs_of_step * step_bytes(matrix->format);
 }
 
-/* Eight inputs of a vector of outputs, from `codes` on: bytes of the first four in `low`, of the others in `high`. */
-INLINE void load_codes(const uint8_t *codes, const int bits, i32 *low, i32 *high) {
-    memcpy(low, codes, sizeof *low);
-    if (bits == 8) memcpy(high, codes + LANES * 4, sizeof *high);
-    if (bits == 8) return;
-    *high = (i32)((u32)*low >> 4) & 0x0f0f0f0f;
-    *low &= 0x0f0f0f0f;
-}
-
-INLINE i32 add_products(i32 sum, i32 codes, const int8_t *values, const int bits) {
-    return bits == 8 ? add_bytes(sum, codes, repeated(values)) : add_small(sum, codes, repeated(values));
+/* Of eight inputs of a vector of outputs, whose codes begin at `codes`: bytes of the first four, or of the others. */
+INLINE i32 four_codes(const uint8_t *codes, const int others, const int bits) {
+    i32 bytes;
+    memcpy(&bytes, codes + (bits == 8 && others ? LANES * 4 : 0), sizeof bytes);
+    if (bits == 8) return bytes;
+    return (others ? (i32)((u32)bytes >> 4) : bytes) & 0x0f0f0f0f;
 }
 
 /* whole[r][v] += one block's products in integers, from input `k` of `values` and of the codes on. */
@@ -96,27 +91,32 @@ INLINE void block_products(const int R, const int P, const int8_t *const *values
     const int V = P * PARTS, paired = PAIRS ? R / 2 * 2 : 0; /* rows that are multiplied two by two */
 #pragma GCC unroll 4
     for (const int end = k + CODE_BLOCK; k < end; k += 8) {
-        i32 low[VECTORS], high[VECTORS]; /* all low ones first: no product waits for the one before it */
+        const uint8_t *from = codes + (size_t)k * LANES * bits / 8;
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-            const size_t first = v / PARTS * panel, at = first + (size_t)k * LANES * bits / 8;
-            load_codes(codes + at + v % PARTS * sizeof low[v], bits, &low[v], &high[v]);
-            if (v % PARTS == 0) fetch(ahead, first, (size_t)k * bits / 32);
-            if (v % PARTS == 0 && bits == 8) fetch(ahead, first, k / 4 + 1);
+        for (int p = 0; p < P; p++) {
+            fetch(ahead, p * panel, (size_t)k * bits / 32);
+            if (bits == 8) fetch(ahead, p * panel, k / 4 + 1);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < paired; r += 2)
 #pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                const uint8_t *at = from + v / PARTS * panel + v % PARTS * sizeof(i32);
+                add_pairs(&whole[r][v], &whole[r + 1][v], four_codes(at, 0, bits), four_codes(at, 1, bits),
+                          values[r] + k, values[r + 1] + k, bits);
+            }
+#pragma GCC unroll 2
+        for (int others = 0; others < 2 && paired < R; others++) { /* no product waits for the one before it */
+            i32 four[VECTORS];
+#pragma GCC unroll 8
             for (int v = 0; v < V; v++)
-                add_pairs(&whole[r][v], &whole[r + 1][v], low[v], high[v], values[r] + k, values[r + 1] + k, bits);
+                four[v] = four_codes(from + v / PARTS * panel + v % PARTS * sizeof(i32), others, bits);
 #pragma GCC unroll 8
-        for (int r = paired; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) whole[r][v] = add_products(whole[r][v], low[v], values[r] + k, bits);
-#pragma GCC unroll 8
-        for (int r = paired; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) whole[r][v] = add_products(whole[r][v], high[v], values[r] + k + 4, bits);
+            for (int r = paired; r < R; r++) {
+                const i32 row = repeated(values[r] + k + 4 * others);
+                if (bits == 8) add_bytes(V, whole[r], four, row); else add_small(V, whole[r], four, row);
+            }
+        }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)

@@ -40,7 +40,12 @@ INLINE void register_tile(const int T, const int P, const uint16_t *halves, size
 #define REGISTERS_FROM 5 /* rows: fewer are faster in vectors */
 
 /* A weight that several products use: compilers for x86 would read it anew for each of them. */
-INLINE f32 read_once(f32 weight) { return WIDTH > 4 ? settled(weight) : weight; }
+#ifdef SUMS_BESIDE
+INLINE f32 read_once(f32 weight) { return settled(weight); }
+#else
+#define SUMS_BESIDE MOST_SUMS
+INLINE f32 read_once(f32 weight) { return weight; }
+#endif
 
 #define LOG2_E 1.44269504f
 #define WHOLE_ZERO 12582912.0f /* 1.5 * 2^23: a number that is added to it is rounded to an integer */
