@@ -5,7 +5,7 @@ counts: after another program has used the memory, a pass takes up to 1.8 times 
 less. Of llama.cpp the clock of llama-bench counts, the least of its runs: leave the machine alone for these rows.
 
 ONNX Runtime chooses its kernels by CPUID; tools/without_avx512.c hides what AVX2 does not have (Linux, and a processor
-with cpuid_fault). llama.cpp's kernels are one library, libggml-cpu.so: the one for AVX2 is built from the same source
+with cpuid_fault). On a processor without AVX-512 every program is restricted to AVX2 as it is. llama.cpp's kernels are one library, libggml-cpu.so: the one for AVX2 is built from the same source
 in a folder of its own, and its `bin` takes precedence when llama-bench starts.
 
     cmake -S build/peers/llama.cpp/source -B AVX2 -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF \\
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def contestants_here(folder: Path) -> Iterator[Contestant]:
-    """What this processor has instructions for."""
+    """What this processor has instructions for. Without AVX-512 there is nothing to hide from ONNX Runtime."""
     others = tuple(flag for flag in FLAGS if flag != PROCESSOR)
     for name, flags in SETS.items():
         if name == AMX and "amx_bf16" not in available(("amx_bf16",)):
@@ -124,9 +124,10 @@ def contestants_here(folder: Path) -> Iterator[Contestant]:
         except KernelError:
             continue
         yield Contestant(f"native, {name}", "native", kernels)
-    hiding = folder / "hiding.so"
-    subprocess.run([*compiler(), "-O1", "-fPIC", "-shared", str(HIDING), "-o", str(hiding)], check=True)
-    yield Contestant("ONNX Runtime, AVX2", "onnxruntime", hiding=hiding)
+    if "avx512f" in available(("avx512f",)):
+        hiding = folder / "hiding.so"
+        subprocess.run([*compiler(), "-O1", "-fPIC", "-shared", str(HIDING), "-o", str(hiding)], check=True)
+        yield Contestant("ONNX Runtime, AVX2", "onnxruntime", hiding=hiding)
     yield Contestant("ONNX Runtime", "onnxruntime")
 
 
@@ -156,6 +157,7 @@ def measure(
     for each in contestants:
         mine, theirs = spawn.Pipe()
         spawn.Process(target=serve, args=(each, specs[each.backend], folder, context, theirs), daemon=True).start()
+        theirs.close()  # so that the end of a process that fails is seen
         mine.recv()  # it is ready
         ends.append(mine)
     widths = next(iter(specs.values())).widths
