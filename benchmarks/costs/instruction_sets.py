@@ -5,8 +5,9 @@ counts: after another program has used the memory, a pass takes up to 1.8 times 
 less. Of llama.cpp the clock of llama-bench counts, the least of its runs: leave the machine alone for these rows.
 
 ONNX Runtime chooses its kernels by CPUID; tools/without_avx512.c hides what AVX2 does not have (Linux, and a processor
-with cpuid_fault). On a processor without AVX-512 every program is restricted to AVX2 as it is. llama.cpp's kernels are one library, libggml-cpu.so: the one for AVX2 is built from the same source
-in a folder of its own, and its `bin` takes precedence when llama-bench starts.
+with cpuid_fault). On a processor without AVX-512 every program is restricted to AVX2 as it is. llama.cpp's kernels are
+one library, libggml-cpu.so: the one for AVX2 is built from the same source in a folder of its own, and its `bin` takes
+precedence when llama-bench starts.
 
     cmake -S build/peers/llama.cpp/source -B AVX2 -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF \\
         -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON \\

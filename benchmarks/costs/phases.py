@@ -52,8 +52,8 @@ SHAPES = {
 
 
 class Phase(NamedTuple):
-    """memory: bytes of a unit. seconds: of computing one. sizes: of each unit, over the mean, where they differ. shared:
-    whether all threads take units by one counter, instead of by one for each thread's own share."""
+    """memory: bytes of a unit. seconds: of computing one. sizes: of each unit, over the mean, where they differ.
+    shared: whether all threads take units by one counter, instead of by one for each thread's own share."""
 
     name: str
     units: int
