@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from bundling import built_native
 
 from draftwood.runtime import (
     LLM,
@@ -52,8 +53,9 @@ def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_the_prompts_of_a_list_share_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = 0
+def test_the_prompts_of_a_list_share_passes(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the native engine, whose rows have the same bits in every pass: ONNX Runtime's differ on some processors."""
+    llm, passes = LLM(built_native(tiny_pair, tmp_path / "bundle")), 0
     score = llm.engines.target.score
 
     def counted(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
@@ -66,6 +68,7 @@ def test_the_prompts_of_a_list_share_passes(llm: LLM, monkeypatch: pytest.Monkey
     together = llm.generate(prompts, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))
     shared, passes = passes, 0
     alone = [llm.generate(prompt, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))[0] for prompt in prompts]
+    llm.close()
     assert shared < 0.6 * passes
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
 
