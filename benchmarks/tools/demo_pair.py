@@ -30,7 +30,7 @@ from draftwood.models.layers import network_of
 from draftwood.models.plain_files import read_object
 
 CONTEXT = 512  # tokens of a sequence
-MOST_TOKENS = 8192
+MOST_TOKENS = 8192  # of the text
 
 
 def main() -> None:
@@ -41,6 +41,8 @@ def main() -> None:
     model, draft = real_model(), (FOLDER / "smollm2").resolve()
     if model is None:
         raise SystemExit(INSTALL)
+    if args.output.exists():
+        raise SystemExit(f"{args.output} exists already: name another folder with --output, or remove it")
     target = Checkpoint(model)
     write_target(target, args.output / "target")
     (args.output / "draft").symlink_to(draft)
@@ -74,19 +76,18 @@ def write_full_draft(target: Checkpoint, draft: Path, text: str, folder: Path) -
 
 
 def batches_of(tokens: list[int]) -> list[Batch]:
-    """Sequences of CONTEXT tokens, of which every place is scored."""
+    """Sequences of at most CONTEXT tokens, of which every place is scored. What the target says there is not needed."""
     size = len(tokens)
-    told = np.zeros((size, 1))
     text = WrittenText(
-        0,
-        0,
-        np.array(tokens, np.uint32),
-        np.full(size, ANSWER, np.uint8),
-        told.astype(np.uint32),
-        told.astype(np.float16),
-        told[:, 0].astype(np.float16),
+        number=0,
+        question=0,
+        tokens=np.array(tokens, np.uint32),
+        kinds=np.full(size, ANSWER, np.uint8),
+        ids=np.zeros((size, 1), np.uint32),
+        logprobs=np.zeros((size, 1), np.float16),
+        tails=np.zeros(size, np.float16),
     )
-    return list(pack([text], 1, CONTEXT))
+    return list(pack([text], 1, CONTEXT, fill=True))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 #define MOST_ROWS 4  /* of a tile */
 #define MOST_SUMS 8 /* of its vectors */
-#define SUMS_BESIDE 8 /* of weights that stay in registers */
+#define SUMS_BESIDE 8 /* so many leave registers for the weights of a step */
 #define PANELS_OF_ROW 1 /* of one row of codes or bf16: memory is read as one stream */
 
 /* Of the first `size` numbers, or all of them. */
@@ -89,8 +89,7 @@ INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
 #pragma GCC unroll 8
     for (int v = 0; v < count; v++) part[v] = at_once(_mm256_sign_epi8((__m256i)row, code[v]));
 #pragma GCC unroll 8
-    for (int v = 0; v < count; v++)
-        part[v] = at_once(_mm256_maddubs_epi16(size[v], (__m256i)part[v]));
+    for (int v = 0; v < count; v++) part[v] = at_once(_mm256_maddubs_epi16(size[v], (__m256i)part[v]));
 #pragma GCC unroll 8
     for (int v = 0; v < count; v++) part[v] = at_once(_mm256_madd_epi16((__m256i)part[v], _mm256_set1_epi16(1)));
 #pragma GCC unroll 8

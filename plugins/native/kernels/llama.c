@@ -60,8 +60,8 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, float 
 /* Panels that are finished together: two are multiplied at once, of gate and up as many as are rounded at once. */
 INLINE int whole_panels(const enum ending ending) { return ending == GATE ? 2 * ROUNDED / LANES : MOST_PANELS; }
 
-/* How the panels of a matrix are cut into units, of which every thread's own share has as many: `pieces` of `size`
- * panels, which stay together. */
+/* How the panels of a matrix are cut into units: each has as many of the `pieces` as any other, or one more. A piece is
+ * `size` panels that stay together. */
 struct division {
     int panels, size, pieces, units;
 };
