@@ -64,8 +64,12 @@ QUICK := floors config sampling sampling_params verifier gsd dyspec baseline spe
 quick: .venv/dev
 	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))
 
+# Files of tests run side by side in so many processes, each of which takes up to 2 GB of memory.
+WORKERS ?= 2
+SUITE := $(PY) -m pytest -n $(WORKERS) --dist loadfile
+
 test: .venv/dev
-	$(PY) -m pytest -m 'not full'
+	$(SUITE) -m 'not full'
 
 # Everything that takes longer: whole matrices, changes to the core that tests must notice, an hour of everything at once.
 MUTANTS ?= 300
@@ -73,7 +77,7 @@ SOAK_SECONDS ?= 3600
 TODAY := $(shell date +%F)
 
 full: .venv/dev
-	$(PY) -m pytest
+	$(SUITE)
 	$(PY) tests/support/mutation.py --mutants $(MUTANTS) --output benchmarks/results/tests_mutation_$(TODAY).json
 	$(PY) tests/support/soak.py --seconds $(SOAK_SECONDS) --output benchmarks/results/tests_soak_$(TODAY).json
 

@@ -16,7 +16,7 @@ import pytest
 from bundling import built
 from checkpoints import write_checkpoint, write_tokenizer
 from serving import with_chat_template
-from terminal import CTRL_D, Terminal, in_terminal
+from terminal import CTRL_D, SIGN, Terminal, in_terminal
 
 from draftwood.cli.chat_commands import COMMANDS
 from draftwood.cli.main import main
@@ -25,7 +25,6 @@ from draftwood.runtime import LLM
 GREEDY = ["--temperature", "0", "--ignore-eos"]
 SHORT = [*GREEDY, "--max-tokens", "12"]
 LONG = 30_000  # tokens of context: no answer fills it before a test stops the answer
-SIGN = "\x1b[?2004h> "  # the sequence switches bracketed paste on
 
 
 @pytest.fixture(scope="module")

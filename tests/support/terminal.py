@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from pathlib import Path
 CTRL_C, CTRL_D = "\x03", "\x04"
 PATIENCE_S = 120  # how long a test waits for an output before it fails; nothing is measured by it
 LOST_S = 30  # without any output: then a ctrl-C was lost
+SIGN = "\x1b[?2004h> "  # the prompt of `draftwood chat`; the sequence switches bracketed paste on
+LOOKS, PAUSE_S = 100, 0.01  # whether the command waits for a key
 
 
 class Terminal:
@@ -34,6 +37,8 @@ class Terminal:
     def press_ctrl_c(self) -> None:
         """Interrupt the command, and wait until it shows something. Python's readline does not notice a signal between
         its prompt and its wait for a key; a user then presses again."""
+        if self.shown.endswith(SIGN.encode()):
+            self._wait_for_sleep()
         self.type(CTRL_C)
         while not select.select([self._controller], [], [], LOST_S)[0]:
             self.type(CTRL_C)
@@ -51,6 +56,14 @@ class Terminal:
         while self._more():
             pass
         return self.process.wait(PATIENCE_S)
+
+    def _wait_for_sleep(self) -> None:
+        """Wait until the command's main thread sleeps: behind a prompt, it then waits for a key."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        for _ in range(LOOKS):
+            if stat.read_text().rpartition(")")[2].split()[0] == "S":
+                return
+            time.sleep(PAUSE_S)
 
     def _more(self) -> bool:
         """Read what is shown next. False at the end."""
