@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
         ("kv-heads", int, "heads of keys and values (default: half of the heads)"),
         ("head-dim", int, "size of a head (default 64)"),
         ("intermediate", int, "feed-forward size (default: three times the hidden size)"),
-        ("vocabulary", int, "tokens that the draft writes, the target's most frequent ones (default 8192)"),
+        ("vocabulary", int, "tokens that the draft writes, the most frequent ones of the text (default 8192)"),
         ("requests", int, "texts written at a time (default 48)"),
         ("context", int, "tokens of a training sequence (default 512)"),
         ("batch", int, "sequences of a training step (default 8)"),
@@ -67,8 +67,8 @@ def add_parser(commands: Any) -> None:
         type=Path,
         default=hidden,
         metavar="OLDER_DRAFT",
-        help="a draft of an earlier distillation for this target, with which the training begins; it has the sizes and "
-        "the vocabulary",
+        help="a draft of an earlier distillation for this target, with which the training begins; it has the sizes, "
+        "and the vocabulary unless --vocabulary is given",
     )
     parser.add_argument(
         "--prompts",

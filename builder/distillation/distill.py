@@ -124,14 +124,11 @@ def train(
     store = TextStore(options.folder / "texts", target.config.vocab_size, COLUMNS)
     advance = begin(Step("Reading the texts", 1))
     counts = expected_counts(store.read(), target.config.vocab_size)
-    if start is None:
-        kept = kept_tokens(
-            counts,
-            VOCABULARY if options.vocabulary is None else options.vocabulary,
-            special_tokens(options, target, begin),
-        )
-    else:
+    if start is not None and options.vocabulary is None:
         kept = start.kept
+    else:
+        size = VOCABULARY if options.vocabulary is None else options.vocabulary
+        kept = kept_tokens(counts, size, special_tokens(options, target, begin))
     held_out = held_out_batches(store, options.context)
     advance()
     network = DraftNetwork(replace(config, draft_context=options.context), options.context, kept)

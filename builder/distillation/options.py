@@ -24,11 +24,12 @@ class DistillOptions:
     together, over all runs with this state. text_minutes: the part for text; None takes TEXT_SHARE. Training takes the
     rest. questions: of the user, to answer instead of the target's own. state: folder of texts and checkpoints; None
     takes one beside the output. start: a draft that an earlier distillation for this target wrote; the training begins
-    with it instead of random numbers, and with its sizes and tokens. layers, hidden, heads, kv_heads, head_dim,
-    intermediate: the draft's sizes; None takes LAYERS, and chooses the others by the target's. vocabulary: the number
-    of tokens that the draft writes; None takes VOCABULARY. full_vocabulary: write the draft for programs that cannot
-    load a trimmed one. requests: texts written at a time. context: tokens of a training sequence. batch: sequences of a
-    step. threads: of the engine and of torch; 0 chooses. learning_rate: the highest.
+    with it instead of random numbers, and with its sizes. layers, hidden, heads, kv_heads, head_dim, intermediate: the
+    draft's sizes; None takes LAYERS, and chooses the others by the target's. vocabulary: the number of tokens that the
+    draft writes, the most frequent ones of the text; None takes the tokens of `start`, else VOCABULARY.
+    full_vocabulary: write the draft for programs that cannot load a trimmed one. requests: texts written at a time.
+    context: tokens of a training sequence. batch: sequences of a step. threads: of the engine and of torch; 0 chooses.
+    learning_rate: the highest.
     """
 
     target: Path
@@ -72,7 +73,7 @@ class DistillOptions:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} must be {least} to {most}, not {value}")
-        for name in ("layers", *SIZES, "vocabulary"):
+        for name in ("layers", *SIZES):
             if self.start is not None and getattr(self, name) is not None:
                 raise ConfigError(f"{name} cannot be given beside --from: the draft in {self.start} has its own")
         if not 0 < self.learning_rate <= 1 or not math.isfinite(self.learning_rate):

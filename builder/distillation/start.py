@@ -26,8 +26,9 @@ NAMED = ("text_tokens", "tokens_seen", "training_minutes")  # of an earlier dist
 
 
 class Start(NamedTuple):
-    """A finished draft. config: of the network in training, whose projection is tied. kept: int64 [N], the tokens that
-    it writes. earlier: figures of its own distillation, see NAMED."""
+    """A finished draft. config: of the network in training, whose projection is tied: the embedding has a row for
+    whatever token the draft shall write. kept: int64 [N], the tokens that it writes so far. earlier: figures of its own
+    distillation, see NAMED."""
 
     checkpoint: Checkpoint
     config: LlamaConfig

@@ -19,7 +19,7 @@ from draftwood.builder.distillation import distill as distill_module
 from draftwood.builder.distillation.acceptance import estimate
 from draftwood.builder.distillation.network import DraftNetwork
 from draftwood.builder.distillation.shards import TextStore
-from draftwood.builder.distillation.start import NAMED, read_start
+from draftwood.builder.distillation.start import NAMED, is_tied, read_start
 from draftwood.models.errors import ConfigError
 
 UNSIZED = {"hidden": None, "vocabulary": None}  # the earlier draft has its own sizes
@@ -58,6 +58,20 @@ def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_
         load_file(draft / "model.safetensors")["d2t"].tolist()
         == load_file(tmp_path / "next" / "model.safetensors")["d2t"].tolist()
     )
+
+
+def test_the_vocabulary_is_chosen_anew_where_a_size_is_given(draft: Path, target: Path, tmp_path: Path) -> None:
+    """More tokens than before, each with the row that the embedding has for it."""
+    state = tmp_path / "state"
+    shutil.copytree(draft.with_name("draft.state") / "texts", state / "texts")
+    sizes = {**UNSIZED, "vocabulary": 96}
+    given = options(target, tmp_path / "next", state=state, text_minutes=0, minutes=1, start=draft, **sizes)
+    figures = distilled(given).figures
+    earlier = json.loads((draft / "distillation.json").read_text())
+    assert figures["vocabulary"] == 96 and figures["vocabulary_coverage"] > earlier["vocabulary_coverage"]
+    checkpoint = Checkpoint(tmp_path / "next")
+    kept, fewer = checkpoint.kept_tokens, Checkpoint(draft).kept_tokens
+    assert kept is not None and fewer is not None and set(kept) > set(fewer) and is_tied(checkpoint, kept)
 
 
 def estimate_of(draft: Path, target: Path, state: Path) -> float:
