@@ -3,7 +3,8 @@
     python -m benchmarks.load.concurrency bundles/demo-110m \\
         --prompts models/demo/prompts.jsonl --output benchmarks/results
 
-A client sends its next request when it has the answer to the last one. Plain and speculative runs alternate.
+A client sends its next request when it has the answer to the last one. A plain and a speculative run follow each other,
+in turn one or the other first, and give one ratio; of the ratios the median stands with its interval of 95 %.
 `serving/run.py` measures the same over HTTP.
 """
 
@@ -28,6 +29,7 @@ from draftwood.runtime import LLM, AsyncLLM, SamplingParams
 CONCURRENCY = (1, 4, 16, 32, 64)
 REQUESTS = 3  # of each client
 MODES = ("plain", "speculative")
+RESAMPLES = 2000  # of the bootstrap
 
 
 class RequestTimes(NamedTuple):
@@ -74,22 +76,33 @@ async def run_clients(
 async def measure(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, repeats: int, counts: Sequence[int]
 ) -> dict[str, Any]:
-    """Medians over the runs, by number of clients and mode."""
+    """Medians over the runs, by number of clients and mode, and the ratio of both modes' throughputs."""
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
     with AsyncLLM(llm, max_running=max(counts), prefix_cache_slots=0) as served:
         for repeat in range(repeats + 1):
             for clients in counts:
-                for mode in MODES:
+                for mode in MODES if repeat % 2 else reversed(MODES):
                     figures = await run_clients(served, prompts, mode, clients, params)
                     if repeat:  # the first one binds buffers
                         runs.setdefault((clients, mode), []).append(figures)
-    return {
-        str(clients): {
-            mode: {name: round(median(run[name] for run in runs[clients, mode]), 4) for name in runs[clients, mode][0]}
-            for mode in MODES
+    result: dict[str, Any] = {}
+    for clients in counts:
+        plain, own = (runs[clients, mode] for mode in MODES)
+        ratios = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(plain, own, strict=True)]
+        result[str(clients)] = {
+            mode: {name: round(median(run[name] for run in each), 4) for name in each[0]}
+            for mode, each in zip(MODES, (plain, own), strict=True)
         }
-        for clients in counts
-    }
+        result[str(clients)] |= {"ratio": round(median(ratios), 4), "ratio_interval": interval(ratios)}
+    return result
+
+
+def interval(ratios: Sequence[float]) -> list[float] | None:
+    """The 95 % confidence interval of the median, by the bootstrap; None for fewer than three ratios."""
+    if len(ratios) < 3:
+        return None
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    return [round(float(each), 4) for each in np.percentile(np.median(drawn, axis=1), [2.5, 97.5])]
 
 
 def make_table(figures: dict[str, Any]) -> Table:
@@ -98,8 +111,10 @@ def make_table(figures: dict[str, Any]) -> Table:
     )
     for clients, modes in figures.items():
         plain, own = (modes[mode] for mode in MODES)
-        ratio = own["tokens_per_second"] / plain["tokens_per_second"]
-        cells = [f"{plain['tokens_per_second']:.0f}", f"{own['tokens_per_second']:.0f}", f"{ratio:.2f}"]
+        ratio, bounds = f"{modes['ratio']:.2f}", modes["ratio_interval"]
+        if bounds is not None:
+            ratio += f" ({bounds[0]:.2f} to {bounds[1]:.2f})"
+        cells = [f"{plain['tokens_per_second']:.0f}", f"{own['tokens_per_second']:.0f}", ratio]
         cells += [
             f"{1e3 * own[f'{name}_p50']:.0f}, {1e3 * own[f'{name}_p99']:.0f} ms"
             for name in ("first_token", "per_token")

@@ -1,7 +1,8 @@
-"""The comparison of the papers' methods still runs: a default that changes elsewhere must not break it unnoticed."""
+"""Comparisons of methods and of modes still run: a default that changes elsewhere must not break them unnoticed."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from bundling import ROOT
 
+from benchmarks.load.concurrency import interval, make_table, measure
 from benchmarks.papers.methods import BUDGETS, RANKS, PairBenchmark, make_configurations, summarise
+from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.bundle.fit import refuse_too_large
 
@@ -33,6 +36,17 @@ def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
         assert [count.tokens for count in counts] == [6, 6]
         row = summarise(counts)
         assert 1 <= row["tokens_per_target_pass"] <= 6 and row["verification_rate"] <= 1
+
+
+def test_concurrent_requests_are_compared_in_pairs_of_runs(tiny_bundle: Path) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with LLM(tiny_bundle) as llm:
+        figures = asyncio.run(measure(llm, [[1, 5, 9], [1, 7]], params, repeats=3, counts=(1, 3)))
+    assert set(figures) == {"1", "3"} and make_table(figures).row_count == 2
+    for row in figures.values():
+        low, high = row["ratio_interval"]
+        assert 0 < low <= row["ratio"] <= high and row["plain"]["tokens_per_second"] > 0
+    assert interval([0.9, 1.1]) is None, "two runs say nothing about their spread"
 
 
 def test_the_index_lists_every_script_and_every_result() -> None:
