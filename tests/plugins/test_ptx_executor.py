@@ -63,6 +63,30 @@ $END:
     bar.sync 0;
     st.global.b32 [%rd5], %r7;
 """
+# Neighbours in a warp exchange words, read both, and write others to their places.
+NEIGHBOURS = """
+    ld.global.b32 {%r6}, [%rd4];
+    xor.b32 %r5, %r4, 4;
+    st.shared.b32 [%r4], %r6;
+    bar.warp.sync -1;
+    ld.shared.b32 %r7, [%r5];
+    ld.shared.b32 %r8, [%r4];
+    bar.warp.sync -1; // before the next write
+    st.shared.b32 [%r4], %r1;
+    st.global.b32 [%rd5], %r7;
+"""
+# The largest of a warp's numbers: thread - 40, in the second warp also NaN; without a positive one in the first.
+LARGEST = """
+    cvt.rn.f32.s32 %r6, %r1;
+    add.f32 %r6, %r6, 0fC2200000;
+    setp.eq.s32 %p1, %r1, 63;
+    selp.b32 %r6, 0x7FC00000, %r6, %p1;
+    mov.b32 %r8, -1;
+    redux.sync.max.f32 %r7, %r6, %r8;
+    st.global.b32 [%rd5], %r7;
+"""
+EXCHANGED = [*range(32, 64), *range(32)]
+BODIES = {EXCHANGE: EXCHANGED, COPY: EXCHANGED, TURNS: EXCHANGED, NEIGHBOURS: [word ^ 1 for word in range(64)]}
 
 
 def run(body: str) -> NDArray[np.uint32]:
@@ -74,14 +98,22 @@ def run(body: str) -> NDArray[np.uint32]:
     return memory.get(output, words.nbytes).view(np.uint32)
 
 
-@pytest.mark.parametrize("body", [EXCHANGE, COPY, TURNS])
+@pytest.mark.parametrize("body", BODIES)
 def test_kernels_without_fault(body: str) -> None:
-    assert run(body).tolist() == [*range(32, 64), *range(32)]
+    assert run(body).tolist() == BODIES[body]
 
 
 FAULTS: dict[str, tuple[str, str, str, type[Fault], str]] = {
     "a barrier is missing": (EXCHANGE, "bar.sync 0;", "", Race, "wrote what this reads"),
     "a barrier of a warp does not order two warps": (EXCHANGE, "bar.sync 0", "bar.warp.sync -1", Race, "wrote what"),
+    "a warp's barrier is missing": (NEIGHBOURS, "bar.warp.sync -1;", "", Race, "wrote what this reads"),
+    "a warp's barrier is missing before the next write": (
+        NEIGHBOURS,
+        "bar.warp.sync -1; // before the next write",
+        "",
+        Race,
+        "reads what this writes",
+    ),
     "a barrier is missing before the next write": (
         EXCHANGE,
         "st.global",
@@ -127,6 +159,12 @@ def test_a_fault_is_noticed(name: str) -> None:
     assert before in body
     with pytest.raises(fault, match=re.escape(message)):
         run(body.replace(before, after, 1))
+
+
+def test_reductions_of_floats_order_signs_and_leave_nan_out() -> None:
+    assert run(LARGEST).view(np.float32).tolist() == [31 - 40] * 32 + [62 - 40] * 32
+    with pytest.raises(Undefined, match="no reduction that the executor knows"):
+        run(LARGEST.replace("redux.sync.max", "redux.sync.add"))
 
 
 def test_bytes_that_nobody_wrote_are_nan() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .faults import Divergent, InFlight, Undefined
-from .memory import CTA, THREAD_BITS, Bytes, GlobalMemory, Numbers, Touch
+from .memory import CTA, THREAD_BITS, WARP, Bytes, GlobalMemory, Numbers, Touch
 from .parser import Address, Instruction, Operand, Program, Vector
 from .products import Products
 from .shared import SharedMemory
@@ -64,6 +64,7 @@ class Machine:
         self.registers["%ntid.x"] = np.full(count, self.threads, np.uint32)
         self._who = (first_cta + 1 + np.repeat(np.arange(self.ctas), self.threads) << CTA) + thread
         self.barriers: Numbers = self._who >> CTA << CTA  # stamps of each thread's last barrier
+        self.warp_barriers: Numbers = self.barriers  # the same of a barrier of its warp
         self.step = 0
         self.alive: Mask = np.ones(count, np.bool_)
         self.active: Mask = self.alive
@@ -128,7 +129,8 @@ class Machine:
         return self._who + (self.step << THREAD_BITS)
 
     def touch(self, threads: Numbers, text: str) -> Touch:
-        return Touch(self.stamps[threads, None], self.barriers[threads, None], text)
+        now, barriers, warp_barriers = self.stamps, self.barriers, self.warp_barriers
+        return Touch(now[threads, None], barriers[threads, None], warp_barriers[threads, None], text)
 
     def whole(self, size: int, text: str) -> Mask:
         """Which groups of `size` threads (of a warp, of a CTA) are active. Raises Divergent for a part of one."""
@@ -144,7 +146,17 @@ class Machine:
     def barrier(self, text: str) -> None:
         """Of whole CTAs; threads that have ended are not waited for."""
         self.whole(self.threads, text)
-        self.barriers = np.where(self.active, self._who >> CTA << CTA | self.step << THREAD_BITS, self.barriers)
+        self.barriers = np.where(self.active, self._now, self.barriers)
+
+    def warp_barrier(self, text: str) -> None:
+        """Of whole warps."""
+        self.whole(WARP, text)
+        self.warp_barriers = np.where(self.active, self._now, self.warp_barriers)
+
+    @property
+    def _now(self) -> Numbers:
+        """The stamps of all threads' CTAs."""
+        return self._who >> CTA << CTA | self.step << THREAD_BITS
 
 
 def divided(waiting: dict[int, Mask], *groups: tuple[int, Mask]) -> tuple[int, Mask]:

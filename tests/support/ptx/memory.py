@@ -1,8 +1,9 @@
 """Bytes with who touched them last, and global memory as allocations.
 
 A *stamp* says who touched a byte and when: the CTA (from 1), the machine's step, and the thread in the CTA. Two touches
-of a byte by different threads, one of them a write, need a barrier of their CTA between them; touches by different CTAs
-have none. Touches are of aligned rows of `width` bytes: arrays of addresses, one per thread.
+of a byte by different threads, one of them a write, need a barrier between them: of their CTA, or of their warp if they
+are in one; touches by different CTAs have none. Touches are of aligned rows of `width` bytes: arrays of addresses, one
+per thread.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Bytes = NDArray[np.uint8]
 
 THREAD_BITS, STEP_BITS = 12, 28
 THREADS = (1 << THREAD_BITS) - 1  # as a thread number: several threads
+WARP, OF_WARP = 32, 1 << THREAD_BITS - 1  # threads of a warp; as a thread number: several of warp 0, then of warp 1...
 CTA = THREAD_BITS + STEP_BITS
 IN_FLIGHT = np.int64(1) << 62  # as a stamp: an asynchronous operation, which no barrier ends
 SEVERAL = np.int64(1) << 61  # as a stamp: several CTAs
@@ -30,11 +32,12 @@ POISON = 0xFF  # what memory holds that nobody wrote: NaN in every floating type
 
 
 class Touch(NamedTuple):
-    """Who touches: the stamp of each thread now, and that of its CTA's last barrier, both [threads, 1]; the text of the
-    instruction."""
+    """Who touches: the stamps of each thread now, of the last barriers of its CTA and warp, all [threads, 1]; the text
+    of the instruction."""
 
     stamps: Numbers
     barriers: Numbers
+    warp_barriers: Numbers
     text: str
 
 
@@ -51,14 +54,15 @@ class Tracked:
         rows = places // width
         self.check(self.writers.reshape(-1, width).take(rows, 0), touch, "wrote what this reads")
         readers = self.readers.reshape(-1, width)
-        other = conflicts(readers.take(rows, 0), touch)
-        several = touch.stamps | THREADS
-        mine = np.where(other, several, touch.stamps)
+        before = readers.take(rows, 0)
+        mine = np.where(conflicts(before, touch), together(before, touch.stamps), touch.stamps)
         readers[rows] = mine
-        lost = readers.take(rows, 0) != mine
-        if lost.any():
-            of_row, column = np.nonzero(lost)
-            readers[rows[of_row], column] = several[of_row, 0]
+        kept = readers.take(rows, 0)
+        if (lost := kept != mine).any():  # several threads read one byte at once
+            both = together(kept, mine)
+            for several in (both != (mine | THREADS), both == (mine | THREADS)):  # of all warps last: it stays
+                of_row, column = np.nonzero(lost & several)
+                readers[rows[of_row], column] = both[of_row, column]
         return self.content.reshape(-1, width).take(rows, 0)
 
     def write(self, places: Numbers, values: Bytes, touch: Touch) -> None:
@@ -100,10 +104,25 @@ class Tracked:
             raise Race(f"{touch.text}: thread {other} {what} in thread {mine}, without a barrier between")
 
 
+def warps_of(stamps: Numbers) -> Numbers:
+    """The warp in its CTA; -1 for threads of several."""
+    threads = stamps & THREADS
+    warps = np.where(threads < OF_WARP, threads // WARP, threads - OF_WARP)
+    return np.where(threads == THREADS, -1, warps)
+
+
+def together(before: Numbers, now: Numbers) -> Numbers:
+    """The stamp of two different threads' touches: several threads of a warp, or of several."""
+    warps = warps_of(now)
+    is_shared = (warps_of(before) == warps) & (warps >= 0) & (before >> CTA == now >> CTA)
+    return np.where(is_shared, (now & ~np.int64(THREADS)) + OF_WARP + warps, now | THREADS)
+
+
 def conflicts(before: Numbers, touch: Touch) -> NDArray[np.bool_]:
     """Where an earlier touch is another thread's, and not ordered by a barrier."""
-    own_cta = touch.barriers >> CTA << CTA
+    own_cta, warps = touch.barriers >> CTA << CTA, warps_of(touch.stamps)
     ordered = (before >= own_cta) & (before < touch.barriers)
+    ordered |= (before >= own_cta) & (before < touch.warp_barriers) & (warps_of(before) == warps) & (warps >= 0)
     found: NDArray[np.bool_] = (before != 0) & ~ordered & (((before ^ touch.stamps) & WHO) != 0)
     return found
 

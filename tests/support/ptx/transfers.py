@@ -153,14 +153,10 @@ def asynchronous(instruction: Instruction, program: Program) -> Run:
 
 def barrier(instruction: Instruction, program: Program) -> Run:
     if instruction.parts == ("bar", "warp", "sync"):
-        return lambda machine: void(machine.whole(32, instruction.text))
+        return lambda machine: machine.warp_barrier(instruction.text)
     if instruction.parts not in (("bar", "sync"), ("barrier", "sync"), ("barrier", "cta", "sync")):
         raise Undefined(f"{instruction.text}: no barrier that the executor knows")
     return lambda machine: machine.barrier(instruction.text)
-
-
-def void(result: object) -> None:
-    """A check's result that nobody needs."""
 
 
 SPECIAL = {"ld": load, "st": store, "mov": move, "cp": asynchronous, "bar": barrier, "barrier": barrier}

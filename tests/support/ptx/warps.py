@@ -6,11 +6,9 @@ import numpy as np
 
 from .execution import Machine, Run, address, number, reader, registers
 from .faults import Undefined
-from .memory import Numbers
+from .memory import WARP, Numbers
 from .parser import Instruction, Program
-from .values import HALVES, Values
-
-WARP = 32
+from .values import HALVES, TYPES, Values
 
 
 def shuffle(instruction: Instruction, program: Program) -> Run:
@@ -35,19 +33,16 @@ def shuffle(instruction: Instruction, program: Program) -> Run:
 
 
 def reduction(instruction: Instruction, program: Program) -> Run:
-    """redux.sync: one number of all threads of the warp."""
-    functions: dict[str, np.ufunc] = {
-        "max": np.maximum,
-        "min": np.minimum,
-        "add": np.add,
-        "or": np.bitwise_or,
-        "and": np.bitwise_and,
-    }
+    """redux.sync: one number of all threads of the warp. Of floats, one that is no NaN where there is one."""
+    operation, of = instruction.parts[2], TYPES.get(instruction.parts[3], np.void)
+    functions: dict[str, np.ufunc] = {"max": np.fmax, "min": np.fmin}
+    if of in (np.int32, np.uint32):
+        functions = functions | {"add": np.add, "or": np.bitwise_or, "and": np.bitwise_and}
     destination, source, *_ = instruction.operands
-    if instruction.parts[2] not in functions or not isinstance(destination, str):
+    is_known = operation in functions and of in (np.int32, np.uint32, np.float32)
+    if not is_known or not isinstance(destination, str):
         raise Undefined(f"{instruction.text}: no reduction that the executor knows")
-    value = reader(source, np.int32 if instruction.parts[3] == "s32" else np.uint32, instruction)
-    function, kind = functions[instruction.parts[2]], program.kind(destination)
+    value, function, kind = reader(source, of, instruction), functions[operation], program.kind(destination)
 
     def run(machine: Machine) -> None:
         machine.whole(WARP, instruction.text)

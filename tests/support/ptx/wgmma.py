@@ -15,10 +15,10 @@ import numpy as np
 
 from .execution import Machine, Run, reader, registers
 from .faults import Race, Undefined
-from .memory import IN_FLIGHT, THREADS, Bytes, Numbers, Touch
+from .memory import IN_FLIGHT, THREADS, WARP, Bytes, Numbers, Touch
 from .parser import Instruction, Operand, Program, Vector
 from .values import HALVES, Values
-from .warps import WARP, halves, literal
+from .warps import halves, literal
 
 GROUP = 128  # threads of a warp group
 STEP = 16  # depth of a product
@@ -67,7 +67,7 @@ def shared_values(machine: Machine, group: int, addresses: Numbers, half: str, t
     """fp32 [length, 16], and the places of its bytes, checked like a read by all threads of the group."""
     shared, threads = machine.shared, np.full(addresses.size, group * GROUP)
     rows = shared.places(threads, addresses.ravel(), 2, touch.text)
-    everyone = Touch(machine.stamps[threads, None] | THREADS, machine.barriers[threads, None], touch.text)
+    everyone = touch._replace(stamps=machine.stamps[threads, None] | THREADS, barriers=machine.barriers[threads, None])
     writers = shared.bytes.writers.reshape(-1, 2).take(rows // 2, 0)
     shared.bytes.check(writers, everyone, "wrote what this reads")
     if (writers > machine.proxy_fences[threads, None]).any():
