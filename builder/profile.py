@@ -44,9 +44,10 @@ NEEDED_REPEATS = 3  # for a median
 LONG_REPEATS = 2  # where measuring each width once takes all these seconds: long passes vary less
 PAUSE = 2e-4  # seconds on the host before a pass of a round with a proposal
 DRAFT_PAUSE = 5e-5  # the same between two passes of the draft
+HOST_TEMPERATURES = (0.0, 1.0)
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
-HOST_ROUNDS, HOST_SEEDS = 12, 3
-LOOKUPS = 24  # measured rounds with a prompt lookup
+HOST_ROUNDS, HOST_TURNS = 12, 5
+LOOKUPS = 8  # measured rounds with a prompt lookup in each turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,9 @@ def measure(
             medians[role].append(passes.seconds)
             further += [passes.further] if passes.further else []
             spreads += passes.spreads
-    advance = begin(Step("Time outside the engines", 2 * (len(HOST_TOKENS) + 1)))
-    seeds = HOST_SEEDS if math.isinf(seconds) else 1
-    greedy, sampled = (host(pair, temperature, seeds, advance) for temperature in (0.0, 1.0))
+    turns = HOST_TURNS if math.isinf(seconds) else 1
+    advance = begin(Step("Time outside the engines", turns * len(HOST_TEMPERATURES) * (len(HOST_TOKENS) + 1)))
+    greedy, sampled = host(pair, turns, advance)
     costs = {}
     for role, engine in pair.engines.items():
         backend = describe_backend(engine.spec.backend)
@@ -225,16 +226,27 @@ def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(value) for value in np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1])
 
 
-def host(pair: Pair, temperature: float, seeds: int, advance: Callable[[], None]) -> HostCosts:
-    """Measure the time outside the engines, per round and per proposed token, with a small chain and a larger tree:
-    most proposals are between these sizes."""
+def host(pair: Pair, turns: int, advance: Callable[[], None]) -> tuple[HostCosts, HostCosts]:
+    """Measure the time outside the engines at temperature 0 and above, per round and per proposed token, with a small
+    chain and a larger tree: most proposals are between these sizes. Both kinds of rounds and plain ones take turns: the
+    speed of the machine changes, and the plans compare them with each other. Medians over rounds, because an
+    interruption makes one of them much longer."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
-    seconds = []
-    for config in (*proposing(pair, few, many), None):
-        seconds.append(host_seconds(pair, config, temperature, seeds))
-        advance()
-    token = max(0.0, seconds[1] - seconds[0]) / max(1, many - few)
-    return HostCosts(seconds[2], max(seconds[2], seconds[0] - few * token), token)
+    configs = (*proposing(pair, few, many), None)
+    rounds: dict[tuple[float, int], list[float]] = {}
+    for turn in range(turns):
+        for temperature in HOST_TEMPERATURES:
+            for index, config in enumerate(configs):
+                rounds.setdefault((temperature, index), []).extend(host_rounds(pair, config, temperature, turn))
+                advance()
+
+    def costs(temperature: float) -> HostCosts:
+        small, large, plain = (median(rounds[temperature, index]) for index in range(len(configs)))
+        token = max(0.0, large - small) / max(1, many - few)
+        return HostCosts(plain, max(plain, small - few * token), token)
+
+    greedy, sampled = map(costs, HOST_TEMPERATURES)
+    return greedy, sampled
 
 
 def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, SpeculativeConfig]:
@@ -250,15 +262,14 @@ def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, Specu
     return line, tree
 
 
-def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: float, seeds: int) -> float:
-    """Median host seconds of a round with this configuration; None means a plain round. A median over rounds, because
-    an interruption makes one of them much longer. Of a prompt lookup the first round counts, whose prompt is a sequence
-    of tokens that begins again."""
+def host_rounds(pair: Pair, config: SpeculativeConfig | None, temperature: float, turn: int) -> list[float]:
+    """Host seconds of rounds with this configuration; None means plain rounds. Of a prompt lookup the first round
+    counts, whose prompt is a sequence of tokens that begins again."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
     given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
-    per_round = []
-    for seed in range(LOOKUPS if given else seeds):
+    found = []
+    for seed in range(turn * LOOKUPS, (turn + 1) * LOOKUPS) if given else [turn]:
         params = SamplingParams(max_tokens=max(HOST_ROUNDS, given + 1), temperature=temperature, ignore_eos=True)
         stats = SpecDecodeStats()
         prompt = [seed % vocab_size]
@@ -266,8 +277,8 @@ def host_seconds(pair: Pair, config: SpeculativeConfig | None, temperature: floa
             prompt = [token % vocab_size for token in (*range(given + 1), 0)]
         before = 0.0
         for _ in decoder.generate(prompt, Sampler(params, prompt, (), vocab_size), seeded_streams(seed), stats):
-            per_round.append(stats.host_seconds - before)
+            found.append(stats.host_seconds - before)
             before = stats.host_seconds
             if given:
                 break
-    return median(per_round)
+    return found

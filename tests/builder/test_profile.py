@@ -20,6 +20,7 @@ from fakes import FakeEngine, random_model
 
 from draftwood.builder.profile import (
     CONTEXTS,
+    HOST_TURNS,
     Pair,
     brief_contexts,
     filled_cache,
@@ -180,11 +181,31 @@ def test_an_interruption_does_not_change_the_time_on_the_host(monkeypatch: pytes
             return read + 1000 * (read > interrupted)
 
         monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
-        return host(Pair(engines, 200, {}), 0.0, 1, lambda: None)
+        return host(Pair(engines, 200, {}), 1, lambda: None)[0]
 
     undisturbed = measured(10**9)
     assert undisturbed.round > undisturbed.plain > 0
     assert all(measured(moment) == undisturbed for moment in range(10, 200, 7))
+
+
+def test_kinds_of_rounds_meet_the_same_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host that becomes slower all the time, to five times as slow: rounds above temperature 0 cost as much more
+    than those at 0 as on a steady one."""
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+
+    def ratio(slower: float) -> float:
+        steps = count()
+
+        def clock() -> float:
+            step = next(steps)
+            return step + slower * step * step
+
+        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
+        greedy, sampled = host(Pair(engines, 200, {}), HOST_TURNS, lambda: None)
+        assert next(steps) > 1000
+        return sampled.round / greedy.round
+
+    assert ratio(0.001) == pytest.approx(ratio(0.0), rel=0.2)
 
 
 def test_how_far_repeats_spread() -> None:
