@@ -46,8 +46,8 @@ PAUSE = 2e-4  # seconds on the host before a pass of a round with a proposal
 DRAFT_PAUSE = 5e-5  # the same between two passes of the draft
 HOST_TEMPERATURES = (0.0, 1.0)
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
-HOST_ROUNDS, HOST_TURNS = 12, 5
-LOOKUPS = 8  # measured rounds with a prompt lookup in each turn
+HOST_ROUNDS, HOST_TURNS = 12, 5  # a brief measurement has one turn
+LOOKUPS = 24  # measured rounds with a prompt lookup in each turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
-from draftwood.cli.bench import read_prompts
+from draftwood.cli.bench import interval, read_prompts
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams
 
 CONCURRENCY = (1, 4, 16, 32, 64)
 REQUESTS = 3  # of each client
 MODES = ("plain", "speculative")
-RESAMPLES = 2000  # of the bootstrap
 
 
 class RequestTimes(NamedTuple):
@@ -93,16 +92,8 @@ async def measure(
             mode: {name: round(median(run[name] for run in each), 4) for name in each[0]}
             for mode, each in zip(MODES, (plain, own), strict=True)
         }
-        result[str(clients)] |= {"ratio": round(median(ratios), 4), "ratio_interval": interval(ratios)}
+        result[str(clients)] |= {"ratio": round(median(ratios), 4), "ratio_interval": interval(ratios, len(ratios))}
     return result
-
-
-def interval(ratios: Sequence[float]) -> list[float] | None:
-    """The 95 % confidence interval of the median, by the bootstrap; None for fewer than three ratios."""
-    if len(ratios) < 3:
-        return None
-    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
-    return [round(float(each), 4) for each in np.percentile(np.median(drawn, axis=1), [2.5, 97.5])]
 
 
 def make_table(figures: dict[str, Any]) -> Table:

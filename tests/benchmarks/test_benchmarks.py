@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bundling import ROOT
 
-from benchmarks.load.concurrency import interval, make_table, measure
+from benchmarks.load.concurrency import make_table, measure
 from benchmarks.papers.methods import BUDGETS, RANKS, PairBenchmark, make_configurations, summarise
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -46,7 +46,6 @@ def test_concurrent_requests_are_compared_in_pairs_of_runs(tiny_bundle: Path) ->
     for row in figures.values():
         low, high = row["ratio_interval"]
         assert 0 < low <= row["ratio"] <= high and row["plain"]["tokens_per_second"] > 0
-    assert interval([0.9, 1.1]) is None, "two runs say nothing about their spread"
 
 
 def test_the_index_lists_every_script_and_every_result() -> None:
