@@ -46,7 +46,8 @@ PAUSE = 2e-4  # seconds on the host before a pass of a round with a proposal
 DRAFT_PAUSE = 5e-5  # the same between two passes of the draft
 HOST_TEMPERATURES = (0.0, 1.0)
 HOST_TOKENS = (3, 15)  # proposals whose rounds give the host's time per round and per token
-HOST_ROUNDS, HOST_TURNS = 12, 5  # a brief measurement has one turn
+HOST_TURNS, HOST_ROUNDS = 5, 12  # of each kind of rounds
+BRIEF_TURNS, BRIEF_ROUNDS = 3, 6
 LOOKUPS = 24  # measured rounds with a prompt lookup in each turn
 
 
@@ -115,9 +116,9 @@ def measure(
             medians[role].append(passes.seconds)
             further += [passes.further] if passes.further else []
             spreads += passes.spreads
-    turns = HOST_TURNS if math.isinf(seconds) else 1
+    turns, rounds = (HOST_TURNS, HOST_ROUNDS) if math.isinf(seconds) else (BRIEF_TURNS, BRIEF_ROUNDS)
     advance = begin(Step("Time outside the engines", turns * len(HOST_TEMPERATURES) * (len(HOST_TOKENS) + 1)))
-    greedy, sampled = host(pair, turns, advance)
+    greedy, sampled = host(pair, turns, rounds, advance)
     costs = {}
     for role, engine in pair.engines.items():
         backend = describe_backend(engine.spec.backend)
@@ -226,18 +227,18 @@ def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(value) for value in np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1])
 
 
-def host(pair: Pair, turns: int, advance: Callable[[], None]) -> tuple[HostCosts, HostCosts]:
+def host(pair: Pair, turns: int, count: int, advance: Callable[[], None]) -> tuple[HostCosts, HostCosts]:
     """Measure the time outside the engines at temperature 0 and above, per round and per proposed token, with a small
     chain and a larger tree: most proposals are between these sizes. Both kinds of rounds and plain ones take turns: the
     speed of the machine changes, and the plans compare them with each other. Medians over rounds, because an
-    interruption makes one of them much longer."""
+    interruption makes one of them much longer. turns: of each kind. count: tokens of a turn."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
     configs = (*proposing(pair, few, many), None)
     rounds: dict[tuple[float, int], list[float]] = {}
     for turn in range(turns):
         for temperature in HOST_TEMPERATURES:
             for index, config in enumerate(configs):
-                rounds.setdefault((temperature, index), []).extend(host_rounds(pair, config, temperature, turn))
+                rounds.setdefault((temperature, index), []).extend(host_rounds(pair, config, temperature, turn, count))
                 advance()
 
     def costs(temperature: float) -> HostCosts:
@@ -262,7 +263,7 @@ def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, Specu
     return line, tree
 
 
-def host_rounds(pair: Pair, config: SpeculativeConfig | None, temperature: float, turn: int) -> list[float]:
+def host_rounds(pair: Pair, config: SpeculativeConfig | None, temperature: float, turn: int, count: int) -> list[float]:
     """Host seconds of rounds with this configuration; None means plain rounds. Of a prompt lookup the first round
     counts, whose prompt is a sequence of tokens that begins again."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
@@ -270,7 +271,7 @@ def host_rounds(pair: Pair, config: SpeculativeConfig | None, temperature: float
     given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
     found = []
     for seed in range(turn * LOOKUPS, (turn + 1) * LOOKUPS) if given else [turn]:
-        params = SamplingParams(max_tokens=max(HOST_ROUNDS, given + 1), temperature=temperature, ignore_eos=True)
+        params = SamplingParams(max_tokens=max(count, given + 1), temperature=temperature, ignore_eos=True)
         stats = SpecDecodeStats()
         prompt = [seed % vocab_size]
         if given:

@@ -22,7 +22,7 @@ from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError, nearest
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import assumed_costs, fingerprint, stored_costs
-from ..runtime.bundle.fit import LOOKUP_NGRAM, fitted
+from ..runtime.bundle.fit import fitted
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.base import Engine
@@ -32,9 +32,9 @@ from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.speculation.growers.kinds import LOOKUP
-from ..runtime.speculation.planning.controller import Experience
 from ..runtime.speculation.planning.cost import CostModel
 from ..runtime.speculation.planning.drift import Drift
+from ..runtime.speculation.planning.experience import Experience
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, files_of, read, write
 from .live import costs_note
@@ -226,9 +226,8 @@ def parse_config(text: str) -> SpeculativeConfig | None:
     """Parse "plain" (None), or a grower with an optional size ("chain:4", "topk:12") and settings
     ("dyspec:16/key=draft").
 
-    The size is the depth of a chain, the tokens of a tree, or the tokens of a prompt lookup, which by default compares
-    n-grams of LOOKUP_NGRAM tokens. Every proposal has this size, unless budget=cost makes it
-    a limit. Settings are SpeculativeConfig's fields.
+    The size is the depth of a chain, the tokens of a tree, or the tokens of a prompt lookup. Every proposal has this
+    size, unless budget=cost makes it a limit. Settings are SpeculativeConfig's fields.
     """
     shape, *settings = text.split("/")
     grow, _, size = shape.partition(":")
@@ -241,8 +240,6 @@ def parse_config(text: str) -> SpeculativeConfig | None:
             raise ValueError("no grower")
         if size:
             values[SIZES.get(grow, "max_total_draft_tokens")] = int(size)
-        if grow == LOOKUP:
-            values["lookup_ngram"] = LOOKUP_NGRAM
         for setting in settings:
             name, _, value = setting.partition("=")
             if name not in types:

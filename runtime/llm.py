@@ -34,9 +34,9 @@ from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler
 from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
-from .speculation.planning.controller import Experience
 from .speculation.planning.cost import CostModel
 from .speculation.planning.drift import Drift
+from .speculation.planning.experience import Experience
 from .structured.grammars import Grammar, Grammars
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations

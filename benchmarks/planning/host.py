@@ -32,8 +32,9 @@ from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.budget import DraftBudget
-from draftwood.runtime.speculation.planning.controller import Controller, Experience
+from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import CostModel
+from draftwood.runtime.speculation.planning.experience import Experience
 
 REQUESTS, TOKENS, PROMPT = 32, 400, list(range(20, 60))
 

@@ -31,9 +31,10 @@ from benchmarks.tools.record import add_output, write_results
 from draftwood.models.errors import BundleError
 from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.speculation.planning.budget import DraftBudget, Offer
-from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, PassCosts
 from draftwood.runtime.speculation.planning.drift import Drift, scaled
+from draftwood.runtime.speculation.planning.experience import Experience
 
 TRACE = Path(__file__).with_name("smollm2_trace.json")
 DRAWN_TRACE = Path(__file__).with_name("smollm2_trace_drawn.json")  # at temperature 0.7

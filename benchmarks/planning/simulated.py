@@ -24,9 +24,10 @@ from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
 from draftwood.runtime.bundle.costs import read_costs
-from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
+from draftwood.runtime.speculation.planning.experience import Experience
 
 ACCEPTANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)
 LENGTHS = (1, 2, 3, 4, 6, 8, 10)

@@ -7,11 +7,12 @@ from typing import Any
 
 from ...models.bindings import ACCEPTANCE, DRAFT, TARGET
 from ...models.errors import ConfigError, shown
-from ..speculation.config import AUTO, WITHOUT_DRAFT, SpeculativeConfig
+from ..speculation.bounds import AUTO, WITHOUT_DRAFT
+from ..speculation.config import SpeculativeConfig
 from ..speculation.growers.kinds import LOOKUP
 from .bundle import EngineBundle
 
-LOOKUP_NGRAM, LOOKUP_LEN = 2, 8  # tokens that a prompt lookup compares and proposes where nothing else is said
+LOOKUP_LEN = 15  # tokens that a prompt lookup proposes at most where nothing else is said
 
 
 def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeConfig:
@@ -45,7 +46,7 @@ def without_draft(speculative: SpeculativeConfig, max_width: int) -> Speculative
     if speculative.lookup_ngram:
         return replace(speculative, grow=LOOKUP)
     length = max(1, min(LOOKUP_LEN, max_width - 1))
-    return replace(speculative, grow=LOOKUP, lookup_ngram=LOOKUP_NGRAM, lookup_len=length)
+    return replace(speculative, grow=LOOKUP, lookup_len=length)
 
 
 def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, Any]:

@@ -18,19 +18,19 @@ from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
 from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.calibration import uncorrected
-from ..speculation.planning.controller import Controller, Experience, RoundPlan
+from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.cost import CostModel
+from ..speculation.planning.experience import Experience
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
 from .chunk import LENGTH, TokenChunk
-from .device import acceptance_of, can_draw, draws_of, is_cut, tree_of, use_draws
+from .device import acceptance_of, can_draw, draws_of, shape_of, tree_of, use_draws
 from .logprobs import output_logprobs, read_prompt
 from .loop import Job, drive
 from .request_state import RequestState
 from .round import (
     END_OF_ROOM,
-    LOOKED_UP,
     NO_SPECULATION,
     NOT_WORTH_IT,
     Observer,
@@ -38,6 +38,7 @@ from .round import (
     Proposal,
     Round,
     growth_end,
+    propose_found,
     target_probabilities,
 )
 from .stats import SpecDecodeStats
@@ -176,14 +177,9 @@ class SpeculativeDecoder:
             return None
         if plan is not None and not plan.depth:
             return None
-        shape = self._rules_of(self._config, plan, request.greedy).shape
-        if shape is not None and not request.greedy:
-            shape = shape._replace(is_cut=is_cut(request.sampler.params))
-        if shape is None or shape.depth >= request.tokens_left:
-            return None
-        if not shape.fills_layers and (plan is None or not shape.is_tree):  # a tree is drawn as deep as planned
-            return None
-        return shape if self._rounds.fits(shape, self._proposer.unread) else None
+        rules, params = self._rules_of(self._config, plan, request.greedy), request.sampler.params
+        shape = shape_of(rules.shape, params, request.tokens_left, is_planned=plan is not None)
+        return shape if shape is not None and self._rounds.fits(shape, self._proposer.unread) else None
 
     def _device_round(self, request: RequestState, plan: RoundPlan | None, shape: RoundShape) -> Passes[Outcome]:
         """The same round on the device. Its time counts as the target's."""
@@ -244,26 +240,32 @@ class SpeculativeDecoder:
         if controller is None or max_depth < 1:
             return None
         sharing = request.sharing()
-        if self._proposer is None:  # the text so far says what would be proposed, and how much of it
-            max_depth = len(request.look_up(max_depth))
-        held = controller.held(max_depth, sharing)
-        if held is not None:
-            return held
-        unread = 1 if self._proposer is None else self._proposer.unread
-        return controller.plan(request.length, max_depth, sharing, unread)
+        drafted, unread = (0, 1) if self._proposer is None else (max_depth, self._proposer.unread)
+        plan = controller.held(drafted, sharing)
+        if plan is None:
+            plan = controller.plan(request.length, drafted, sharing, unread)
+        if not self._looks_up(request):
+            return plan
+        request.look_up(max_depth)
+        return controller.or_lookup(plan, request.match)
+
+    def _looks_up(self, request: RequestState) -> bool:
+        """Whether a prompt lookup may take the place of a planned round. What that costs where a device runs whole
+        rounds was never measured."""
+        return self._config is not None and self._config.looks_up(request.greedy) and self._rounds is None
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
         if self._config is None or max_depth < 1:
             return Proposal(graph, root_alone(request.root), NO_SPECULATION if self._config is None else END_OF_ROOM)
-        if self._proposer is None:
-            return self._look_up(request, plan, max_depth)
+        if self._proposer is None or (plan is not None and plan.given):
+            return propose_found(request.root, request.look_up(max_depth), plan)
         if plan is not None and not plan.depth:
             return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
         rules, sampler = self._rules_of(self._config, plan, request.greedy), request.sampler
         depth = max_depth if plan is None else min(max_depth, plan.depth)
-        found = request.look_up(depth)
+        found = request.look_up(depth) if self._config.lookup_ngram else []
         if found and not rules.chooses:
             graft_given(graph, found)
         estimate = request.calibration or uncorrected
@@ -277,13 +279,6 @@ class SpeculativeDecoder:
         if request.observed:
             reason = growth_end(graph, tree, self._config, request.greedy, max_depth, plan, by_rule)
         return Proposal(graph, tree, reason)
-
-    def _look_up(self, request: RequestState, plan: RoundPlan | None, max_depth: int) -> Proposal:
-        """The proposal of a prompt lookup alone."""
-        graph, found = TokenGraph(request.root), request.look_up(max_depth)
-        kept = found if plan is None else found[: plan.depth]
-        graft_chosen(graph, kept)
-        return Proposal(graph, unroll(graph, len(kept), max_depth), NOT_WORTH_IT if found and not kept else LOOKED_UP)
 
     def _rules_of(self, config: SpeculativeConfig, plan: RoundPlan | None, greedy: bool) -> Rules:
         """The rules of the configuration, within the plan's limits if there is one; cached."""
@@ -319,10 +314,10 @@ class SpeculativeDecoder:
         self._cache.commit([0, *acceptance.rows])
         if self._proposer is None:
             return
-        if len(tree) > 1:
+        if len(tree) - 1 > len(tree.certain):
             self._proposer.commit(tree, acceptance.rows, acceptance.next_token)
         else:
-            self._proposer.skip(acceptance.next_token)
+            self._proposer.skip([*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token])
 
     def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
         """Add a round to the request's counts."""

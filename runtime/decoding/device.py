@@ -52,6 +52,15 @@ def is_cut(params: SamplingParams) -> bool:
     return params.top_p < 1 or params.top_k > 0
 
 
+def shape_of(shape: RoundShape | None, params: SamplingParams, tokens_left: int, is_planned: bool) -> RoundShape | None:
+    """The shape of a round on the device with these settings; None if there is none for it."""
+    if shape is None or shape.depth >= tokens_left:
+        return None
+    if not shape.fills_layers and not (is_planned and shape.is_tree):  # a tree is drawn as deep as planned
+        return None
+    return shape if params.greedy else shape._replace(is_cut=is_cut(params))
+
+
 def draws_of(
     shape: RoundShape, params: SamplingParams, streams: RandomStreams, calibration: Calibration | None = None
 ) -> RoundDraws:

@@ -10,6 +10,7 @@ from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
+from ..speculation.planning.lookups import NO_MATCH, Match
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
 from .chunk import COMPLETE, LENGTH, STOP, TokenLogprob
@@ -21,8 +22,8 @@ class RequestState:
     root: the last committed token. length: tokens of prompt and output together. tokens_left: tokens that the text may
     still get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how
     many requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
-    target's passes. observed: whether an observer receives the rounds. prompt_logprobs: what the next chunk says of the
-    prompt, see TokenChunk.
+    target's passes. match: what a prompt lookup found for this round. observed: whether an observer receives the
+    rounds. prompt_logprobs: what the next chunk says of the prompt, see TokenChunk.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class RequestState:
         self.root, self.length = prompt[-1], len(prompt)
         self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.greedy = params.greedy
-        self.lookup = None if config is None else config.lookup()
+        self.lookup = None if config is None else config.lookup(self.greedy)
+        self.match = NO_MATCH
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -52,9 +54,11 @@ class RequestState:
             self.lookup.extend(prompt)
 
     def look_up(self, most: int) -> list[int]:
-        """What a prompt lookup proposes: up to `most` tokens, as far as the structured output allows them."""
-        found = [] if self.lookup is None else self.lookup.propose()[:most]
-        return found[: self.sampler.processing.count_allowed(found)]
+        """What a prompt lookup finds: up to `most` tokens, as far as the structured output allows them."""
+        self.match = NO_MATCH if self.lookup is None else self.lookup.propose()
+        found = self.match.tokens[:most]
+        self.match = Match(self.match.ngram, found[: self.sampler.processing.count_allowed(found)])
+        return self.match.tokens
 
     def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
         """Update lookup, calibration and controller by a verified round with the output `token_ids`."""
@@ -62,7 +66,11 @@ class RequestState:
             self.lookup.extend(token_ids)
         if self.calibration is not None and not (plan is not None and plan.chosen):
             self.calibration.update(tree, acceptance.rows)
-        if self.controller is not None and plan is not None and plan.depth:
+        if self.controller is None or plan is None:
+            return
+        if self.match.tokens:
+            self.controller.observe_match(self.match, token_ids)
+        if plan.depth and not plan.given:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 
     def time_pass(self, rows: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
-from ..speculation.graph.token_tree import TokenTree
+from ..speculation.graph.token_tree import TokenTree, unroll
+from ..speculation.growers.lookup import graft_chosen
 from ..speculation.planning.controller import RoundPlan
 from ..speculation.verifier import Acceptance
 
@@ -79,6 +80,14 @@ def target_probabilities(
     if sampler.params.greedy:
         return {row: np.exp(sampler.log_probabilities(logits[row], paths[row])) for row in sorted(rows)}
     return {row: sampler.distribution(logits[row], paths[row]) for row in sorted(rows)}
+
+
+def propose_found(root: int, found: Sequence[int], plan: RoundPlan | None) -> Proposal:
+    """The proposal of a prompt lookup alone, as far as it is planned."""
+    graph, kept = TokenGraph(root), found if plan is None else found[: plan.depth]
+    graft_chosen(graph, kept)
+    end = LOOKED_UP if len(kept) == len(found) else PLANNED if kept else NOT_WORTH_IT
+    return Proposal(graph, unroll(graph, len(kept), len(kept)), end)
 
 
 def growth_end(

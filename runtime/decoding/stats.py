@@ -31,8 +31,8 @@ class SpecDecodeStats:
     from another request.
 
     Where the cost model plans the rounds: expected_tokens, expected_seconds: sums over all plans. num_chains: plans for
-    a chain. num_chosen: plans for chosen tokens where the settings would draw them. switches: every switch between
-    speculation and plain decoding.
+    a chain. num_chosen: plans for chosen tokens where the settings would draw them. num_given: plans for what a prompt
+    lookup found. switches: every switch between speculation and plain decoding, such lookups aside.
     """
 
     num_drafts: int = 0
@@ -52,6 +52,7 @@ class SpecDecodeStats:
     expected_seconds: float = 0.0
     num_chains: int = 0
     num_chosen: int = 0
+    num_given: int = 0
     switches: list[SpeculationSwitch] = field(default_factory=list)
     num_cached_tokens: int = 0
 
@@ -75,14 +76,16 @@ class SpecDecodeStats:
         return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def record_plan(self, plan: RoundPlan) -> None:
-        """Add a planned round. A probe does not count as a switch."""
+        """Add a planned round. A probe does not count as a switch, nor does a plain round where nothing was found."""
         self.expected_tokens += plan.tokens
         self.expected_seconds += plan.seconds
         self.num_chains += plan.chain
-        self.num_chosen += plan.chosen
+        self.num_chosen += plan.chosen and not plan.given
+        self.num_given += plan.given
         speculating, switches = plan.depth > 0, self.switches
-        if speculating != (not switches or switches[-1].speculating) and not plan.probe:
-            why = plan.reason or f"a proposal promises {plan.speed_up:.2f} times plain speed"
+        why = plan.reason or (f"a proposal promises {plan.speed_up:.2f} times plain speed" if speculating else "")
+        counts = bool(why) and not (plan.probe or plan.given)
+        if counts and speculating != (not switches or switches[-1].speculating):
             reason = f"{'speculating' if speculating else 'decoding plainly'} because {why}"
             self.switches.append(SpeculationSwitch(self.num_tokens, speculating, reason))
 

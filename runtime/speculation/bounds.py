@@ -12,6 +12,18 @@ from typing import Any
 from ...models.errors import ConfigError, DraftwoodError, shown
 
 MAX_PROPOSAL = 1024  # tokens or rows; no engine takes more
+AUTO = "auto"
+MERGERS = ("none", "gsd")
+KEYS = ("draft", "calibrated", "head")
+BUDGETS = ("cost", "fixed")
+REPEATS = (AUTO, "off")
+STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
+WITHOUT_DRAFT = {  # settings that say how a draft proposes, and their values where there is none
+    "merge": ("none",),
+    "stop_rule": ("fixed",),
+    "key": ("draft", "calibrated"),
+    "verify": ("auto", "match"),
+}
 MAX_NGRAM = 16  # tokens; a prompt lookup stores one n-gram per token of the text
 # Name -> the least and the largest value.
 INTEGERS = {

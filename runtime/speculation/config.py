@@ -10,16 +10,17 @@ from typing import NamedTuple
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
 from ..engines.rounds import BEST, BLOCK, MATCH, REJECTION, TRAVERSAL, RoundShape
-from .bounds import SHARES, check_bounds
+from .bounds import AUTO, BUDGETS, KEYS, MERGERS, REPEATS, SHARES, STOPPERS, WITHOUT_DRAFT, check_bounds
 from .growers.baseline import Grower
-from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, LOOKUP, GrowerKind, Growth
-from .growers.lookup import PromptLookup
+from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, GrowerKind, Growth
+from .growers.lookup import LENGTHS, PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .planning.budget import DraftBudget
 from .planning.calibration import Calibration, Estimate, uncorrected
-from .planning.controller import Controller, Experience, RoundPlan
+from .planning.controller import Controller, RoundPlan
 from .planning.cost import CostModel
 from .planning.estimate import Shapes
+from .planning.experience import Experience
 from .verifier import VERIFIERS, Verifier, sample_and_match
 
 # The verifiers that are exact for each kind of proposal, best first (docs/papers.md, What is biased).
@@ -29,18 +30,7 @@ LOSSLESS: dict[str, tuple[str, ...]] = {
     DRAWN_GRAPH: ("rejection", "match"),
     CHOSEN_GRAPH: ("match",),  # p/q rules do not hold
 }
-AUTO = "auto"
 GROWERS = tuple(KINDS)
-MERGERS = ("none", "gsd")
-KEYS = ("draft", "calibrated", "head")
-BUDGETS = ("cost", "fixed")
-WITHOUT_DRAFT = {  # settings that say how a draft proposes, and their values where there is none
-    "merge": ("none",),
-    "stop_rule": ("fixed",),
-    "key": ("draft", "calibrated"),
-    "verify": ("auto", "match"),
-}
-STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
 CHOICES: dict[str, tuple[str, ...]] = {
     "grow": (AUTO, *GROWERS),
     "merge": MERGERS,
@@ -48,6 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "key": KEYS,
     "verify": (AUTO, *VERIFIERS),
     "budget": BUDGETS,
+    "repeats": REPEATS,
 }
 
 
@@ -85,7 +76,9 @@ class SpeculativeConfig:
     "draft"'s probability as in the paper, this probability "calibrated" by earlier rounds, or the trained "head" for
     tokens that the draft has read. verify: "match", "rejection", "block", "traversal", or "auto" for the best verifier
     that is exact for the proposal. lookup_ngram: length of the n-gram of prompt lookup, 0 for no lookup; lookup_len:
-    most tokens that one lookup adds.
+    most tokens that one lookup adds. grow="lookup" with lookup_ngram=0 looks n-grams of several lengths up, long ones
+    first. repeats: "auto" lets grow="auto" take what such a lookup finds instead of the draft's tokens, in rounds where
+    that is expected to be faster, with budget="cost" and otherwise default settings; "off" leaves it to the draft.
 
     budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by the measured costs of both
     engines, up to the limits below. "fixed" always proposes up to the limits. "dyspec-heap" is always fixed, because
@@ -120,6 +113,7 @@ class SpeculativeConfig:
     lookup_ngram: int = 0
     lookup_len: int = 4
     budget: str = "cost"
+    repeats: str = AUTO
 
     def __post_init__(self) -> None:
         check_bounds({name: getattr(self, name) for name in SpeculativeConfig.__dataclass_fields__})
@@ -145,8 +139,9 @@ class SpeculativeConfig:
                 f"verify={self.verify!r} is not lossless for a {self.proposal} (grow={self.grow!r}, "
                 f"merge={self.merge!r}): it was proved for other draws; use verify={exact[0]!r}"
             )
-        if not self.drafts:
-            self._check_lookup()
+        for name, off in {} if self.drafts else WITHOUT_DRAFT.items():
+            if getattr(self, name) not in off:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is for a draft's proposals: leave it out")
 
     def _check_shape(self) -> None:
         if not self.branching or min(self.branching) < 1:
@@ -166,14 +161,6 @@ class SpeculativeConfig:
                 "lookup_ngram with merge='gsd' is not lossless for drawn tokens: a draw must not merge with a given "
                 "token; use grow='topk', or one of the two"
             )
-
-    def _check_lookup(self) -> None:
-        """Refuse settings of a draft beside a grower that has none."""
-        if not self.lookup_ngram:
-            raise ConfigError(f"grow={LOOKUP!r} needs lookup_ngram, the length of the n-grams to look up: set it to 2")
-        for name, off in WITHOUT_DRAFT.items():
-            if getattr(self, name) not in off:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is for a draft's proposals: leave it out")
 
     @property
     def drafts(self) -> bool:
@@ -274,7 +261,15 @@ class SpeculativeConfig:
         shapes, drawn = self._shapes(widths), greedy or self.stop_rule != "fixed" or self.key == "head"
         # Only matching verifies chosen tokens.
         chooses = self.grow == AUTO and shapes.chain and self.verify == AUTO and not drawn
-        return Controller(costs, shapes, greedy, experience, budget, draft_context, chooses)
+        return Controller(costs, shapes, greedy, experience, budget, draft_context, chooses, self.looks_up(greedy))
+
+    def looks_up(self, greedy: bool) -> bool:
+        """Whether the tokens of a round may be those that a prompt lookup found. They are exact under matching only."""
+        if not self.drafts:
+            return self.budget == "cost"
+        planned = self.grow == AUTO and self.budget == "cost" and self.repeats == AUTO and not self.lookup_ngram
+        plain = self.merge == "none" and self.stop_rule == "fixed" and self.key != "head"
+        return planned and plain and (greedy or self.verify in (AUTO, "match"))
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The shapes of proposals from which a controller may choose."""
@@ -296,7 +291,9 @@ class SpeculativeConfig:
             return self
         grow = "topk" if plan.chosen else "chain" if plan.chain else self.grow
         width, depth = 1 if plan.chain and plan.chosen else self.frontier_width, plan.depth
-        return replace(self, grow=grow, frontier_width=width, max_draft_len=depth, max_total_draft_tokens=plan.size)
+        verify = "match" if plan.chosen else self.verify  # only matching verifies chosen tokens
+        within = replace(self, grow=grow, verify=verify, frontier_width=width)
+        return replace(within, max_draft_len=depth, max_total_draft_tokens=plan.size)
 
     def calibration(self, greedy: bool) -> Calibration | None:
         """The calibration table of one request, if the configuration corrects the draft's probabilities."""
@@ -313,9 +310,11 @@ class SpeculativeConfig:
             return Confidence(self.confidence_threshold)
         return Entropy(self.entropy_threshold) if self.stop_rule == "entropy" else Fixed()
 
-    def lookup(self) -> PromptLookup | None:
+    def lookup(self, greedy: bool) -> PromptLookup | None:
         """The n-gram index of one request, if the configuration enables prompt lookup."""
-        return PromptLookup(self.lookup_ngram, self.max_given) if self.lookup_ngram else None
+        if self.lookup_ngram or not self.drafts:
+            return PromptLookup((self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self.max_given)
+        return PromptLookup(LENGTHS, self.max_draft_len) if self.looks_up(greedy) else None
 
     def verifier(self, greedy: bool) -> Verifier:
         """The verifier for this configuration's proposals. At temperature 0 all verifiers agree, and matching is the

@@ -156,13 +156,13 @@ class DraftProposer:
         """Close the draft's cache."""
         self._cache.close()
 
-    def skip(self, token: int) -> None:
-        """Add a token that was decoded without a proposal to the pending tokens."""
+    def skip(self, tokens: Sequence[int]) -> None:
+        """Add tokens of a round in which the draft proposed nothing to the pending ones."""
         if self._read:  # nothing could be proposed
             self._cache.commit(range(self._read))
             self._read = 0
-        self._text.append(token)
-        self._pending.append(token)
+        self._text += tokens
+        self._pending += tokens
 
     def _rows_ahead(self, count: int, sampler: Sampler, stream: RandomStream, ranking_only: bool) -> Ahead | None:
         """What the engine computes behind the first pass; None if it cannot, or cannot know the tokens."""

@@ -29,9 +29,10 @@ from draftwood.runtime.engines.passes import Passes
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
-from draftwood.runtime.speculation.planning.controller import REMEMBERED, Controller, Experience
+from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
+from draftwood.runtime.speculation.planning.experience import REMEMBERED, Experience
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something

@@ -20,6 +20,7 @@ from fakes import FakeEngine, random_model
 
 from draftwood.builder.profile import (
     CONTEXTS,
+    HOST_ROUNDS,
     HOST_TURNS,
     Pair,
     brief_contexts,
@@ -181,7 +182,7 @@ def test_an_interruption_does_not_change_the_time_on_the_host(monkeypatch: pytes
             return read + 1000 * (read > interrupted)
 
         monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
-        return host(Pair(engines, 200, {}), 1, lambda: None)[0]
+        return host(Pair(engines, 200, {}), 1, 12, lambda: None)[0]
 
     undisturbed = measured(10**9)
     assert undisturbed.round > undisturbed.plain > 0
@@ -201,7 +202,7 @@ def test_kinds_of_rounds_meet_the_same_minutes(monkeypatch: pytest.MonkeyPatch) 
             return step + slower * step * step
 
         monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
-        greedy, sampled = host(Pair(engines, 200, {}), HOST_TURNS, lambda: None)
+        greedy, sampled = host(Pair(engines, 200, {}), HOST_TURNS, HOST_ROUNDS, lambda: None)
         assert next(steps) > 1000
         return sampled.round / greedy.round
 

@@ -74,15 +74,16 @@ def decoded(
     constraint: Callable[[], Constraint] | None = None,
     eos: tuple[int, ...] = (),
     bad_words: Sequence[Sequence[int]] = (),
+    prompt: Sequence[int] = PROMPT,
 ) -> Distribution:
     """The exact distribution of the decoder's output. constraint: makes the grammar of each text. bad_words: their
     tokens."""
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
         grammar = None if constraint is None else constraint()
-        sampler = Sampler(params, PROMPT, eos, target.spec.model.vocab_size, grammar, bad_words)
+        sampler = Sampler(params, prompt, eos, target.spec.model.vocab_size, grammar, bad_words)
         decoder = SpeculativeDecoder(target, draft, config, 4096, eos, costs)
-        chunks = decoder.generate(PROMPT, sampler, streams, SpecDecodeStats())
+        chunks = decoder.generate(prompt, sampler, streams, SpecDecodeStats())
         return tuple(token for chunk in chunks for token in chunk.token_ids)
 
     distribution: Distribution = defaultdict(float)

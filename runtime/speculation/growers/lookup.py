@@ -6,27 +6,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..graph.token_graph import ROOT, TokenGraph
+from ..planning.lookups import NO_MATCH, Match
+
+LENGTHS = (8, 6, 4, 3, 2)  # n-grams of a lookup that looks for long ones first
 
 
 class PromptLookup:
-    """Index of one request's text by n-gram. Each token is entered once; each lookup is one dictionary access."""
+    """Index of one request's text by n-grams of the given lengths. A token is entered once for each length, and a
+    lookup is one dictionary access for each."""
 
-    def __init__(self, ngram: int, length: int) -> None:
-        self._ngram, self._length = ngram, length
+    def __init__(self, ngrams: Sequence[int], length: int) -> None:
+        """ngrams: lengths, those first that a lookup prefers. length: most tokens of a lookup."""
+        self._length = length
         self._text: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last earlier occurrence
+        # For every length: n-gram -> position after its last earlier occurrence
+        self._ends: dict[int, dict[tuple[int, ...], int]] = {ngram: {} for ngram in ngrams}
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens of the text to the index."""
+        text = self._text
         for token in tokens:
-            if len(self._text) >= self._ngram:
-                self._ends[tuple(self._text[-self._ngram :])] = len(self._text)
-            self._text.append(token)
+            for ngram, ends in self._ends.items():
+                if len(text) >= ngram:
+                    ends[tuple(text[-ngram:])] = len(text)
+            text.append(token)
 
-    def propose(self) -> list[int]:
-        """Up to `length` tokens; empty if the final n-gram has no earlier occurrence."""
-        end = self._ends.get(tuple(self._text[-self._ngram :]))
-        return [] if end is None else self._text[end : end + self._length]
+    def propose(self) -> Match:
+        """Up to `length` tokens that followed the final n-gram."""
+        for ngram, ends in self._ends.items():
+            end = ends.get(tuple(self._text[-ngram:]))
+            if end is not None:
+                return Match(ngram, self._text[end : end + self._length])
+        return NO_MATCH
 
 
 def graft_given(graph: TokenGraph, tokens: Sequence[int]) -> None:

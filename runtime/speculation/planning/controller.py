@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .budget import DraftBudget, Offer
-from .cost import CostModel, HostCosts
+from .cost import CostModel
 from .drift import UNCHANGED, Drift, Factors
-from .estimate import AcceptanceEstimate, Shapes, VerifierChoice
-from .prices import offer_of, passes_of, prices_of
+from .estimate import Shapes, VerifierChoice
+from .experience import Experience, Source
+from .lookups import LookupEstimate, Match, best_lookup
+from .prices import passes_of, prices_of
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
-REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
 SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
 CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
 PLAIN_DEPTH = 0
@@ -49,7 +49,8 @@ class RoundPlan(NamedTuple):
     speed_up: expected speed-up of the best proposal over plain decoding. probe: whether the round tests speculation
     although plain decoding, or the other source of tokens, is expected to be faster. chain: whether to propose a chain
     of `depth` tokens instead of the configured tree. chosen: whether its tokens are chosen where the configuration
-    would draw them. reason: for a plain round, the figures that decided."""
+    would draw them. given: whether a prompt lookup gives them, without a draft. reason: for a plain round, the figures
+    that decided."""
 
     depth: int
     size: int
@@ -59,54 +60,8 @@ class RoundPlan(NamedTuple):
     probe: bool
     chain: bool = False
     chosen: bool = False
+    given: bool = False
     reason: str = ""
-
-
-class Source(NamedTuple):
-    """Where a proposal's tokens come from: drawing, or choosing. host: time of such rounds outside both engines.
-    estimate: of what is accepted of such tokens."""
-
-    host: HostCosts
-    estimate: AcceptanceEstimate
-
-
-class Experience:
-    """What requests of one model teach each other: the estimate of all of them together, by shapes, kind and source;
-    the number of plain rounds since the last probe, and of proposals since the other source was tried. Requests on
-    several threads may disturb each other's counts: they only serve as a prior. drift: how the real costs of passes
-    differ from the table at present, for requests alone; None where plans must not depend on a clock."""
-
-    def __init__(self, drift: Drift | None = None) -> None:
-        self.drift = drift
-        self._lock = Lock()
-        self._general: dict[tuple[Shapes, bool, bool], AcceptanceEstimate] = {}
-        self._offers: dict[Any, tuple[tuple[NDArray[np.float64], ...], Offer]] = {}
-        self.plain_rounds = self.untried_rounds = 0
-
-    def estimate_for(self, shapes: Shapes, greedy: bool, chosen: bool = False) -> AcceptanceEstimate:
-        """The estimate of a new request, above that of all. The least recently used ones are dropped if there are too
-        many."""
-        kind = shapes, greedy, chosen
-        with self._lock:
-            general = self._general.pop(kind, None) or AcceptanceEstimate(shapes)
-            self._general[kind] = general
-            if len(self._general) > REMEMBERED:
-                del self._general[next(iter(self._general))]
-        return AcceptanceEstimate(shapes, general)
-
-    def offer(self, sources: Sequence[Source], shapes: Shapes, most: int, reading: float) -> Offer:
-        """The same object for the same arguments: requests that have not drafted yet have the estimate of all."""
-        expected = tuple(source.estimate.expected_accepted() for source in sources)
-        hosts = tuple(source.host for source in sources)
-        key = *map(id, expected), shapes, most, hosts, reading
-        known = self._offers.get(key)
-        if known is None:
-            if len(self._offers) >= REMEMBERED:
-                self._offers.clear()
-            # The estimates are kept as well: nothing else has their ids as long as they are.
-            offer = offer_of([each[:, :most] for each in expected], shapes, hosts, reading)
-            known = self._offers[key] = expected, offer
-        return known[1]
 
 
 class Controller:
@@ -121,10 +76,12 @@ class Controller:
         budget: DraftBudget | None = None,
         draft_context: int | None = None,
         chooses: bool = False,
+        looks_up: bool = False,
     ) -> None:
         """experience: of earlier requests; budget: of those that share passes with it. None for a request that must not
         depend on them. draft_context: the most tokens that the draft attends to; None: all. chooses: whether proposals
-        may also consist of chosen tokens, where the configuration draws them."""
+        may also consist of chosen tokens, where the configuration draws them. looks_up: whether a prompt lookup may
+        give them."""
         self._draft_context = draft_context
         self._budget = DraftBudget() if budget is None else budget
         self._remaining = self._offered = shapes.depth  # tokens of the text; greatest depth that was offered
@@ -140,6 +97,8 @@ class Controller:
         self._sources = tuple(  # the configuration's own first; RoundPlan.chosen is the index
             Source(host, self._experience.estimate_for(shapes, greedy, bool(index))) for index, host in enumerate(hosts)
         )
+        self._lookups = LookupEstimate(self._experience.lookups[greedy]) if looks_up else None
+        self._given_host = costs.greedy if greedy else costs.chosen
         # The context (in steps), the sharing and the drift of the prices below.
         self._priced: tuple[int, int, Factors] | None = None
         self._stored: list[float] = []  # by the table: seconds of a pass of 1, 2, ... rows
@@ -180,6 +139,26 @@ class Controller:
             experience.plain_rounds += 1
         self._held -= 1
         return self._plan
+
+    def or_lookup(self, plan: RoundPlan, match: Match) -> RoundPlan:
+        """The plan of this round, or what a prompt lookup found, where that is expected to be faster."""
+        most = min(len(match.tokens), len(self._longer) - 1)
+        if self._lookups is None or plan.probe or most < 1:
+            return plan
+        host, speed = self._given_host, plan.tokens / plan.seconds
+        shared = self._plain_seconds - host.plain + host.round
+        seconds = [shared + self._longer[tokens] + tokens * host.token for tokens in range(1, most + 1)]
+        best = best_lookup(self._lookups.expected(match.ngram, most), seconds, speed)
+        promised = best.tokens / best.seconds
+        if promised <= speed * (SHARED_SPEED_UP if self._sharing[1] > 1 else 1.0):
+            return plan
+        speed_up = promised * self._plain_seconds
+        return RoundPlan(best.depth, best.depth, *best[1:], speed_up, probe=False, chosen=True, given=True)
+
+    def observe_match(self, match: Match, following: Sequence[int]) -> None:
+        """Learn how much of what a prompt lookup found did follow, proposed or not."""
+        if self._lookups is not None:
+            self._lookups.observe(match, following)
 
     def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
         self._price(context, sharing)

@@ -31,6 +31,7 @@ from draftwood.runtime.speculation.growers.baseline import (
 )
 from draftwood.runtime.speculation.growers.gsd import NoMerger
 from draftwood.runtime.speculation.growers.lookup import PromptLookup
+from draftwood.runtime.speculation.planning.lookups import NO_MATCH, Match
 
 
 def test_shapes() -> None:
@@ -103,11 +104,12 @@ def test_the_ranking_of_the_graph_is_used_only_when_it_is_the_requests_own() -> 
 
 @given(text=st.lists(st.integers(0, 3), max_size=40), ngram=st.integers(1, 3), length=st.integers(1, 4))
 def test_lookup_finds_the_last_earlier_occurrence(text: list[int], ngram: int, length: int) -> None:
-    lookup = PromptLookup(ngram, length)
+    lookup = PromptLookup((ngram,), length)
     for token in text:
         lookup.extend([token])
     ends = [end for end in range(ngram, len(text)) if text[end - ngram : end] == text[len(text) - ngram :]]
-    assert lookup.propose() == (text[ends[-1] : ends[-1] + length] if ends and len(text) >= ngram else [])
+    found = ends and len(text) >= ngram
+    assert lookup.propose() == (Match(ngram, text[ends[-1] : ends[-1] + length]) if found else NO_MATCH)
 
 
 @pytest.mark.parametrize(

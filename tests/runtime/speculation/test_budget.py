@@ -17,10 +17,11 @@ from draftwood.runtime.speculation.planning.budget import (
     allocate,
     worth_most,
 )
-from draftwood.runtime.speculation.planning.controller import Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.drift import Drift
 from draftwood.runtime.speculation.planning.estimate import Shapes
+from draftwood.runtime.speculation.planning.experience import Experience
 
 # Milliseconds of SmolLM2-135M in int8 on two cores: of a pass, of each further row, and on the host.
 SMALL = CostModel(passes(6.0, 0.65), passes(0.2, 0.03), HostCosts(0.13, 0.5, 0.06), HostCosts(0.19, 0.7, 0.15), {})

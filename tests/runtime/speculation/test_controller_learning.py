@@ -11,9 +11,10 @@ from controllers import CHAIN, DEAR_DRAFT, TREES, choices, settled
 from costs import FREE, passes, table
 
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning.controller import CONTEXT_STEP, Controller, Experience, RoundPlan
+from draftwood.runtime.speculation.planning.controller import CONTEXT_STEP, Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
+from draftwood.runtime.speculation.planning.experience import Experience
 from draftwood.runtime.speculation.verifier import sample_and_match, traversal_verification
 
 

@@ -14,10 +14,11 @@ from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning import controller
-from draftwood.runtime.speculation.planning.controller import Controller, Experience
+from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts
 from draftwood.runtime.speculation.planning.drift import STALE, Drift
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
+from draftwood.runtime.speculation.planning.experience import Experience
 
 TREES = Shapes((1, 3, 7, 15), 4, 4, True, 0)
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
