@@ -32,6 +32,7 @@ STEP, KEPT = 0.1, 0.8  # of the logarithms by which plans are made, and by how m
 # prices takes a while
 LEAST_SECONDS = 1e-9  # of a pass, where a clock is coarse
 STALE = 32  # passes without a narrow one
+MOST_WAITING = 16  # passes that are counted together at most
 MOST_KNOWN = 64  # costs that are kept
 
 Factors = tuple[int, ...]  # of each group: logarithm of real over stored seconds, in steps
@@ -49,7 +50,8 @@ class Drift:
         self._differences = np.zeros(len(UNCHANGED))
         self._covariances = np.eye(len(UNCHANGED))
         self._since_narrow = STALE  # passes
-        self.factors = UNCHANGED  # by which plans are made
+        self._factors = UNCHANGED
+        self._waiting: list[tuple[int, float, float]] = []  # passes that are not counted yet: rows, stored, seconds
         self._known: dict[Factors, CostModel] = {UNCHANGED: stored}
 
     @property
@@ -61,10 +63,27 @@ class Drift:
         """A narrow pass is planned. It is asked for once: a device that runs the whole round shows no pass."""
         self._since_narrow = 0
 
+    @property
+    def factors(self) -> Factors:
+        """By which plans are made."""
+        self._count_waiting()
+        return self._factors
+
     def observe(self, rows: int, stored: float, seconds: float) -> None:
-        """Learn from a pass of the target. stored: its seconds by the table."""
+        """Learn from a pass of the target. stored: its seconds by the table. Passes are counted together when factors
+        are wanted, since a lone one finds nothing in the caches."""
+        self._since_narrow = self._since_narrow + 1 if rows > GROUPS[0] else 0
+        self._waiting.append((rows, stored, seconds))
+        if len(self._waiting) == MOST_WAITING:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._count(*each)
+
+    def _count(self, rows: int, stored: float, seconds: float) -> None:
         group = bisect_left(GROUPS, rows)
-        self._since_narrow = self._since_narrow + 1 if group else 0
         self._differences *= KEEPING
         self._covariances = self._covariances * KEPT_PRODUCTS + CHANGES
         shown = math.log(max(seconds, LEAST_SECONDS) / stored) - float(self._differences[: group + 1].sum())
@@ -73,8 +92,8 @@ class Drift:
         self._differences += gains * min(max(shown, -MOST_SHOWN), MOST_SHOWN)
         self._covariances -= gains[:, None] * reach
         logs = self._differences.cumsum().tolist()
-        if any(abs(log / STEP - known) > KEPT for log, known in zip(logs, self.factors, strict=True)):
-            self.factors = tuple(round(log / STEP) for log in logs)
+        if any(abs(log / STEP - known) > KEPT for log, known in zip(logs, self._factors, strict=True)):
+            self._factors = tuple(round(log / STEP) for log in logs)
 
     def observe_shared(self, rows: int, sharing: int, context: int, seconds: float) -> None:
         """Learn from a pass that so many requests share. context: committed tokens of each, on average."""
@@ -82,16 +101,17 @@ class Drift:
 
     def costs(self) -> CostModel:
         """The costs by `factors`. The draft's narrow passes read weights, as the target's do."""
-        if self.factors not in self._known:
-            stored, slower = self._stored, np.exp(STEP * np.array(self.factors))
+        factors = self.factors
+        if factors not in self._known:
+            stored, slower = self._stored, np.exp(STEP * np.array(factors))
             target = scaled(stored.target, slower[np.searchsorted(GROUPS, stored.target.widths)])
             draft, further = (
                 None if each is None else scaled(each, slower[:1]) for each in (stored.draft, stored.further)
             )
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
-            self._known[self.factors] = replace(stored, target=target, draft=draft, further=further)
-        return self._known[self.factors]
+            self._known[factors] = replace(stored, target=target, draft=draft, further=further)
+        return self._known[factors]
 
 
 def scaled(costs: PassCosts, factors: NDArray[np.float64]) -> PassCosts:
