@@ -39,15 +39,14 @@ READING_DIGITS = 2  # decimals of the time that a draft reads first, per token o
 HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planned: at first, and where it was planned
 # again and again
 HELD_PROPOSAL = 7  # the same of a proposal that is no probe, of a request alone
-NARROW = 2  # tokens of a proposal that shows the costs of narrow passes
 LEAST_PATIENCE = 16  # proposals before one of the other source is tried, at least
 FEW = 1 / 8  # share of the requests that may come or go meanwhile
 
 
 class RoundPlan(NamedTuple):
     """One round's limits; depth 0 means plain decoding. tokens, seconds: expected tokens and duration of the round.
-    speed_up: expected speed-up of the best proposal over plain decoding. probe: whether the round tests speculation
-    although plain decoding, or the other source of tokens, is expected to be faster. chain: whether to propose a chain
+    speed_up: expected speed-up of the best proposal over plain decoding. probe: whether the round tests speculation,
+    plain decoding or the other source of tokens although it is expected to be slower. chain: whether to propose a chain
     of `depth` tokens instead of the configured tree. chosen: whether its tokens are chosen where the configuration
     would draw them. given: whether a prompt lookup gives them, without a draft. reason: for a plain round, the figures
     that decided."""
@@ -113,7 +112,7 @@ class Controller:
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
         self._plan = self._new_plan(context, remaining, sharing, unread)
-        if not self._plan.depth:
+        if not self._plan.depth and not self._plan.probe:
             self._held, self._hold = self._hold, min(2 * self._hold + 1, MOST_HELD)
         else:
             self._held = HELD_PROPOSAL if sharing == 1 and not self._plan.probe else 0
@@ -166,10 +165,10 @@ class Controller:
         if remaining < 1:
             return plain
         drift, reading_time = self._drift(sharing), self._reading_time(unread)
-        if drift is not None and drift.is_stale and not reading_time:
-            drift.look()
-            return self._narrow(remaining)
         best = self._best(remaining)
+        if drift is not None and drift.is_stale(best.speed_up) and not reading_time:
+            drift.look()
+            return plain._replace(probe=True)
         planned = best if sharing == 1 else self._joint(context, remaining, sharing, reading_time)
         if planned.depth and self._pays(planned, remaining, reading_time, sharing):
             return planned if len(self._sources) == 1 else self._from_either(planned)
@@ -266,13 +265,6 @@ class Controller:
             tokens, seconds = float(expected[row, column]), float(every[row, column])
             self._found[most] = self._described(row, column, tokens, seconds, tokens * self._plain_seconds / seconds)
         return self._found[most]
-
-    def _narrow(self, remaining: int) -> RoundPlan:
-        """A proposal of few rows, whose pass takes nearly the time of a plain one and shows what that is at present."""
-        column = min(NARROW, remaining, self._shapes.depth) - 1
-        tokens, seconds = 1 + float(self._expected()[0, column]), float(self._seconds[0, column])
-        plan = self._described(0, column, tokens, seconds, tokens * self._plain_seconds / seconds)
-        return plan._replace(probe=True)
 
     def _from_either(self, plan: RoundPlan) -> RoundPlan:
         """The plan, or from time to time one of the same shape from the other source, to learn what that yields. The

@@ -15,6 +15,7 @@ the output stays exact.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from .cost import MOST_SECONDS, CostModel, PassCosts
 
-GROUPS = (3, 6, 10, 16)  # the widest pass of each group of widths but the last one
+GROUPS = (1, 3, 6, 10, 16)  # the widest pass of each group of widths but the last one: plain decoding has its own
 # What is known is kept as a Kalman filter does. Variances are in those of what a pass shows: CHANGE is added with each
 # pass, so that the latest 8 count. A difference is forgotten by FORGOTTEN with each pass.
 CHANGE, FORGOTTEN = 0.015, 0.005
@@ -31,7 +32,8 @@ MOST_SHOWN = 0.7  # logarithm: a pass during which the program was interrupted s
 STEP, KEPT = 0.1, 0.8  # of the logarithms by which plans are made, and by how many steps they may be wrong: computing
 # prices takes a while
 LEAST_SECONDS = 1e-9  # of a pass, where a clock is coarse
-STALE = 32  # passes without a narrow one
+STALE = 32  # passes without a plain one, where proposals are hardly faster
+SELDOM = 8.0  # how much longer it takes to become stale, for each plain speed by which they are faster
 MOST_WAITING = 16  # passes that are counted together at most
 MOST_KNOWN = 64  # costs that are kept
 
@@ -49,19 +51,19 @@ class Drift:
         # Logarithms of real over stored seconds: of each group's over those of the narrower one, and their covariances.
         self._differences = np.zeros(len(UNCHANGED))
         self._covariances = np.eye(len(UNCHANGED))
-        self._since_narrow = STALE  # passes
+        self._since_plain = sys.maxsize  # passes
         self._factors = UNCHANGED
         self._waiting: list[tuple[int, float, float]] = []  # passes that are not counted yet: rows, stored, seconds
         self._known: dict[Factors, CostModel] = {UNCHANGED: stored}
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether no narrow pass was seen for so long that plain decoding may take any time."""
-        return self._since_narrow >= STALE
+    def is_stale(self, speed_up: float) -> bool:
+        """Whether no plain pass was seen for so long that plain decoding may take any time. speed_up: of proposals over
+        plain decoding. The faster they are, the more a plain round costs, and the less its time matters."""
+        return self._since_plain >= STALE * max(1.0, SELDOM * (speed_up - 1))
 
     def look(self) -> None:
-        """A narrow pass is planned. It is asked for once: a device that runs the whole round shows no pass."""
-        self._since_narrow = 0
+        """A plain pass is planned. It is asked for once: others may still share it."""
+        self._since_plain = 0
 
     @property
     def factors(self) -> Factors:
@@ -72,7 +74,7 @@ class Drift:
     def observe(self, rows: int, stored: float, seconds: float) -> None:
         """Learn from a pass of the target. stored: its seconds by the table. Passes are counted together when factors
         are wanted, since a lone one finds nothing in the caches."""
-        self._since_narrow = self._since_narrow + 1 if rows > GROUPS[0] else 0
+        self._since_plain = self._since_plain + 1 if rows > 1 else 0
         self._waiting.append((rows, stored, seconds))
         if len(self._waiting) == MOST_WAITING:
             self._count_waiting()

@@ -46,16 +46,19 @@ def test_wide_passes_that_take_longer_make_proposals_smaller() -> None:
 def test_what_narrow_passes_show_moves_all_widths() -> None:
     stored = table(1.0, 0.1, row=0.02)
     drift = Drift(stored)
-    assert drift.is_stale  # nothing was seen
+    assert drift.is_stale(1000.0)  # nothing was seen
     for _ in range(60):
         drift.observe(1, 1.0, 2.0)
     assert drift.costs().target.at(16, 0) == pytest.approx(2 * stored.target.at(16, 0), rel=0.1)
     assert drift.costs().following is not None and drift.costs().draft == drift.costs().following
     for _ in range(STALE):
-        assert not drift.is_stale
+        assert not drift.is_stale(1.0)
         drift.observe(8, 1.14, 1.14)
-    assert drift.is_stale
-    assert [Controller(stored, TREES, True, Experience(drift)).plan(0, 100).probe for _ in range(2)] == [True, False]
+    assert drift.is_stale(1.1) and not drift.is_stale(2.0)
+    for _ in range(20 * STALE):
+        drift.observe(8, 1.14, 1.14)
+    plans = [Controller(stored, TREES, True, Experience(drift)).plan(0, 100) for _ in range(2)]
+    assert [(plan.probe, plan.depth > 0) for plan in plans] == [(True, False), (False, True)]
     drift.observe(1, 1.0, 0.0)  # a coarse clock
     assert drift.costs().target.at(1, 0) > 0
 
@@ -93,5 +96,5 @@ def test_a_seeded_text_depends_on_no_clock(seed: int | None, learns: bool) -> No
     decoder = SpeculativeDecoder(target, draft, SMALL, 4096, (), NEAR, experience=Experience(drift))
     sampler = Sampler(params, PROMPT, (), target.spec.model.vocab_size)
     assert [chunk.token_ids for chunk in decoder.generate(PROMPT, sampler, seeded_streams(0), SpecDecodeStats())]
-    assert drift.is_stale != learns
+    assert drift.is_stale(1.0) != learns
     decoder.close()
