@@ -79,7 +79,7 @@ class DraftBudget:
     choices than before. drift: how their passes differ from the costs at present; None where no clock may decide."""
 
     def __init__(self, drift: Drift | None = None) -> None:
-        self._drift = drift
+        self.drift = drift
         self._contexts: dict[Member, int] = {}
         self._numbers: dict[Member, int] = {}  # of their choices
         self._left: dict[Member, int] = {}  # plans for which the choice still holds
@@ -93,7 +93,7 @@ class DraftBudget:
         there is a new one: requests that start together would else need as many solutions for all."""
         self._contexts[member] = context
         if self._solution is None or self._left.get(member) == 0:
-            self._solution = self._solve(sharing, costs if self._drift is None else self._drift.costs())
+            self._solution = self._solve(sharing, costs if self.drift is None else self.drift.costs())
         elif member not in self._numbers:
             price = self._solution.price
             self._numbers[member] = PLAIN if price.tokens == np.inf else worth_most(member.offer(), price)
@@ -115,8 +115,8 @@ class DraftBudget:
     def observe_pass(self, rows: int, sharing: int, context: int, seconds: float) -> None:
         """Learn what a pass of the target took that `sharing` texts shared. context: committed tokens of each, on
         average."""
-        if self._drift is not None:
-            self._drift.observe_shared(rows, sharing, context, seconds)
+        if self.drift is not None:
+            self.drift.observe_shared(rows, sharing, context, seconds)
 
     def leave(self, member: Member) -> None:
         """Take a request out that has ended."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .budget import DraftBudget, Offer
 from .cost import CostModel
-from .drift import UNCHANGED, Drift, Factors
+from .drift import UNCHANGED, Factors
 from .estimate import Shapes, VerifierChoice
 from .experience import Experience, Source
 from .lookups import LookupEstimate, Match, best_lookup
@@ -105,6 +105,8 @@ class Controller:
         self._plain_seconds = 0.0
         self._draft_alone: list[float] = []  # see Prices
         self._longer: list[float] = []
+        self._given_seconds: list[float] = []  # of rounds with 1, 2, ... tokens that a prompt lookup gives
+        self._most_given = 0.0  # tokens per second of these rounds, if all their tokens are right
         self._found: dict[int, RoundPlan] = {}  # the best plan by greatest depth, until the next observation
 
     def plan(self, context: int, remaining: int, sharing: int = 1, unread: int = 1) -> RoundPlan:
@@ -141,15 +143,16 @@ class Controller:
 
     def or_lookup(self, plan: RoundPlan, match: Match) -> RoundPlan:
         """The plan of this round, or what a prompt lookup found, where that is expected to be faster."""
-        most = min(len(match.tokens), len(self._longer) - 1)
+        most = min(len(match.tokens), len(self._given_seconds))
         if self._lookups is None or plan.probe or most < 1:
             return plan
-        host, speed = self._given_host, plan.tokens / plan.seconds
-        shared = self._plain_seconds - host.plain + host.round
-        seconds = [shared + self._longer[tokens] + tokens * host.token for tokens in range(1, most + 1)]
-        best = best_lookup(self._lookups.expected(match.ngram, most), seconds, speed)
+        speed = plan.tokens / plan.seconds
+        least = speed * (SHARED_SPEED_UP if self._sharing[1] > 1 else 1.0)
+        if self._most_given <= least:
+            return plan
+        best = best_lookup(self._lookups.expected(match.ngram, most), self._given_seconds[:most], speed)
         promised = best.tokens / best.seconds
-        if promised <= speed * (SHARED_SPEED_UP if self._sharing[1] > 1 else 1.0):
+        if promised <= least:
             return plan
         speed_up = promised * self._plain_seconds
         return RoundPlan(best.depth, best.depth, *best[1:], speed_up, probe=False, chosen=True, given=True)
@@ -164,7 +167,7 @@ class Controller:
         plain = RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
         if remaining < 1:
             return plain
-        drift, reading_time = self._drift(sharing), self._reading_time(unread)
+        drift, reading_time = self._experience.drift if sharing == 1 else None, self._reading_time(unread)
         best = self._best(remaining)
         if drift is not None and drift.is_stale(best.speed_up) and not reading_time:
             drift.look()
@@ -286,10 +289,6 @@ class Controller:
         expected = [source.estimate.expected_accepted() for source in self._sources]
         return expected[0] if len(expected) == 1 else np.concatenate(expected)
 
-    def _drift(self, sharing: int) -> Drift | None:
-        """How costs have drifted; None where plans depend on no clock, or requests share passes."""
-        return self._experience.drift if sharing == 1 else None
-
     def _described(self, row: int, column: int, tokens: float, seconds: float, speed_up: float) -> RoundPlan:
         """The plan of a source, kind and size (`row`) and depth."""
         chosen, kind = divmod(row, self._shapes.grid[0])
@@ -301,7 +300,7 @@ class Controller:
         """Compute the seconds [sources x kinds and sizes, depths] of every plan, and of a plain token, after `context`
         committed tokens: the request's share of passes in which all requests have equally many rows, and its time on
         the host."""
-        drift = self._drift(sharing)
+        drift = self._experience.drift if sharing == 1 else self._budget.drift
         priced = context // CONTEXT_STEP, sharing, UNCHANGED if drift is None else drift.factors
         if priced == self._priced:
             return
@@ -313,4 +312,9 @@ class Controller:
         hosts = tuple(source.host for source in self._sources)
         found = prices_of(costs.target, costs.draft, costs.following, hosts, self._shapes, behind, read, sharing)
         self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
-        self._stored = passes_of(self._costs.target, behind, len(self._longer)) if drift is not None else []
+        follows = drift is not None and sharing == 1
+        self._stored = passes_of(self._costs.target, behind, len(self._longer)) if follows else []
+        host = self._given_host
+        shared = self._plain_seconds - host.plain + host.round
+        self._given_seconds = [shared + self._longer[k] + k * host.token for k in range(1, len(self._longer))]
+        self._most_given = max(((k + 1) / each for k, each in enumerate(self._given_seconds, 1)), default=0.0)

@@ -90,5 +90,6 @@ class LookupEstimate:
 def best_lookup(expected: Sequence[float], seconds: Sequence[float], speed: float) -> Gain:
     """The number of tokens that brings most beyond what planned rounds bring in the same time. expected, seconds: of
     rounds that propose 1, 2, ... tokens. speed: tokens per second of planned rounds."""
-    rounds = (Gain(k, 1 + e, s) for k, (e, s) in enumerate(zip(expected, seconds, strict=True), start=1))
-    return max(rounds, key=lambda each: each.tokens - speed * each.seconds)
+    gains = [e - speed * s for e, s in zip(expected, seconds, strict=True)]
+    best = gains.index(max(gains))
+    return Gain(best + 1, 1 + expected[best], seconds[best])

@@ -11,7 +11,9 @@ from costs import table
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftwood.runtime.speculation.planning.budget import DraftBudget
 from draftwood.runtime.speculation.planning.controller import Controller
+from draftwood.runtime.speculation.planning.drift import Drift
 from draftwood.runtime.speculation.planning.lookups import DEPTHS, LookupEstimate, Match, best_lookup
 
 
@@ -68,6 +70,19 @@ def test_a_lookup_takes_the_place_of_a_slower_round(sharing: int, row: float) ->
         assert found.tokens / found.seconds > plan.tokens / plan.seconds
         assert found.speed_up > 1 and 1 <= found.depth <= 4
     assert Controller(costs, CHAIN, greedy=True).or_lookup(plan, Match(8, [1] * 4)) is plan
+
+
+def test_a_lookup_among_others_is_priced_by_what_their_passes_take() -> None:
+    """The table says that rows cost nothing. Passes of more rows than texts have taken five times as long."""
+    costs = table(1.0, 5.0, 0.0)
+    budget = DraftBudget(Drift(costs))
+    planner = Controller(costs, CHAIN, greedy=True, budget=budget, looks_up=True)
+    match = Match(8, [1] * 4)
+    assert planner.or_lookup(planner.plan(10, 100, sharing=4), match).given
+    for rows, seconds in [(4, 1.0), (8, 5.0)] * 64:
+        budget.observe_pass(rows, 4, 10, seconds)
+    plan = planner.plan(10, 100, sharing=4)
+    assert planner.or_lookup(plan, match) is plan
 
 
 def test_a_probe_is_not_replaced() -> None:
