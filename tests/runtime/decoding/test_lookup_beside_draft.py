@@ -14,12 +14,14 @@ from proposals import SETTINGS
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
-from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, ScoredRows
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.graph.token_tree import TokenTree
 from draftwood.runtime.speculation.planning import controller
 from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.lookups import Match
+from draftwood.runtime.speculation.verifier import VERIFIERS, Acceptance, sample_and_match
 
 AUTO = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 DEAR_DRAFT = table(1.0, 0.5, row=0.05)
@@ -45,6 +47,22 @@ def test_the_distribution_is_the_targets(setting: str, monkeypatch: pytest.Monke
         expected = decoded(target, None, None, params, prompt=prompt)
         assert total_variation(decoded(target, draft, AUTO, params, DEAR_DRAFT, prompt=prompt), expected) < 1e-12
     assert {True, False} == set(given)
+
+
+def test_a_lookup_that_is_believed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above: what was looked up is accepted unseen."""
+
+    def believe(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
+        if not tree.certain:
+            return sample_and_match(tree, target, streams)
+        found = tree.children[0][0]
+        return Acceptance([found], target.choose(found, [tree.token_ids[found]], streams.target))
+
+    target, draft = pair(3, 2)
+    params, prompt = SETTINGS["plain"], (0, 1, 1, 0)
+    expected = decoded(target, None, None, params, prompt=prompt)
+    monkeypatch.setitem(VERIFIERS, "match", believe)
+    assert total_variation(decoded(target, draft, AUTO, params, DEAR_DRAFT, prompt=prompt), expected) > 0.01
 
 
 def decode(
