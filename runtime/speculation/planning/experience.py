@@ -31,8 +31,8 @@ class Experience:
     """What requests of one model teach each other: the estimate of all of them together, by shapes, kind and source;
     the number of plain rounds since the last probe, and of proposals since the other source was tried. Requests on
     several threads may disturb each other's counts: they only serve as a prior. lookups: how much of what prompt
-    lookups found was right, by whether the temperature is 0. drift: how the real costs of passes
-    differ from the table at present, for requests alone; None where plans must not depend on a clock."""
+    lookups found was right, by whether the temperature is 0. drift: how the real costs of passes differ from the table
+    at present, for requests alone; None where plans must not depend on a clock."""
 
     def __init__(self, drift: Drift | None = None) -> None:
         self.drift = drift

@@ -21,9 +21,9 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-# n -> the probability that the first token is right, before the first observation; measured with SmolLM2-135M-Instruct
-# on questions of MT-bench, GSM8K and HumanEval, at temperatures 0 and 0.7
-FIRST_GUESSES = {0: 0.4, 2: 0.5, 3: 0.55, 4: 0.65, 6: 0.8, 8: 0.9}
+# n -> the probability that the first token is right, before the first observation: about what SmolLM2-135M-Instruct has
+# at temperatures 0 and 0.7 (benchmarks/planning/repeats.py)
+FIRST_GUESSES = {0: 0.4, 2: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 8: 0.9}
 DEPTHS = 16  # that are counted apart: the last one for all deeper ones
 PRIOR = 8.0  # weight of what others have shown, or of the guess, in observations
 MEMORY, LONG_MEMORY = 0.98, 0.998  # factor on the weight of earlier observations: of a request, of all together
@@ -51,8 +51,8 @@ class LookupEstimate:
     """How often tokens that a lookup found are right, by the length of the n-gram and the depth."""
 
     def __init__(self, general: LookupEstimate | None = None) -> None:
-        """general: of all requests, which these counts depart from, and which learns from the
-        same rounds; None for the estimate of all requests itself."""
+        """general: of all requests, which these counts depart from, and which learns from the same rounds; None for the
+        estimate of all requests itself."""
         self._general = general
         self._memory = LONG_MEMORY if general is None else MEMORY
         # n -> of every depth
