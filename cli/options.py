@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..models.errors import ConfigError
 from ..runtime.sampling.params import SamplingParams
-from ..runtime.speculation.bounds import AUTO, BUDGETS, KEYS, MERGERS, REPEATS, STOPPERS
+from ..runtime.speculation.bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, STOPPERS
 from ..runtime.speculation.config import GROWERS, SpeculativeConfig
 from ..runtime.speculation.verifier import VERIFIERS
 
@@ -100,7 +100,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         ("key", KEYS, "estimate of acceptance that DySpec grows by"),
         ("verify", (AUTO, *VERIFIERS), "verifier"),
         ("budget", BUDGETS, "cost: choose sizes up to the limits by measured costs; fixed: always use the limits"),
-        ("repeats", REPEATS, "whether the default settings also propose what a prompt lookup finds"),
+        ("lookups", LOOKUPS, "whether the default settings also propose what a prompt lookup finds"),
     ):
         add_field(group, SpeculativeConfig, name, help, str, choices=choices)
     for name, kind, help in (

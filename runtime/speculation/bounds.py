@@ -16,7 +16,7 @@ AUTO = "auto"
 MERGERS = ("none", "gsd")
 KEYS = ("draft", "calibrated", "head")
 BUDGETS = ("cost", "fixed")
-REPEATS = (AUTO, "off")
+LOOKUPS = (AUTO, "off")
 STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
 WITHOUT_DRAFT = {  # settings that say how a draft proposes, and their values where there is none
     "merge": ("none",),

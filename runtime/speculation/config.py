@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
 from ..engines.rounds import BEST, BLOCK, MATCH, REJECTION, TRAVERSAL, RoundShape
-from .bounds import AUTO, BUDGETS, KEYS, MERGERS, REPEATS, SHARES, STOPPERS, WITHOUT_DRAFT, check_bounds
+from .bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, SHARES, STOPPERS, WITHOUT_DRAFT, check_bounds
 from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, GrowerKind, Growth
 from .growers.lookup import LENGTHS, PromptLookup
@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "key": KEYS,
     "verify": (AUTO, *VERIFIERS),
     "budget": BUDGETS,
-    "repeats": REPEATS,
+    "lookups": LOOKUPS,
 }
 
 
@@ -77,7 +77,7 @@ class SpeculativeConfig:
     tokens that the draft has read. verify: "match", "rejection", "block", "traversal", or "auto" for the best verifier
     that is exact for the proposal. lookup_ngram: length of the n-gram of prompt lookup, 0 for no lookup; lookup_len:
     most tokens that one lookup adds. grow="lookup" with lookup_ngram=0 looks n-grams of several lengths up, long ones
-    first. repeats: "auto" lets grow="auto" take what such a lookup finds instead of the draft's tokens, in rounds where
+    first. lookups: "auto" lets grow="auto" take what such a lookup finds instead of the draft's tokens, in rounds where
     that is expected to be faster, with budget="cost" and otherwise default settings; "off" leaves it to the draft.
 
     budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by the measured costs of both
@@ -113,7 +113,7 @@ class SpeculativeConfig:
     lookup_ngram: int = 0
     lookup_len: int = 4
     budget: str = "cost"
-    repeats: str = AUTO
+    lookups: str = AUTO
 
     def __post_init__(self) -> None:
         check_bounds({name: getattr(self, name) for name in SpeculativeConfig.__dataclass_fields__})
@@ -267,7 +267,7 @@ class SpeculativeConfig:
         """Whether the tokens of a round may be those that a prompt lookup found. They are exact under matching only."""
         if not self.drafts:
             return self.budget == "cost"
-        planned = self.grow == AUTO and self.budget == "cost" and self.repeats == AUTO and not self.lookup_ngram
+        planned = self.grow == AUTO and self.budget == "cost" and self.lookups == AUTO and not self.lookup_ngram
         plain = self.merge == "none" and self.stop_rule == "fixed" and self.key != "head"
         return planned and plain and (greedy or self.verify in (AUTO, "match"))
 

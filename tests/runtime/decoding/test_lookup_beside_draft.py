@@ -80,7 +80,7 @@ def decode(
 def test_the_draft_goes_on_behind_tokens_that_were_looked_up() -> None:
     """A draft that is the target is right about every token, as long as its cache holds the right ones."""
     text, stats = decode(SpeculativeConfig(), draft=0.3)
-    plain, _ = decode(SpeculativeConfig(repeats="off", budget="fixed", grow="chain", max_draft_len=1))
+    plain, _ = decode(SpeculativeConfig(lookups="off", budget="fixed", grow="chain", max_draft_len=1))
     assert text == plain
     assert 0 < stats.num_given < stats.num_drafts
     by_lookup, _ = decode(SpeculativeConfig("lookup"))
@@ -94,7 +94,7 @@ def test_the_draft_goes_on_behind_tokens_that_were_looked_up() -> None:
         ({}, True, True),
         ({"verify": "match"}, True, True),
         ({"verify": "rejection"}, True, False),
-        ({"repeats": "off"}, False, False),
+        ({"lookups": "off"}, False, False),
         ({"grow": "topk"}, False, False),
         ({"merge": "gsd"}, False, False),
         ({"stop_rule": "confidence"}, False, False),
