@@ -21,6 +21,7 @@ from ..speculation.planning.calibration import uncorrected
 from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.cost import CostModel
 from ..speculation.planning.experience import Experience
+from ..speculation.planning.lookups import NO_MATCH
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, match_best
@@ -244,7 +245,8 @@ class SpeculativeDecoder:
         plan = controller.held(drafted, sharing)
         if plan is None:
             plan = controller.plan(request.length, drafted, sharing, unread)
-        if not self._looks_up(request):
+        if not self._looks_up(request) or not controller.considers_lookups(plan):
+            request.match = NO_MATCH
             return plan
         request.look_up(max_depth)
         return controller.or_lookup(plan, request.match)

@@ -50,12 +50,15 @@ class RequestState:
         self.scoring = Stopwatch()
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
-        if self.lookup is not None:
-            self.lookup.extend(prompt)
+        self._unindexed = list(prompt)  # until the next lookup: where none pays, nothing is indexed
 
     def look_up(self, most: int) -> list[int]:
         """What a prompt lookup finds: up to `most` tokens, as far as the structured output allows them."""
-        self.match = NO_MATCH if self.lookup is None else self.lookup.propose()
+        if self.lookup is None:
+            return []
+        self.lookup.extend(self._unindexed)
+        self._unindexed.clear()
+        self.match = self.lookup.propose()
         found = self.match.tokens[:most]
         self.match = Match(self.match.ngram, found[: self.sampler.processing.count_allowed(found)])
         return self.match.tokens
@@ -63,7 +66,7 @@ class RequestState:
     def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
         """Update lookup, calibration and controller by a verified round with the output `token_ids`."""
         if self.lookup is not None:
-            self.lookup.extend(token_ids)
+            self._unindexed += token_ids
         if self.calibration is not None and not (plan is not None and plan.chosen):
             self.calibration.update(tree, acceptance.rows)
         if self.controller is None or plan is None:

@@ -27,7 +27,7 @@ from .cost import CostModel
 from .drift import UNCHANGED, Factors
 from .estimate import Shapes, VerifierChoice
 from .experience import Experience, Source
-from .lookups import LookupEstimate, Match, best_lookup
+from .lookups import LONGEST, LookupEstimate, Match, best_lookup
 from .prices import passes_of, prices_of
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
@@ -106,7 +106,7 @@ class Controller:
         self._draft_alone: list[float] = []  # see Prices
         self._longer: list[float] = []
         self._given_seconds: list[float] = []  # of rounds with 1, 2, ... tokens that a prompt lookup gives
-        self._most_given = 0.0  # tokens per second of these rounds, if all their tokens are right
+        self._most_given = 0.0  # most tokens per second that these rounds promise, see `considers_lookups`
         self._found: dict[int, RoundPlan] = {}  # the best plan by greatest depth, until the next observation
 
     def plan(self, context: int, remaining: int, sharing: int = 1, unread: int = 1) -> RoundPlan:
@@ -141,15 +141,21 @@ class Controller:
         self._held -= 1
         return self._plan
 
+    def considers_lookups(self, plan: RoundPlan) -> bool:
+        """Whether a prompt lookup might be faster than the plan of this round: if all its tokens were right, or, where
+        requests share passes, if it were one of those that are right most often. Looking up takes time each round."""
+        return self._lookups is not None and not plan.probe and self._most_given > self._least_speed(plan)
+
+    def _least_speed(self, plan: RoundPlan) -> float:
+        """Tokens per second of a lookup that takes the plan's place."""
+        return plan.tokens / plan.seconds * (SHARED_SPEED_UP if self._sharing[1] > 1 else 1.0)
+
     def or_lookup(self, plan: RoundPlan, match: Match) -> RoundPlan:
         """The plan of this round, or what a prompt lookup found, where that is expected to be faster."""
         most = min(len(match.tokens), len(self._given_seconds))
-        if self._lookups is None or plan.probe or most < 1:
+        if self._lookups is None or most < 1 or not self.considers_lookups(plan):
             return plan
-        speed = plan.tokens / plan.seconds
-        least = speed * (SHARED_SPEED_UP if self._sharing[1] > 1 else 1.0)
-        if self._most_given <= least:
-            return plan
+        speed, least = plan.tokens / plan.seconds, self._least_speed(plan)
         best = best_lookup(self._lookups.expected(match.ngram, most), self._given_seconds[:most], speed)
         promised = best.tokens / best.seconds
         if promised <= least:
@@ -317,4 +323,9 @@ class Controller:
         host = self._given_host
         shared = self._plain_seconds - host.plain + host.round
         self._given_seconds = [shared + self._longer[k] + k * host.token for k in range(1, len(self._longer))]
-        self._most_given = max(((k + 1) / each for k, each in enumerate(self._given_seconds, 1)), default=0.0)
+        right: Sequence[float] = range(1, len(self._given_seconds) + 1)
+        if self._lookups is not None and sharing > 1:
+            right = self._lookups.expected(LONGEST, len(right))
+        self._most_given = max(
+            ((1 + k) / each for k, each in zip(right, self._given_seconds, strict=True)), default=0.0
+        )
