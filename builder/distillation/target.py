@@ -7,6 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ...models.bindings import TARGET
 from ...models.errors import ConfigError
@@ -79,12 +80,8 @@ def compile_target(checkpoint: Checkpoint, folder: Path, begin: Begin) -> Engine
     source, spec, options = text_spec(checkpoint, folder)
     compiled = {"backend": spec.backend, "precision": spec.precision, "capacity": spec.capacity}
     identity = {"model": digest(checkpoint), **compiled}
-    if (folder / MARKER).is_file():
-        try:
-            found = read_object(folder / MARKER, own=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder / MARKER} is not readable ({error}): remove {folder}") from error
-        if found.get("identity") != identity:
+    if (found := read_identity(folder)) is not None:
+        if found != identity:
             raise ConfigError(
                 f"{folder} belongs to another target, or was compiled for another machine: choose another --state, or "
                 f"remove {folder.parent}"
@@ -95,6 +92,28 @@ def compile_target(checkpoint: Checkpoint, folder: Path, begin: Begin) -> Engine
         spec, parity = make_engine(source, spec, options, staging, begin)
         (staging / MARKER).write_text(json.dumps({"identity": identity, "parity": parity}) + "\n", encoding="utf-8")
     return spec
+
+
+def check_target(checkpoint: Checkpoint, folder: Path) -> None:
+    """Raises ConfigError where `compile_target` wrote another target to the folder, whose texts lie beside it."""
+    found = read_identity(folder)
+    if found is not None and found.get("model") != digest(checkpoint):
+        raise ConfigError(
+            f"{folder} belongs to another target: choose another --state, or remove {folder.parent} and its texts"
+        )
+
+
+def read_identity(folder: Path) -> dict[str, Any] | None:
+    """What tells the target in a folder from others; None where there is none. Raises ConfigError."""
+    if not (folder / MARKER).is_file():
+        return None
+    try:
+        identity = read_object(folder / MARKER, own=True).get("identity")
+        if not isinstance(identity, dict):
+            raise ValueError("it has no identity")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / MARKER} is not readable ({error}): remove {folder}") from error
+    return identity
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:

@@ -277,6 +277,9 @@ def test_another_targets_state_is_refused(state: Path, tmp_path: Path) -> None:
     write_checkpoint(other, "gqa", seed=9, vocab_size=320, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="belongs to another target"):
         compile_target(Checkpoint(other), state / "target", quiet)
+    for text_minutes in (0, 3):  # nothing is left to write, and the texts are another's
+        with pytest.raises(ConfigError, match="belongs to another target"):
+            distilled(options(other, tmp_path / "draft", minutes=9, text_minutes=text_minutes, state=state))
 
 
 def test_a_prompt_that_is_too_long_is_refused(target: Path, tmp_path: Path) -> None:
