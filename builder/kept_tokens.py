@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..models.errors import ConfigError
 from ..models.fields import MOST
-from ..models.plain_files import read_plain
+from ..models.plain_files import lines_of, read_plain
 from ..runtime.text.tokenizer import Tokenizer
 
 MOST_TEXT = 64 << 20  # bytes: some 15 million tokens, which take about a minute
@@ -78,12 +78,11 @@ def frequencies(tokenizer: Tokenizer, vocab_size: int, file: Path) -> NDArray[np
 
 def strings_of_lines(content: str) -> Iterator[str]:
     """Every string in a file of JSON lines, but no names of fields."""
-    for number, line in enumerate(content.splitlines(), start=1):
-        if line.strip():
-            try:
-                yield from strings_of(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"line {number} is no JSON ({error})") from error
+    for number, line in lines_of(content):
+        try:
+            yield from strings_of(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"line {number} is no JSON ({error})") from error
 
 
 def strings_of(value: Any) -> Iterator[str]:

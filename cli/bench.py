@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError, nearest
+from ..models.plain_files import lines_of
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import assumed_costs, fingerprint, stored_costs
 from ..runtime.bundle.fit import fitted
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     params = read_options(args, SamplingParams)
     if params.stop:
         raise RequestError("--stop ends texts, and bench measures tokens: use --stop-token-ids or --max-tokens")
+    if params.logprobs is not None:
+        raise RequestError("--logprobs changes no figure of bench: leave it out, or ask generate --json for them")
     bundle = EngineBundle.open(args.bundle)
     if args.output is not None:
         check_writable(args.output, "--output", (args.prompts, *files_of(bundle)))
@@ -268,7 +271,7 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], chat: bool) -> li
 def read_prompts(file: Path) -> list[str]:
     """The prompts of a JSON lines file. Raises RequestError that names the line."""
     prompts = []
-    for number, line in enumerate(read(file, "--prompts").splitlines(), start=1):
+    for number, line in lines_of(read(file, "--prompts")):
         try:
             row = json.loads(line)
             prompts.append(str(row["prompt"] if "prompt" in row else row["turns"][0]))

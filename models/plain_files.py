@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -61,6 +62,12 @@ def read_object(file: Path, most: int = MOST_JSON, own: bool = False) -> dict[st
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
     return content
+
+
+def lines_of(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of JSON in a file, with their numbers from 1 on. JSON may hold any other character that ends lines in
+    Python, such as U+2028."""
+    return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
 
 
 def refuse_constant(name: str) -> NoReturn:

@@ -232,7 +232,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
     [
         ("", "no prompts"),
         ("{", "line 1"),
-        ('{"prompt": "x"}\n[]', "line 2"),
+        ('{"prompt": "x\u2028y"}\n\n[]', "line 3"),  # JSON may hold what else ends a line in Python
         ('{"text": "x"}', "line 1"),
         (json.dumps({"prompt": 9999 * "x"}), "shorten it"),
     ],
