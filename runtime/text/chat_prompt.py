@@ -4,6 +4,7 @@ and cuts the text where the last message is to be continued."""
 from __future__ import annotations
 
 from threading import Event
+from uuid import uuid4
 
 from ...models.errors import RequestError
 from .conversation import ASKED, ChatSettings, Conversation, to_template
@@ -22,19 +23,23 @@ def write_conversation(
         variables["tools"] = list(settings.tools)
     elif not knows_tools(tokenizer.chat_template):
         written = explained(written, settings.tools)
+    message, mark = written[-1]["content"], uuid4().hex
+    if settings.continue_final_message:
+        written[-1] = {**written[-1], "content": f"{message}{mark} "}
     text = tokenizer.apply_chat_template(
         written, add_generation_prompt=settings.add_generation_prompt, given_up=given_up, **variables
     )
-    return cut_behind(text, str(written[-1]["content"])) if settings.continue_final_message else text
+    return cut_behind(text, message, mark) if settings.continue_final_message else text
 
 
-def cut_behind(text: str, message: str) -> str:
-    """The text up to the end of its last message, as transformers cuts it: a template may have removed the blanks at
-    the ends of the message. Raises RequestError if the text does not contain the message."""
-    start = text.rfind(message.strip())
-    if start < 0:
+def cut_behind(text: str, message: str, mark: str) -> str:
+    """The text up to the end of its last message, which a mark and a blank follow, as transformers cuts it: a template
+    that has removed the blank would have removed those at the end of the message. Raises RequestError if the text does
+    not contain the message."""
+    found = text.rfind(mark)
+    before, behind = text[:found], text[found + len(mark) :]
+    if found < 0 or not before.endswith(message.lstrip()):
         raise RequestError(
             "continue_final_message: this model's chat template does not write the last message as it is"
         )
-    whole = message.lstrip()
-    return text[: start + len(whole)] if text.startswith(whole, start) else text[: start + len(message.strip())]
+    return before if behind.startswith(" ") else before.rstrip()

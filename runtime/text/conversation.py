@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -13,6 +14,7 @@ from .tools import Tool, check_tools
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = get_args(Role)
 Conversation = Sequence[Mapping[str, Any]]  # messages {"role", "content"}, perhaps with a "name"
+MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 FIELDS = ("role", "content", "name")
 FIELDS_OF = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
 
@@ -63,6 +65,8 @@ def to_template(messages: Conversation) -> list[dict[str, Any]]:
         raise RequestError(f"a conversation is a list of messages with role and content, not {shown(messages)}")
     if not messages:
         raise RequestError("the conversation has no messages: send at least one")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(f"the conversation has {len(messages)} messages: send at most {MAX_MESSAGES}")
     called: dict[str, str] = {}  # the function of each call so far, by the call's id
     return [message_to_template(f"messages[{index}]", message, called) for index, message in enumerate(messages)]
 
@@ -116,7 +120,8 @@ def calls_to_template(place: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def call_to_template(place: str, call: Any) -> dict[str, Any]:
-    """One call. Its arguments come as the JSON text of an object, or as an object."""
+    """One call. Its arguments come as the JSON text of an object, or as an object. Text that is no JSON stays text: a
+    model may write such arguments, or be cut off in them, and a client sends its answer back."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or set(call) != {"id", "type", "function"} or call["type"] != "function":
         raise RequestError(f'{place} must be a call with id, "type": "function" and function, not {shown(call)}')
@@ -124,11 +129,11 @@ def call_to_template(place: str, call: Any) -> dict[str, Any]:
     if not named or set(function) != {"name", "arguments"}:
         raise RequestError(f"{place}.function must have a name and arguments, not {shown(function)}")
     arguments = function["arguments"]
-    try:
-        content = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, Mapping):
+    content: Any = arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            content = json.loads(arguments or "{}")
+    if not isinstance(content, Mapping) and (content is not arguments or not isinstance(arguments, str)):
         raise RequestError(f"{place}.function.arguments must be the JSON text of an object, not {shown(arguments)}")
     return {**call, "function": {"name": function["name"], "arguments": content}}
 
@@ -139,6 +144,8 @@ def text_of(place: str, content: Any) -> str:
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{place}.content must be text, not {shown(content)}")
+    if len(content) > MAX_MESSAGES:
+        raise RequestError(f"{place}.content has {len(content)} parts: send at most {MAX_MESSAGES}")
     for part in content:
         alone = isinstance(part, Mapping) and set(part) == {"type", "text"} and part["type"] == "text"
         if not alone or not isinstance(part["text"], str):

@@ -88,6 +88,8 @@ def explained(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> l
 
 
 def call_text(function: Mapping[str, Any]) -> str:
-    """A call in the format HERMES. function: {"name", "arguments"}, the arguments as an object."""
-    content = {"name": function["name"], HERMES.arguments: function["arguments"]}
-    return f"{HERMES.opens}\n{json.dumps(content)}\n{HERMES.closes}"
+    """A call in the format HERMES. function: {"name", "arguments"}; the arguments are an object, or text that is no
+    JSON."""
+    name, arguments = json.dumps(function["name"]), function["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'{HERMES.opens}\n{{"name": {name}, "{HERMES.arguments}": {written}}}\n{HERMES.closes}'

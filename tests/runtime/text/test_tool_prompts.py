@@ -99,6 +99,14 @@ def test_a_template_without_tools_is_told_in_words(load: Any) -> None:
         assert "You may call" not in write_conversation(tokenizer, MESSAGES)
 
 
+@pytest.mark.parametrize("template", [PLAIN, QWEN])
+def test_a_call_that_was_cut_off_may_be_sent_back(load: Any, template: str) -> None:
+    cut = {"id": "c9", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zü'}}
+    with load(template) as tokenizer:
+        text = write_conversation(tokenizer, [MESSAGES[0], {"role": "assistant", "tool_calls": [cut]}], TOLD)
+    assert "Zü" in text.split("assistant")[1]
+
+
 @pytest.mark.parametrize(
     ("messages", "named"),
     [
@@ -116,7 +124,7 @@ def test_a_template_without_tools_is_told_in_words(load: Any) -> None:
                 [{**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "f", "arguments": text}}]}],
                 "JSON text of an",
             )
-            for text in ("{", "[1]", "3", 3, "[" * 100_000)
+            for text in ("[1]", "3", 3)
         ),
     ],
 )
