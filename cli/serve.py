@@ -208,13 +208,13 @@ def run(args: argparse.Namespace) -> int:
         if find_spec(package) is None:
             raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
     from ..runtime.serving.http.guard import Limits
-    from ..runtime.serving.http.server import listen, serve
+    from ..runtime.serving.http.server import bind, serve
     from ..runtime.serving.openai.app import create_app
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     limit_arenas()
     name = args.served_model_name or args.bundle.resolve().name
-    with listen(args.host, args.port) as listener:
+    with bind(args.host, args.port) as listener:
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
         llm = LLM(args.bundle, speculative(args), *engines)
         warm_up(llm, Console(stderr=True))

@@ -168,7 +168,7 @@ class LLM:
         if speculative is None or speculative == self.speculative:
             return speculative
         if self._draft is None and self.bundle.has_draft:
-            raise ConfigError("this LLM was opened without its draft: open it with a SpeculativeConfig")
+            raise ConfigError("this model was opened without its draft: leave `speculative` out, or open it with one")
         return fitted(speculative, self.bundle)
 
     def chat(

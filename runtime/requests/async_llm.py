@@ -156,6 +156,7 @@ class AsyncLLM(EngineThread):
         speculative: Speculation = "own",
         request_id: str | None = None,
         deadline_s: float | None = None,
+        arrived: float | None = None,
         client: str | None = None,
         user: str | None = None,
         cache_salt: str | None = None,
@@ -165,8 +166,9 @@ class AsyncLLM(EngineThread):
     ) -> RequestStream:
         """Queue a request; returns an iterator over its chunks, one per round. Needs a running event loop.
 
-        speculative: the configuration of this request; None decodes plainly. deadline_s: seconds from now, waiting
-        included, after which the request ends with a DeadlineError. client, user: the sender of the request, and the
+        speculative: the configuration of this request; None decodes plainly. deadline_s: seconds from its arrival,
+        waiting included, after which the request ends with a DeadlineError. arrived: by time.monotonic(), if it is
+        earlier than this call. client, user: the sender of the request, and the
         sender's user, see Scheduler.submit. cache_salt: the request shares cache rows only with requests of the same
         salt. A client without the salt then cannot infer earlier prompts from response times or token counts. call: an
         identifier of the API call; failures of the requests of one call count once. grammar: what `compile` returned
@@ -175,7 +177,7 @@ class AsyncLLM(EngineThread):
         bad input and for a request that needs more memory than there is, QueueFullError when no place is left,
         ShutdownError while draining or closed.
         """
-        arrived = monotonic()
+        arrived = monotonic() if arrived is None else arrived
         if deadline_s is not None and not deadline_s > 0:
             raise RequestError(f"deadline_s must be positive, not {deadline_s!r}")
         if cache_salt == "":

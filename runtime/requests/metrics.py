@@ -43,6 +43,7 @@ COUNTERS = {
 }
 ACCEPTED_AT, ACCEPTED_AT_TEXT = "vllm:spec_decode_num_accepted_tokens_per_pos_total", "Proposals accepted up to a depth"
 ENDED, ENDED_TEXT = "draftwood_requests_total", "Requests by their end"
+ANSWERED, ANSWERED_TEXT = "draftwood_http_responses_total", "Answers of the HTTP server by status, refusals included"
 FIRST_TOKEN, INTER_TOKEN = "draftwood_time_to_first_token_seconds", "draftwood_inter_token_latency_seconds"
 QUEUE, REQUEST = "draftwood_request_queue_seconds", "draftwood_request_seconds"
 HISTOGRAMS = {
@@ -85,6 +86,7 @@ class ServingMetrics:
         self._lock = Lock()
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._ended: Counter[str] = Counter()  # by reason
+        self._answered: Counter[int] = Counter()  # by status
         self._accepted_at: Counter[int] = Counter()  # by depth in the proposal, from 0 on
         self._histograms = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
 
@@ -120,6 +122,11 @@ class ServingMetrics:
             self._ended[reason] += 1
             self._histograms[REQUEST].observe(seconds)
 
+    def record_answer(self, status: int) -> None:
+        """Count an answer of the HTTP server to a request of its API."""
+        with self._lock:
+            self._answered[status] += 1
+
     def to_prometheus(self, gauges: Mapping[str, float]) -> str:
         """All metrics in Prometheus' text format 0.0.4. gauges: the present values, by names of GAUGES.
 
@@ -132,6 +139,7 @@ class ServingMetrics:
         with self._lock:
             labelled: dict[tuple[str, str, str], Mapping[Any, int]] = {
                 (ENDED, ENDED_TEXT, "finish_reason"): self._ended,
+                (ANSWERED, ANSWERED_TEXT, "status"): self._answered,
                 (ACCEPTED_AT, ACCEPTED_AT_TEXT, "position"): self._accepted_at,
             }
             return to_text(gauges, self._counters, labelled, self._histograms)

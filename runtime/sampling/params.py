@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any
@@ -24,6 +25,8 @@ LARGEST_SEED = 2**64 - 1
 MAX_TEXTS = 1024  # of one prompt
 MAX_STOPS, MAX_STOP_LENGTH = 128, 1000  # strings and characters; the text of every token is searched for stop strings
 MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024  # tokens of logit_bias
+MAX_ALLOWED_TOKENS = 1 << 14
 MAX_LOGPROBS = 20  # alternatives of a token
 LARGEST_BIAS = 100.0
 # The types that each annotation accepts (numpy's numbers included), and their name. Other settings are tuples.
@@ -119,8 +122,9 @@ class SamplingParams:
         require("stop_token_ids", self.stop_token_ids, few, f"at most {MAX_STOP_TOKENS} token ids")
         require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
         allowed = self.allowed_token_ids
-        usable = allowed is None or (len(allowed) > 0 and all(token_id(t) >= 0 for t in allowed))
-        require("allowed_token_ids", allowed, usable, "None or token ids, at least one")
+        few = allowed is None or 0 < len(allowed) <= MAX_ALLOWED_TOKENS
+        require("allowed_token_ids", allowed, few, f"None or between 1 and {MAX_ALLOWED_TOKENS} token ids")
+        require("allowed_token_ids", allowed, all(token_id(t) >= 0 for t in allowed or ()), "None or token ids")
         require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
         seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
         require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
@@ -137,9 +141,16 @@ class SamplingParams:
 
     def choices(self) -> list[SamplingParams]:
         """The settings of each of the `n` texts. Raises RequestError where a seed would be out of range."""
-        if self.n == 1:
-            return [self]
-        return [replace(self, n=1, seed=None if self.seed is None else self.seed + index) for index in range(self.n)]
+        last = 0 if self.seed is None else self.seed + self.n - 1
+        require("seed", self.seed, last <= LARGEST_SEED, f"at most {LARGEST_SEED} for the last of {self.n} texts")
+        return [self] if self.n == 1 else [self._choice(index) for index in range(self.n)]
+
+    def _choice(self, index: int) -> SamplingParams:
+        """The settings of one of the texts. They are copied, because checking long lists again would take long."""
+        choice = copy(self)
+        object.__setattr__(choice, "n", 1)
+        object.__setattr__(choice, "seed", None if self.seed is None else self.seed + index)
+        return choice
 
     @property
     def is_seeded(self) -> bool:
@@ -158,6 +169,7 @@ def as_tuple(value: object) -> tuple[Any, ...]:
 def biases(value: Any) -> dict[int, float]:
     """The biases of `logit_bias` with Python's numbers. Raises RequestError."""
     require("logit_bias", value, isinstance(value, Mapping), "None or a number by token id")
+    require("logit_bias", value, len(value) <= MAX_BIASES, f"of at most {MAX_BIASES} tokens")
     found = {token_id(token): bias for token, bias in value.items()}
     require("logit_bias", value, all(token >= 0 for token in found), "a number by token id")
     for token, bias in found.items():

@@ -80,7 +80,9 @@ def test_a_kept_connection_waits_for_no_acknowledgement(server: Served) -> None:
 
 
 def test_connections_inherit_that_nothing_is_held_back() -> None:
-    with http_server.listen(HERE, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
-        accepted, _ = listener.accept()
-        with accepted:
+    with http_server.bind(HERE, 0) as listener:
+        with pytest.raises(ConnectionRefusedError):  # while the model is opened
+            socket.create_connection(listener.getsockname()[:2])
+        http_server.listen(listener)
+        with socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -8,7 +8,7 @@ import pytest
 
 from draftwood.cli.main import arguments, main
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.serving.http.server import listen
+from draftwood.runtime.serving.http.server import bind
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_hosts_and_origins_are_taken_as_browsers_send_them() -> None:
 )
 def test_a_host_that_is_no_name_is_refused(host: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        listen(host, 0).close()
+        bind(host, 0).close()
 
 
 @pytest.mark.parametrize("option", [("--host", "127.0.0.1"), ("--http-port", "8000"), ("--metrics-port", "9")])

@@ -25,6 +25,7 @@ from .guard import HEALTH, IN_PROGRESS, refuse
 
 STATE = (*HEALTH, "/metrics")  # the only paths that reserved connections answer
 HEAD_SECONDS = 30.0  # a connection without a complete request head is closed after 1 to 2 times this
+KEPT_SECONDS = 75  # the same behind an answer: longer than proxies keep theirs, which would else meet closed ones
 CLOSED_AT_ONCE = 32  # one in this many connections is closed at once
 READ_BYTES = 8 << 10  # read at a time; a body in chunks of one byte delays others by 45 ms, without this limit by 1.5 s
 RETRY_ACCEPT_SECONDS = 0.1
@@ -35,7 +36,7 @@ log = logging.getLogger("uvicorn.error")
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
     """A client's connection. home: the client's network, see `network_of`. since: the event loop's time at which it was
-    opened, or its last answer was complete."""
+    opened, or its last answer was complete. answered: whether there was an answer."""
 
     def __init__(self, server: uvicorn.Server, reserved: bool) -> None:
         """reserved: whether it may only ask for the server's state."""
@@ -44,6 +45,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.home = ""
         self._buffer = bytearray(READ_BYTES)
         self.since = self.loop.time()
+        self.answered = False
         if reserved:
             self.app = for_state_only(self.app)
 
@@ -74,7 +76,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return not self.asked and not self.transport.get_write_buffer_size()
 
     def on_response_complete(self) -> None:
-        self.since = self.loop.time()
+        self.since, self.answered = self.loop.time(), True
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -173,7 +175,7 @@ class Acceptor:
         while True:
             await asyncio.sleep(HEAD_SECONDS)
             for each in self.connections:
-                if each.idle and loop.time() - each.since >= HEAD_SECONDS:
+                if each.idle and loop.time() - each.since >= (KEPT_SECONDS if each.answered else HEAD_SECONDS):
                     self._abort(each)
 
     def hang_up(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 from uuid import uuid4
@@ -47,9 +47,11 @@ class RequestGuard:
     The scope's state gets a `client`: the name of the API key if there are several names, else the address.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, count: Callable[[int], None] = lambda status: None) -> None:
+        """count: called with the status of every answer to a path below GUARDED, and of a misdirected request."""
         self._app = app
         self._limits = limits
+        self._count = count
         self._bodies = ArrivingBodies(limits.max_body_bytes, limits.body_seconds)
         self._in_progress = Counter[str]()  # by client
 
@@ -59,9 +61,10 @@ class RequestGuard:
             return
         headers = Headers(scope=scope)
         if misdirected := self._misdirected(scope["path"], headers.get("host")):
-            await refuse(misdirected, send)
+            await refuse(misdirected, counted(self._count, send))
         elif scope["path"].startswith(GUARDED):
-            await self._guarded(scope, headers, receive, with_id(headers.get(REQUEST_ID, ""), in_pieces(send)))
+            sending = with_id(headers.get(REQUEST_ID, ""), in_pieces(counted(self._count, send)))
+            await self._guarded(scope, headers, receive, sending)
         else:
             await self._app(scope, receive, send)
 
@@ -129,6 +132,17 @@ class RequestGuard:
             self._in_progress[client] -= 1
             if not self._in_progress[client]:
                 del self._in_progress[client]
+
+
+def counted(count: Callable[[int], None], send: Send) -> Send:
+    """`send` that calls `count` with the status of the answer."""
+
+    async def send_counted(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            count(message["status"])
+        await send(message)
+
+    return send_counted
 
 
 def with_id(name: str, send: Send) -> Send:

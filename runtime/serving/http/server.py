@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from ....models.errors import ConfigError
 from ...requests.async_llm import AsyncLLM
 from .connection_limit import MAX_CONNECTIONS, raise_file_limit
-from .connections import Acceptor, RateLimit
+from .connections import KEPT_SECONDS, Acceptor, RateLimit
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEAT_SECONDS = 0.5  # some programs, such as timeout(1), send one signal twice
@@ -36,8 +36,9 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> socket.socket:
-    """A listening socket; port 0 takes a free port. Raises ConfigError if the address is not available.
+def bind(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> socket.socket:
+    """A socket for `serve`; port 0 takes a free port. Until `serve` runs, clients are refused at once, so that nobody
+    waits while the model is opened. Raises ConfigError if the address is not available.
 
     unread_seconds: time after which the connection of a client that does not read its answer is closed. Only Linux
     supports this; on other systems the server waits for such a client.
@@ -48,8 +49,8 @@ def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> sock
     try:
         if not 0 <= port < 1 << 16:
             raise OSError("ports go from 0 to 65535")
-        host.encode("idna")  # otherwise create_server would raise the same error, and leave a socket open
-        listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        host.encode("idna")  # otherwise binding would raise the same error, and leave a socket open
+        listener = bound(family, host, port)
         # Connections inherit both options. Without the first, the end of an answer waits until its client has
         # acknowledged the head, and clients take 40 ms to do so.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -57,8 +58,36 @@ def listen(host: str, port: int, unread_seconds: float = UNREAD_SECONDS) -> sock
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(unread_seconds * 1000))
         return listener
     except (OSError, UnicodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ConfigError(f"cannot listen on {host} port {port} ({reason}): choose another --host or --port") from error
+        raise unavailable(host, port, error) from error
+
+
+def bound(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    """As socket.create_server does it, without listening."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # else the address would stay taken for minutes after a server's end
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Accept connections from now on. Raises ConfigError if another process has come first."""
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        raise unavailable(host, port, error) from error
+
+
+def unavailable(host: str, port: int, error: Exception) -> ConfigError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return ConfigError(f"cannot listen on {host} port {port} ({reason}): choose another --host or --port")
 
 
 async def serve(
@@ -76,6 +105,7 @@ async def serve(
     max_connections: see Acceptor; the limit of open files may lower it, with a warning. Closes the listener. Returns
     whether every accepted request was finished. Raises ConfigError if no connection is possible.
     """
+    listen(listener)
     limit = raise_file_limit(max_connections)
     if limit < max_connections:
         print(
@@ -85,7 +115,14 @@ async def serve(
         )
     # Only create_app decides which proxies are trusted.
     config = uvicorn.Config(
-        app, log_level=log_level, lifespan="off", ws="none", http="h11", server_header=False, proxy_headers=False
+        app,
+        log_level=log_level,
+        lifespan="off",
+        ws="none",
+        http="h11",
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEPT_SECONDS,
     )
     logging.getLogger("uvicorn.error").addFilter(RateLimit())
     server = Server(config)

@@ -23,6 +23,7 @@ from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
+from ...structured.grammars import Grammar
 from ...text.writer import StreamChunk
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
@@ -35,7 +36,7 @@ from .explain import ExplainApi, add_explanations
 from .formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
 from .protocol import GenerationBody, StreamOptions
 from .route import JsonRoute
-from .streams import CLIENT_CLOSED, ClientGone, Numbered, merged, while_connected
+from .streams import CLIENT_CLOSED, ClientGone, Numbered, TimeLimit, merged, while_connected
 from .tokens import TokensApi
 from .tool_use import ToolUse, tool_use
 
@@ -82,7 +83,7 @@ def create_app(
         add_explanations(app, ExplainApi(async_llm, api.other_model, request_seconds))
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
-    guard: ASGIApp = RequestGuard(app if trace is None else trace(app), limits)
+    guard: ASGIApp = RequestGuard(app if trace is None else trace(app), limits, async_llm.metrics.record_answer)
     if limits.trusted_proxies:  # uvicorn has its own types of the ASGI protocol
         guard = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, guard), list(limits.trusted_proxies)))
     if not allowed_origins:
@@ -149,30 +150,33 @@ class OpenAIApi:
         return self.other_model(name) or as_json(self._card)
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
+        limit = TimeLimit(self._request_seconds)
         if refused := self.other_model(body.model):
             return refused
         config = self._checked(body, len(body.prompts))
         try:
-            prompts = [await while_connected(request, self._async_llm.encode(prompt)) for prompt in body.prompts]
+            prompts = [await while_connected(request, self._async_llm.encode(each), limit) for each in body.prompts]
             echoes = [await self._echo(prompt) if body.echo else None for prompt in body.prompts]
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
         format = CompletionFormat(self._texts, body.logprobs is not None)
-        return await self._answer(request, body, config, format, prompts, echoes, COMPLETION_TOKENS)
+        return await self._answer(request, limit, body, config, format, prompts, echoes, COMPLETION_TOKENS)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
+        limit = TimeLimit(self._request_seconds)
         if refused := self.other_model(body.model):
             return refused
         config = self._checked(body, 1)
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
         try:
             writing = self._async_llm.encode_chat(body.conversation, body.settings(told=use is not None))
-            prompt = await while_connected(request, writing)
+            prompt = await while_connected(request, writing, limit)
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
         format = ChatFormat(self._texts, body.logprobs, use)
         default_max_tokens = min(self._max_length, self._async_llm.max_tokens_behind(prompt))
-        return await self._answer(request, body, config, format, [prompt], [body.echoed], default_max_tokens, use)
+        echoed = [body.echoed]
+        return await self._answer(request, limit, body, config, format, [prompt], echoed, default_max_tokens, use)
 
     def other_model(self, name: str | None) -> Response | None:
         """The refusal if `name` is another model than this one; else None."""
@@ -203,6 +207,7 @@ class OpenAIApi:
     async def _answer(
         self,
         request: Request,
+        limit: TimeLimit,
         body: GenerationBody,
         config: SpeculativeConfig | None,
         format: AnswerFormat,
@@ -215,7 +220,11 @@ class OpenAIApi:
         params = body.sampling_params(default_max_tokens)
         params = params if use is None else use.applied(params)
         request.state.params = params
-        streams = await self._submit(body, request.state.client, prompts, config, params)
+        try:
+            grammar = await while_connected(request, self._async_llm.compile(params.structured), limit)
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
+        streams = await self._submit(body, request.state.client, limit, prompts, config, params, grammar)
         proposal = 0 if config is None else config.max_tokens
         echoed = [echo for echo in echoes for _ in range(body.num_choices)]
         best = None if body.num_choices == body.n else body.n
@@ -238,22 +247,24 @@ class OpenAIApi:
         self,
         body: GenerationBody,
         client: str,
+        limit: TimeLimit,
         prompts: Sequence[list[int]],
         config: SpeculativeConfig | None,
         params: SamplingParams,
+        grammar: Grammar | None,
     ) -> list[RequestStream]:
         """Queue all choices, or none."""
-        grammar = await self._async_llm.compile(params.structured)
         streams: list[RequestStream] = []
-        call = object()
+        choices, call = replace(params, n=body.num_choices).choices(), object()
         try:
             for prompt in prompts:
-                for choice in replace(params, n=body.num_choices).choices():
+                for choice in choices:
                     stream = self._async_llm.generate(
                         prompt,
                         choice,
                         speculative=config,
-                        deadline_s=self._request_seconds,
+                        deadline_s=limit.seconds,
+                        arrived=limit.arrived,
                         client=client,
                         user=body.client,
                         cache_salt=body.cache_salt,

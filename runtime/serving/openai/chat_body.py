@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ....models.errors import RequestError
 from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS
-from ...text.conversation import ChatSettings, Role, text_of
+from ...text.conversation import MAX_MESSAGES, ChatSettings, Role, text_of
 from ...text.tools import MAX_TOOLS
 from .forms import Strict
 from .protocol import NEUTRAL, GenerationBody
@@ -42,7 +42,7 @@ class Message(Strict):
     send answers back with them."""
 
     role: Role
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -52,12 +52,15 @@ class Message(Strict):
         return value is None or (value == [] and name not in cls.model_fields)
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     neutral = {**NEUTRAL, "add_special_tokens": (False,)}  # noqa: RUF012 - as the base class declares it
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_COUNT)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -73,6 +76,10 @@ class ChatBody(GenerationBody):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def differs(self) -> bool:
+        return self.echo or bool(self.tools)
+
     def settings(self, told: bool) -> ChatSettings:
         """told: whether the model is told of the tools. Raises RequestError."""
         tools = tools_for_template(self.tools) if told else ()
@@ -81,8 +88,10 @@ class ChatBody(GenerationBody):
     @property
     def echoed(self) -> str | None:
         """The text before the answer's own."""
-        last = self.conversation[-1]
-        return text_of("messages[-1]", last.get("content", "")) if self.echo and last["role"] == "assistant" else None
+        if not self.echo or self.messages[-1].role != "assistant":
+            return None
+        (last,) = conversation(self.messages[-1:])
+        return text_of("messages[-1]", last.get("content", ""))
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

@@ -33,6 +33,10 @@ class CompletionBody(GenerationBody):
     )
 
     @property
+    def differs(self) -> bool:
+        return self.echo
+
+    @property
     def num_logprobs(self) -> int | None:
         return 0 if self.logprobs is None and self.num_choices > self.n else self.logprobs
 

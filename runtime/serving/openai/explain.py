@@ -19,7 +19,7 @@ from ..http.pages import page
 from .chat_body import ChatBody
 from .completion_body import COMPLETION_TOKENS, CompletionBody
 from .protocol import GenerationBody
-from .streams import CLIENT_CLOSED, ClientGone, while_connected
+from .streams import CLIENT_CLOSED, ClientGone, TimeLimit, while_connected
 from .tool_use import tool_use
 
 MAX_TOKENS = 512  # of an explained text: the page shows every round
@@ -64,7 +64,7 @@ class ExplainApi:
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
         try:
             writing = self._async_llm.encode_chat(body.conversation, body.settings(told=use is not None))
-            prompt = await while_connected(request, writing)
+            prompt = await while_connected(request, writing, TimeLimit(self._request_seconds))
             params = body.sampling_params(min(MAX_TOKENS, self._async_llm.max_tokens_behind(prompt)))
             params = params if use is None else use.applied(params)
             return await while_connected(request, self._explained(body, params, prompt, request.state.client))

@@ -18,6 +18,8 @@ from ...llm import Speculation
 from ...sampling.params import (
     LARGEST_COUNT,
     LARGEST_SEED,
+    MAX_ALLOWED_TOKENS,
+    MAX_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOP_TOKENS,
@@ -78,6 +80,7 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH
 User = Annotated[str, StringConstraints(max_length=MAX_USER)]
 # Without fail_fast a wrong list would produce one error message per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+AllowedTokens = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 
 
 class Body(Strict):
@@ -120,11 +123,11 @@ class GenerationBody(Body, ABC):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, description="token id -> bias added to its logit, -100 to 100")
-    # Fields that OpenAI's API does not have, with vLLM's names.
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)] | None = Field(
-        None, description="all other tokens are never chosen"
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = Field(
+        None, description="token id -> bias added to its logit, -100 to 100"
     )
+    # Fields that OpenAI's API does not have, with vLLM's names.
+    allowed_token_ids: AllowedTokens | None = Field(None, description="all other tokens are never chosen")
     bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(None, description="never generated")
     include_stop_str_in_output: bool = Field(False, description="the text keeps the stop string that ended it")
     skip_special_tokens: bool = Field(True, description="special tokens have no text")
@@ -171,6 +174,11 @@ class GenerationBody(Body, ABC):
         return self.n
 
     @property
+    @abstractmethod
+    def differs(self) -> bool:
+        """Whether the answer's text is not the generated text."""
+
+    @property
     def client(self) -> str | None:
         """The client that the body names, if any."""
         return self.user or self.safety_identifier
@@ -189,6 +197,8 @@ class GenerationBody(Body, ABC):
         """Raises RequestError for fields that contradict each other."""
         if not self.stream and self.stream_options != StreamOptions():
             raise RequestError("stream_options needs stream to be true")
+        if self.stream_options.include_pieces and self.differs:
+            raise RequestError("include_pieces shows generated text as it is: leave out echo and tools")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed: leave out one of them")
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 
-from ...requests.async_llm import RequestStream
+from ...requests.async_llm import DeadlineError, RequestStream
 from ...requests.stream import to_exception
 from ...text.writer import StreamChunk
 
 CLIENT_CLOSED = 499  # nginx' status for requests whose client has disconnected
 
 T = TypeVar("T")
+
+
+class TimeLimit:
+    """The time of a request from its arrival on. seconds: None for any time. arrived: by time.monotonic()."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self.arrived = monotonic()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None for any time."""
+        return None if self.seconds is None else max(0.0, self.arrived + self.seconds - monotonic())
 
 
 class ClientGone(Exception):
@@ -59,14 +73,18 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[Numbered, N
             await stream.aclose()
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects, `work` is cancelled and ClientGone is raised."""
+async def while_connected(request: Request, work: Coroutine[Any, Any, T], limit: TimeLimit | None = None) -> T:
+    """The result of `work`. If the client disconnects, `work` is cancelled and ClientGone is raised; at the end of the
+    time, DeadlineError."""
+    left = None if limit is None else limit.left
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(gone(request))
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        await asyncio.wait((task, watcher), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and watcher.done():
             raise ClientGone
+        if not task.done() and limit is not None:
+            raise DeadlineError(f"the prompt was not read within the deadline of {limit.seconds:g} s")
         return task.result()
     finally:
         for pending in (task, watcher):

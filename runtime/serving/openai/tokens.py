@@ -18,7 +18,7 @@ from ...requests.async_llm import AsyncLLM
 from ...text.chat_prompt import write_conversation
 from ...text.conversation import ChatSettings
 from .answers import as_json
-from .chat_body import Message, conversation, tools_for_template
+from .chat_body import Message, Messages, conversation, tools_for_template
 from .protocol import Body, TokenIds
 from .streams import CLIENT_CLOSED, ClientGone, while_connected
 from .tool_use import Tools
@@ -32,7 +32,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, fail_fast=True)
+    messages: Messages | None = None
     add_special_tokens: bool = Field(True, description="for a text: add the begin-of-text token")
     add_generation_prompt: bool = Field(True, description="for a conversation: add the beginning of an answer")
     continue_final_message: bool = Field(False, description="for a conversation: end inside the last message")

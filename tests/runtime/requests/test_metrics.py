@@ -43,6 +43,8 @@ draftwood_generation_tokens_total 5
 # TYPE draftwood_requests_total counter
 draftwood_requests_total{finish_reason="abort"} 1
 draftwood_requests_total{finish_reason="stop"} 1
+# TYPE draftwood_http_responses_total counter
+draftwood_http_responses_total{status="429"} 2
 # TYPE draftwood_time_to_first_token_seconds histogram
 draftwood_time_to_first_token_seconds_bucket{le="0.001"} 0
 draftwood_time_to_first_token_seconds_bucket{le="0.005"} 0
@@ -138,6 +140,8 @@ def counted() -> ServingMetrics:
     metrics.record_round(0, 9.0, False, DraftCounts(2, 8, 3), DraftCounts(2, 8, 3))
     metrics.record_end("stop", 130.0)
     metrics.record_end("abort", 0.1)
+    metrics.record_answer(429)
+    metrics.record_answer(429)
     return metrics
 
 
@@ -160,8 +164,12 @@ def test_every_metric_is_described_and_there_from_the_start() -> None:
     text = ServingMetrics().to_prometheus(NOW)
     types, samples = parse(text)
     names = [*GAUGES, *COUNTERS, *HISTOGRAMS]
-    assert text.count("# HELP ") == text.count("# TYPE ") == len(types) == len(names) + 2
-    by_label = ("draftwood_requests_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    assert text.count("# HELP ") == text.count("# TYPE ") == len(types) == len(names) + 3
+    by_label = (
+        "draftwood_requests_total",
+        "draftwood_http_responses_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    )
     assert all(f"\n# TYPE {name} " in text for name in (*names[1:], *by_label))
     assert not any(name.endswith("_created") for name, _ in samples)
 

@@ -48,7 +48,7 @@ def against(
 ) -> T:
     """What `client` returns, in a thread, while this one serves `app`; then comes a SIGTERM."""
     result: Future[T] = Future()
-    with AsyncLLM(llm) as async_llm, http_server.listen("127.0.0.1", 0, unread_seconds) as listener:
+    with AsyncLLM(llm) as async_llm, http_server.bind("127.0.0.1", 0, unread_seconds) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the kernel reads along for the client
 
         def visit() -> None:
@@ -138,6 +138,7 @@ def test_a_connection_that_says_nothing_is_closed_and_a_long_answer_is_not(
         return create_app(async_llm, "m", Limits(10_000, 100))
 
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "KEPT_SECONDS", 0.1)
     assert against(app, llm, visit, unread_seconds=60) == 900
 
 

@@ -39,14 +39,27 @@ def break_after(llm: LLM, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm._target, "score", breaking)
 
 
-async def post(llm: LLM, body: dict[str, Any]) -> tuple[int, str]:
+async def post(llm: LLM, body: dict[str, Any], request_seconds: float | None = None) -> tuple[int, str]:
     with AsyncLLM(llm) as async_llm:
-        transport = httpx.ASGITransport(create_app(async_llm, "m", Limits(10000, 4)), raise_app_exceptions=False)
+        app = create_app(async_llm, "m", Limits(10000, 4), request_seconds)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             answer = await client.post("/v1/completions", json=body)
             assert async_llm.num_running == 0
             assert (await client.get("/health")).status_code == 200
             return answer.status_code, answer.text
+
+
+@pytest.mark.parametrize("slow", ["encode", "compile"])
+def test_the_time_limit_covers_what_happens_before_a_request_is_queued(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    async def wait(*arguments: Any) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(AsyncLLM, slow, wait)
+    status, text = asyncio.run(post(llm, BODY, request_seconds=0.01))
+    assert status == 504 and json.loads(text)["error"]["code"] == "deadline_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])

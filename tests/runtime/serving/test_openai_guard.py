@@ -121,7 +121,8 @@ def test_more_requests_than_allowed_are_refused_before_they_are_read() -> None:
     async def crowd() -> None:
         echo = Echo()
         echo.go.clear()
-        guard = RequestGuard(echo, Limits(10, 2))
+        counted: list[int] = []
+        guard = RequestGuard(echo, Limits(10, 2), counted.append)
         running = [asyncio.create_task(ask(guard, [part(b"x", False)])) for _ in range(2)]
         await until(lambda: len(echo.bodies) == 2)
         assert code_of(await ask(guard, [])) == (429, "queue_full")
@@ -129,6 +130,7 @@ def test_more_requests_than_allowed_are_refused_before_they_are_read() -> None:
         echo.go.set()
         assert [answer[0]["status"] for answer in await asyncio.gather(*running, health)] == [200] * 3
         assert (await ask(guard, [part(b"x", False)]))[0]["status"] == 200
+        assert counted == [429, 200, 200, 200], "but not of /health"
 
     asyncio.run(crowd())
 

@@ -129,7 +129,9 @@ def generated(llm: LLM, tokens: list[int]) -> str:
     return llm.generate([tokens], SamplingParams(**GREEDY))[0].text  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("content", ["Once upon", "  Once upon ", "a\nb", [{"type": "text", "text": "Once upon"}]])
+@pytest.mark.parametrize(
+    "content", ["Once upon", "  Once upon ", "a\nb", "", "<", "user", [{"type": "text", "text": "Once upon"}]]
+)
 def test_the_last_message_may_be_continued(client: Any, llm: LLM, content: Any) -> None:
     messages = [USER, {"role": "assistant", "content": content}]
     settings: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
@@ -150,6 +152,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"bad_words": [""]}, "bad_words"),
     ("completions", {"bad_words": ["x"] * 17}, "bad_words"),
     ("completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("completions", {"allowed_token_ids": [0] * 16385}, "allowed_token_ids"),
+    ("completions", {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ("completions", {"stream": True, "echo": True, "stream_options": {"include_pieces": True}}, "include_pieces"),
+    ("chat/completions", {"messages": [USER] * 4097}, "messages"),
+    ("chat/completions", {"messages": [{**USER, "content": [{"type": "text", "text": "a"}] * 4097}]}, "content"),
     ("completions", {"allowed_token_ids": [10**6]}, "allowed_token_ids must be below the vocabulary size"),
     ("completions", {"allowed_token_ids": [-1]}, "allowed_token_ids"),
     ("completions", {"logit_bias": {"-1": 1}}, "logit_bias"),
