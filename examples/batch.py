@@ -8,7 +8,7 @@ import sys
 
 from draftwood import LLM, SamplingParams
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 names = ("read", "write", "sort", "search", "merge", "split")
 params = SamplingParams(max_tokens=32, temperature=0.7, seed=3, stop=("\n\n",))
 

@@ -7,7 +7,7 @@ import sys
 
 from draftwood import LLM, SamplingParams
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 prompt = "def quicksort(items):"
 greedy = SamplingParams(max_tokens=48, temperature=0)
 

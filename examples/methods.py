@@ -16,7 +16,7 @@ METHODS = {
     "chosen by measured costs": SpeculativeConfig(),
 }
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 params = SamplingParams(max_tokens=64, temperature=0)
 
 texts = set()

@@ -8,7 +8,7 @@ import sys
 
 from openai import OpenAI
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 command = [sys.executable, "-m", "draftwood", "serve", bundle, "--port", "0"]
 
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -9,7 +9,7 @@ from draftwood import LLM, SamplingParams, SpeculativeConfig
 
 GREEN, NORMAL = "\x1b[32m", "\x1b[0m"
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 prompt = "import os\nimport sys\n"
 
 print(prompt, end="")

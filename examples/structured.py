@@ -19,7 +19,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 params = SamplingParams(max_tokens=96, temperature=0.7, seed=1, structured=StructuredOutput(json=SCHEMA))
 
 always = SpeculativeConfig(budget="fixed")  # by default only where it pays, which is rarely so with a tiny target

@@ -8,7 +8,7 @@ import sys
 
 from draftwood import AsyncLLM, SamplingParams
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/demo"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 params = SamplingParams(max_tokens=32, temperature=0)
 
 

@@ -120,24 +120,26 @@ class AsyncLLM(EngineThread):
         """Whether new requests are accepted: the engine's thread runs, and `drain` was not called."""
         return not self._draining and self.alive
 
-    async def encode(self, prompt: PromptType) -> list[int]:
-        """LLM.encode in another thread. Long texts are encoded one at a time, and short texts do not wait for them.
-        Also raises ShutdownError."""
+    async def encode(self, prompt: PromptType, client: str | None = None) -> list[int]:
+        """LLM.encode in another thread. Long texts are encoded one at a time, those of a client in its turn, and short
+        texts do not wait for them. Also raises ShutdownError."""
         plain = plain_prompt(prompt)
         size = len(plain.encode("utf-8", "surrogatepass")) if isinstance(plain, str) else len(plain)
-        return await self._texts.compute(lambda: self.llm.encode(plain), size)
+        return await self._texts.compute(lambda: self.llm.encode(plain), size, client)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings = ASKED) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings = ASKED, client: str | None = None
+    ) -> list[int]:
         """LLM.encode_chat in another thread. Cancelling the task ends the chat template's process."""
-        text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings))
-        return await self._texts.compute(lambda: self.llm.encode_written(text), len(text))
+        text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings), client)
+        return await self._texts.compute(lambda: self.llm.encode_written(text), len(text), client)
 
-    async def compile(self, structured: StructuredOutput | None) -> Grammar | None:
+    async def compile(self, structured: StructuredOutput | None, client: str | None = None) -> Grammar | None:
         """LLM.compile in another thread; None for None. Cancelling the task gives the grammar up."""
         if structured is None:
             return None
         known = self.llm.grammars.find(structured)
-        return known or await self._texts.compile(lambda given_up: self.llm.compile(structured, given_up))
+        return known or await self._texts.compile(lambda given_up: self.llm.compile(structured, given_up), client)
 
     @property
     def texts(self) -> TextThreads:

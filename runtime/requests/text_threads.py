@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event, Lock
 from typing import TypeVar
 
+from ..decoding.scheduler import Scheduler
 from ..engines.shared.memory import LONG_TEXT
 from .stream import ShutdownError, to_exception
 
@@ -19,31 +22,67 @@ GRAMMAR_THREADS = 32  # these wait for the process that tries a grammar
 T = TypeVar("T")
 
 
+class FairThreads:
+    """A pool of threads that works for clients in turn."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._turns: Scheduler[Callable[[], object]] = Scheduler(threads, sys.maxsize)
+        self._begun: set[Callable[[], object]] = set()
+        self._lock = Lock()
+
+    def submit(self, work: Callable[[], object], client: Hashable) -> None:
+        with self._lock:
+            self._turns.submit(work, client)
+            self._begin()
+
+    def close(self) -> None:
+        """Work that has not begun never does."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> None:
+        for work in self._turns.running:
+            if work not in self._begun:
+                self._begun.add(work)
+                self._pool.submit(self._do, work)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            with self._lock:
+                self._turns.remove(work)
+                self._begun.remove(work)
+                with suppress(RuntimeError):  # closed meanwhile
+                    self._begin()
+
+
 class TextThreads:
-    """Thread pools for short texts, long texts, conversations that a chat template formats, and grammars."""
+    """Threads for short texts, long texts, conversations that a chat template formats, and grammars; each kind works
+    for clients in turn. client: None stands for all senders together."""
 
     def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(SHORT_THREADS, "draftwood-text")
-        self._long = ThreadPoolExecutor(LONG_THREADS, "draftwood-long-text")
-        self._conversations = ThreadPoolExecutor(CONVERSATION_THREADS, "draftwood-conversation")
-        self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "draftwood-grammar")
+        self._short = FairThreads(SHORT_THREADS, "draftwood-text")
+        self._long = FairThreads(LONG_THREADS, "draftwood-long-text")
+        self._conversations = FairThreads(CONVERSATION_THREADS, "draftwood-conversation")
+        self._grammars = FairThreads(GRAMMAR_THREADS, "draftwood-grammar")
         self._lock = Lock()
         self._closed = False
         self._stops: set[Callable[[], None]] = set()
 
-    async def compute(self, work: Callable[[], T], size: int) -> T:
+    async def compute(self, work: Callable[[], T], size: int, client: Hashable = None) -> T:
         """Run `work` on a text of `size` characters; returns its result. Raises the errors of `work`, and ShutdownError
         when closed."""
-        return await self._run(self._long if size > LONG_TEXT else self._short, lambda _: work())
+        return await self._run(self._long if size > LONG_TEXT else self._short, lambda _: work(), client)
 
-    async def write(self, work: Callable[[Event], T]) -> T:
+    async def write(self, work: Callable[[Event], T], client: Hashable = None) -> T:
         """The same for work that waits for a process. The Event that `work` receives is set when the caller no longer
         needs the result."""
-        return await self._run(self._conversations, work)
+        return await self._run(self._conversations, work, client)
 
-    async def compile(self, work: Callable[[Event], T]) -> T:
+    async def compile(self, work: Callable[[Event], T], client: Hashable = None) -> T:
         """The same for grammars, which conversations need not wait for."""
-        return await self._run(self._grammars, work)
+        return await self._run(self._grammars, work, client)
 
     def close(self) -> None:
         """Raise ShutdownError in all waiting calls at once. The results of running work are discarded."""
@@ -53,9 +92,9 @@ class TextThreads:
         for stop in stops:
             stop()
         for threads in (self._short, self._long, self._conversations, self._grammars):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
-    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[Event], T]) -> T:
+    async def _run(self, threads: FairThreads, work: Callable[[Event], T], client: Hashable) -> T:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         given_up = Event()
@@ -93,12 +132,11 @@ class TextThreads:
                 raise ShutdownError("this server is stopping and takes no further requests: send them to another one")
             self._stops.add(stop)
         try:
-            future = threads.submit(run)
+            threads.submit(run, client)
             try:
                 return await result
             finally:
                 given_up.set()
-                future.cancel()
         finally:
             with self._lock:
                 self._stops.discard(stop)

@@ -7,7 +7,7 @@
 #define MOST_ROWS 4  /* of a tile */
 #define MOST_SUMS 8 /* of its vectors */
 #define SUMS_BESIDE 8 /* so many leave registers for the weights of a step */
-#define PANELS_OF_ROW 1 /* of one row of codes or bf16: memory is read as one stream */
+#define ROWS_OF_STREAM 1 /* so many rows of codes or bf16 meet one panel at a time: memory is read as one stream */
 
 /* Of the first `size` numbers, or all of them. */
 INLINE __m256i first_lanes(int size) {

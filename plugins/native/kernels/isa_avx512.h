@@ -8,7 +8,7 @@
 #define MOST_ROWS_INT4 7 /* the same over codes of 4 bits, whose offsets need registers, too */
 #define MOST_SUMS 16 /* of its vectors */
 #define SUMS_BESIDE 15 /* so many leave registers for the weights of a step */
-#define PANELS_OF_ROW 1 /* of one row of codes or bf16: memory is read as one stream */
+#define ROWS_OF_STREAM 4 /* see isa_avx2.h */
 
 /* Of the first `size` numbers, or all of them. */
 INLINE uint16_t first_lanes(int size) { return (uint16_t)(size < LANES ? (1 << size) - 1 : 0xffff); }

@@ -5,7 +5,7 @@
 
 #define MOST_ROWS 2 /* of a tile */
 #define MOST_SUMS 8 /* of its vectors */
-#define PANELS_OF_ROW 2 /* of one row of codes or bf16 */
+#define ROWS_OF_STREAM 0 /* see isa_avx2.h */
 
 /* In memory, exactly as it is: a compiler must not fuse a product with what is added to it afterwards. */
 INLINE f32 settled(f32 value) { __asm__("" : "+m"(value)); return value; }

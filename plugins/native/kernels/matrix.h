@@ -269,8 +269,9 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     for (int v = 0; v < rows * VECTORS; v++) sums[v] = (f32){0};
     const size_t bytes = panel_bytes(matrix);
     const char *weights = (const char *)matrix->weights + panel * bytes;
-    const int alone = rows == 1 && matrix->format >= BF16; /* floats of one panel would wait for each other's sums */
-    const int most = alone && panels > PANELS_OF_ROW ? PANELS_OF_ROW : panels;
+    /* Floats of one row and one panel would wait for each other's sums; several tiles share what is near by now. */
+    const int stream = rows <= ROWS_OF_STREAM && tiles == 1 && matrix->format >= BF16;
+    const int most = stream ? 1 : panels;
     const char *next = weights + most * bytes;
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);

@@ -155,8 +155,10 @@ class OpenAIApi:
             return refused
         config = self._checked(body, len(body.prompts))
         try:
-            prompts = [await while_connected(request, self._async_llm.encode(each), limit) for each in body.prompts]
-            echoes = [await self._echo(prompt) if body.echo else None for prompt in body.prompts]
+            client = request.state.client
+            reading = (self._async_llm.encode(each, client) for each in body.prompts)
+            prompts = [await while_connected(request, each, limit) for each in reading]
+            echoes = [await self._echo(prompt, client) if body.echo else None for prompt in body.prompts]
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
         format = CompletionFormat(self._texts, body.logprobs is not None)
@@ -169,7 +171,8 @@ class OpenAIApi:
         config = self._checked(body, 1)
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
         try:
-            writing = self._async_llm.encode_chat(body.conversation, body.settings(told=use is not None))
+            settings = body.settings(told=use is not None)
+            writing = self._async_llm.encode_chat(body.conversation, settings, request.state.client)
             prompt = await while_connected(request, writing, limit)
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
@@ -199,10 +202,10 @@ class OpenAIApi:
             )
         return self._llm.resolved(body.speculation())
 
-    async def _echo(self, prompt: Prompt) -> str:
+    async def _echo(self, prompt: Prompt, client: str) -> str:
         if isinstance(prompt, str):
             return prompt
-        return await self._async_llm.texts.compute(lambda: self._llm.tokenizer.decode(prompt), len(prompt))
+        return await self._async_llm.texts.compute(lambda: self._llm.tokenizer.decode(prompt), len(prompt), client)
 
     async def _answer(
         self,
@@ -221,7 +224,8 @@ class OpenAIApi:
         params = params if use is None else use.applied(params)
         request.state.params = params
         try:
-            grammar = await while_connected(request, self._async_llm.compile(params.structured), limit)
+            compiling = self._async_llm.compile(params.structured, request.state.client)
+            grammar = await while_connected(request, compiling, limit)
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
         streams = await self._submit(body, request.state.client, limit, prompts, config, params, grammar)

@@ -51,7 +51,7 @@ class ExplainApi:
         if len(body.prompts) != 1:
             raise RequestError("an explanation takes one prompt, not several")
         try:
-            prompt = await while_connected(request, self._async_llm.encode(body.prompts[0]))
+            prompt = await while_connected(request, self._async_llm.encode(body.prompts[0], request.state.client))
             params = body.sampling_params(COMPLETION_TOKENS)
             return await while_connected(request, self._explained(body, params, prompt, request.state.client))
         except ClientGone:
@@ -63,7 +63,8 @@ class ExplainApi:
             return refused
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
         try:
-            writing = self._async_llm.encode_chat(body.conversation, body.settings(told=use is not None))
+            settings = body.settings(told=use is not None)
+            writing = self._async_llm.encode_chat(body.conversation, settings, request.state.client)
             prompt = await while_connected(request, writing, TimeLimit(self._request_seconds))
             params = body.sampling_params(min(MAX_TOKENS, self._async_llm.max_tokens_behind(prompt)))
             params = params if use is None else use.applied(params)
@@ -80,7 +81,7 @@ class ExplainApi:
         if not 1 <= params.max_tokens <= MAX_TOKENS:
             raise RequestError(f"max_tokens: an explanation has at least one and at most {MAX_TOKENS} tokens")
         config = self._llm.resolved(body.speculation())
-        grammar = await self._async_llm.compile(params.structured)
+        grammar = await self._async_llm.compile(params.structured, client)
         recorder = RoundRecorder(self._text_of)
         drawn = 0
 
@@ -115,7 +116,7 @@ class ExplainApi:
                 explanation = explanation._replace(settings={**explanation.settings, **cut})
             return to_html(explanation)
 
-        return page(await self._async_llm.texts.compute(written, len(prompt)))
+        return page(await self._async_llm.texts.compute(written, len(prompt), client))
 
 
 def add_explanations(app: FastAPI, api: ExplainApi) -> None:

@@ -75,22 +75,23 @@ class TokensApi:
         if refused := self._other_model(body.model):
             return refused
         try:
-            return await while_connected(request, self._tokenized(body))
+            return await while_connected(request, self._tokenized(body, request.state.client))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         if refused := self._other_model(body.model):
             return refused
-        return await self._texts.compute(lambda: self._detokenized(body), len(body.tokens))
+        return await self._texts.compute(lambda: self._detokenized(body), len(body.tokens), request.state.client)
 
-    async def _tokenized(self, body: TokenizeBody) -> Response:
+    async def _tokenized(self, body: TokenizeBody, client: str) -> Response:
         body.check()
         if body.messages is None:
             text, special = body.prompt or "", body.add_special_tokens
         else:
-            text, special = await self._texts.write(partial(self._written, body.messages, body)), False
-        return await self._texts.compute(lambda: self._answer(text, special, body.return_token_strs), len(text))
+            text, special = await self._texts.write(partial(self._written, body.messages, body), client), False
+        answer = partial(self._answer, text, special, body.return_token_strs)
+        return await self._texts.compute(answer, len(text), client)
 
     def _written(self, messages: list[Message], body: TokenizeBody, given_up: Event) -> str:
         kwargs, tools = body.chat_template_kwargs, tools_for_template(body.tools)

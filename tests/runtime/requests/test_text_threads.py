@@ -1,0 +1,46 @@
+"""The threads that encode texts, render chat templates and try grammars: whose work comes next."""
+
+from __future__ import annotations
+
+from threading import Event
+
+from together import PATIENCE_S
+
+from draftwood.runtime.requests.text_threads import FairThreads
+
+
+def test_threads_work_for_clients_in_turn() -> None:
+    threads, go, done = FairThreads(1, "test"), Event(), Event()
+    order: list[str] = []
+    threads.submit(lambda: go.wait(PATIENCE_S), "a")
+    for name in ("a0", "a1", "a2", "b0", "b1", "c0"):
+        threads.submit(lambda name=name: order.append(name), name[0])  # type: ignore[misc]
+    threads.submit(done.set, "a")
+    go.set()
+    assert done.wait(PATIENCE_S)
+    threads.close()
+    assert order == ["a0", "b0", "c0", "a1", "b1", "a2"]
+
+
+def test_work_that_fails_leaves_its_thread_to_others() -> None:
+    threads, done = FairThreads(1, "test"), Event()
+    threads.submit(lambda: 1 // 0, None)
+    threads.submit(done.set, None)
+    assert done.wait(PATIENCE_S)
+    threads.close()
+
+
+def test_work_that_has_not_begun_never_does_after_the_end() -> None:
+    threads, go, begun, late = FairThreads(1, "test"), Event(), Event(), Event()
+
+    def wait() -> None:
+        begun.set()
+        go.wait(PATIENCE_S)
+
+    threads.submit(wait, "a")
+    threads.submit(late.set, "b")
+    assert begun.wait(PATIENCE_S)
+    threads.close()
+    go.set()
+    threads._pool.shutdown(wait=True)
+    assert not late.is_set()
