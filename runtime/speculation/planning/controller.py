@@ -315,12 +315,12 @@ class Controller:
         behind = priced[0] * CONTEXT_STEP
         read = min(behind, self._draft_context or behind)
         costs = self._costs if drift is None else drift.costs()
-        hosts = tuple(source.host for source in self._sources)
+        hosts = tuple(source.host if sharing == 1 else source.host.shared for source in self._sources)
         found = prices_of(costs.target, costs.draft, costs.following, hosts, self._shapes, behind, read, sharing)
         self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
         follows = drift is not None and sharing == 1
         self._stored = passes_of(self._costs.target, behind, len(self._longer)) if follows else []
-        host = self._given_host
+        host = self._given_host if sharing == 1 else self._given_host.shared
         shared = self._plain_seconds - host.plain + host.round
         self._given_seconds = [shared + self._longer[k] + k * host.token for k in range(1, len(self._longer))]
         right: Sequence[float] = range(1, len(self._given_seconds) + 1)

@@ -56,7 +56,7 @@ class Experience:
     def offer(self, sources: Sequence[Source], shapes: Shapes, most: int, reading: float) -> Offer:
         """The same object for the same arguments: requests that have not drafted yet have the estimate of all."""
         expected = tuple(source.estimate.expected_accepted() for source in sources)
-        hosts = tuple(source.host for source in sources)
+        hosts = tuple(source.host.shared for source in sources)
         key = *map(id, expected), shapes, most, hosts, reading
         known = self._offers.get(key)
         if known is None:
