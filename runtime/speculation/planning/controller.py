@@ -184,7 +184,7 @@ class Controller:
         self._experience.plain_rounds += 1
         # When one request probes, the others do not draft, so it shares its draft passes with none.
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
-        loss += self._delay(best)
+        loss += self._delay(best, sharing)
         allowed = PROBE_LOSS if sharing == 1 else SHARED_PROBE_LOSS
         self._patience = loss / (allowed * self._plain_seconds)
         if self._experience.plain_rounds > self._patience:
@@ -252,9 +252,10 @@ class Controller:
         """Seconds that rounds like `plan` save over a text of `remaining` tokens."""
         return (self._plain_seconds - plan.seconds / plan.tokens) * remaining
 
-    def _delay(self, plan: RoundPlan) -> float:
+    def _delay(self, plan: RoundPlan, sharing: int) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
-        tokens, host = plan.size + self._shapes.given, self._sources[plan.chosen].host
+        tokens, alone = plan.size + self._shapes.given, self._sources[plan.chosen].host
+        host = alone if sharing == 1 else alone.shared
         longer = self._longer[tokens] + host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 

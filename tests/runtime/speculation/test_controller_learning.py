@@ -91,7 +91,7 @@ def test_a_probe_waits_until_it_has_been_saved_for(
     plans = [controller.plan(2 * CONTEXT_STEP, 100, sharing)]
     while not plans[-1].probe:
         plans.append(controller.plan(2 * CONTEXT_STEP, 100, sharing))
-    probe, plain = plans[-1], plans[0].seconds
+    probe, plain, host = plans[-1], plans[0].seconds, host if sharing == 1 else host.shared
     assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.128 + host.plain)
     delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
     drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
