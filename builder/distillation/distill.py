@@ -7,7 +7,7 @@ the checkpoint of the training (`training.safetensors`). The same command goes o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +37,14 @@ from .network import DraftNetwork, DraftShape, initialise
 from .options import LAYERS, SIZES, VOCABULARY, DistillOptions
 from .plot import acceptance_svg
 from .shards import ANSWER, ANSWER_TEMPERATURES, TextStore, WrittenText
-from .start import Start, read_start
+from .start import Start, check_beginning, read_start
 from .state_files import locked, read_seconds, write_json, write_text
-from .target import TextTarget, check_target, compile_target, digest, open_tokenizer
+from .target import TextTarget, check_target, compile_target, open_tokenizer
 from .text import TextCounts, TextLimits, TextWriter
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
 from .vocabulary import expected_counts, kept_tokens
 
 TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
-BEGINNING = "beginning.json"  # beside the checkpoint: what the training began with
 MOST_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
 HELD_OUT_SEQUENCES = 8  # of a batch
 HALF_PRODUCTS = ("avx512_bf16", "amx_bf16")
@@ -137,7 +136,7 @@ def train(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(network, options.learning_rate, device, is_half_fast(device))
     file = options.folder / "training" / CHECKPOINT
-    check_beginning(file.with_name(BEGINNING), start, continued=file.is_file())
+    check_beginning(file.parent, start, continued=file.is_file())
     if file.is_file():
         trainer.load(file)
     elif start is None:
@@ -171,32 +170,6 @@ def train(
     if not (options.output / FIGURES).is_file():
         figures = publish(estimate(network, [batch.to(device) for batch in held_out]))
     return DistillResult(options.output, figures or read_object(options.output / FIGURES, own=True))
-
-
-def check_beginning(file: Path, start: Start | None, continued: bool) -> None:
-    """Raises ConfigError if the training that is continued began with another draft, or this one with none. Writes what
-    a new one begins with: the folder, too, since a draft may be written over the one that it began with."""
-    given = None if start is None else start.checkpoint
-    beginning = {} if given is None else {"from": str(given.path.resolve()), "digest": digest(given)}
-    if not continued:
-        write_json(file, beginning)
-    elif file.is_file() and not begins_alike(read_beginning(file), beginning):
-        raise ConfigError(
-            f"{file.parent} holds a training that did not begin with this --from, or with one: repeat what it began "
-            f"with, choose another --state, or remove {file.parent}, which keeps the texts"
-        )
-
-
-def begins_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one == other or any(one[name] == value for name, value in other.items() if name in one)
-
-
-def read_beginning(file: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
-    try:
-        return read_object(file, own=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not readable ({error}): remove it") from error
 
 
 def special_tokens(options: DistillOptions, target: Checkpoint, begin: Begin) -> set[int]:

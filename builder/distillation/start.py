@@ -21,7 +21,10 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..tokenizer import check_same_vocabulary
 from .draft import FIGURES
 from .network import DraftNetwork
+from .state_files import write_json
+from .target import digest
 
+BEGINNING = "beginning.json"  # beside the checkpoint of a training
 NAMED = ("text_tokens", "tokens_seen", "training_minutes")  # of an earlier distillation, for the new figures
 
 
@@ -71,6 +74,28 @@ def read_start(folder: Path, target: Checkpoint) -> Start:
     earlier = {name: figures[name] for name in NAMED if isinstance(figures.get(name), int | float)}
     config = replace(config, draft_vocab_size=None, tie_embeddings=True)
     return Start(checkpoint, config, kept.astype(np.int64), earlier)
+
+
+def check_beginning(folder: Path, start: Start | None, continued: bool) -> None:
+    """Raises ConfigError if the training in a folder is continued with another --from than it began with. Writes what a
+    new one begins with: the draft's folder, too, since a draft may be written over the one that it began with."""
+    file, given = folder / BEGINNING, None if start is None else start.checkpoint
+    beginning = {} if given is None else {"from": str(given.path.resolve()), "digest": digest(given)}
+    if not continued:
+        write_json(file, beginning)
+        return
+    if not file.is_file():
+        return
+    try:
+        earlier = read_object(file, own=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not readable ({error}): remove it") from error
+    same = (name for name in beginning if earlier.get(name) == beginning[name])
+    if earlier != beginning and next(same, None) is None:
+        raise ConfigError(
+            f"{folder} holds a training that began with another --from, or with none: give the same as then, choose "
+            f"another --state, or remove {folder}, which keeps the texts"
+        )
 
 
 def is_tied(checkpoint: Checkpoint, kept: NDArray[np.int64]) -> bool:

@@ -49,7 +49,7 @@ def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_
     given = options(target, tmp_path / "next", state=state, text_minutes=0, start=draft, **UNSIZED)
     figures = distilled(given).figures
     assert distilled(given).figures["tokens_seen"] == figures["tokens_seen"], "no time is left"
-    with pytest.raises(ConfigError, match="did not begin with this --from, or with one"):
+    with pytest.raises(ConfigError, match="began with another --from, or with none"):
         distilled(options(target, tmp_path / "other", state=state, text_minutes=0))
     earlier = json.loads((draft / "distillation.json").read_text())
     assert figures["vocabulary"] == 64 and figures["hidden"] == 32

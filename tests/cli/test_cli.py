@@ -227,6 +227,14 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("option", [("--logprobs", "1"), ("--stop", "x")])
+def test_bench_refuses_what_changes_no_figure(
+    tiny_bundle: Path, prompts: Path, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(tiny_bundle), "--prompts", str(prompts), *option]) == 2
+    assert option[0] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [

@@ -46,34 +46,37 @@ class ExplainApi:
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         """The rounds of a completion, drawn on a page."""
+        limit = TimeLimit(self._request_seconds)
         if refused := self._other_model(body.model):
             return refused
         if len(body.prompts) != 1:
             raise RequestError("an explanation takes one prompt, not several")
         try:
-            prompt = await while_connected(request, self._async_llm.encode(body.prompts[0], request.state.client))
+            reading = self._async_llm.encode(body.prompts[0], request.state.client)
+            prompt = await while_connected(request, reading, limit)
             params = body.sampling_params(COMPLETION_TOKENS)
-            return await while_connected(request, self._explained(body, params, prompt, request.state.client))
+            return await while_connected(request, self._explained(body, params, prompt, request.state.client, limit))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """The rounds of an answer in a conversation, drawn on a page."""
+        limit = TimeLimit(self._request_seconds)
         if refused := self._other_model(body.model):
             return refused
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
         try:
             settings = body.settings(told=use is not None)
             writing = self._async_llm.encode_chat(body.conversation, settings, request.state.client)
-            prompt = await while_connected(request, writing, TimeLimit(self._request_seconds))
+            prompt = await while_connected(request, writing, limit)
             params = body.sampling_params(min(MAX_TOKENS, self._async_llm.max_tokens_behind(prompt)))
             params = params if use is None else use.applied(params)
-            return await while_connected(request, self._explained(body, params, prompt, request.state.client))
+            return await while_connected(request, self._explained(body, params, prompt, request.state.client, limit))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
 
     async def _explained(
-        self, body: GenerationBody, params: SamplingParams, prompt: Sequence[int], client: str
+        self, body: GenerationBody, params: SamplingParams, prompt: Sequence[int], client: str, limit: TimeLimit
     ) -> Response:
         body.check()
         if body.stream or body.num_choices != 1:
@@ -95,7 +98,8 @@ class ExplainApi:
             list(prompt),
             params,
             speculative=config,
-            deadline_s=self._request_seconds,
+            deadline_s=limit.seconds,
+            arrived=limit.arrived,
             client=client,
             user=body.client,
             cache_salt=body.cache_salt,

@@ -17,8 +17,8 @@ from ....models.layers import num_parameters
 from ...engines.comparison import Comparison
 
 MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # greatest seconds of a pass, and greatest number of rows or context tokens
-# On the time outside the engines where requests share passes, because an event loop takes turns with the decoding
-# thread. Measured with 4 texts on two cores of a Zen 4.
+# The time outside the engines of each request that shares passes, over that of a request alone: an event loop takes
+# turns with the decoding thread. Measured with 4 texts on two cores of a Zen 4.
 SHARED_HOST = 2.0
 BYTES_PER_SECOND = 40e9  # assumed memory bandwidth of a machine that was not measured: a small server's
 ROW_SHARE = 0.06  # assumed cost of each further row there, as a share of the first row's

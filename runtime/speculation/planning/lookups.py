@@ -2,8 +2,8 @@
 
 A text repeats itself, or its prompt, in some places and not in others. What followed the last earlier occurrence of
 the text's last n tokens costs no pass of the draft, and is right the more often the longer n is. Therefore the
-acceptance is learned for each length n and each depth, from all rounds behind such an occurrence: each of them shows
-whether its tokens are those that were found, proposed or not.
+acceptance is learned for each length n and each depth, from all rounds in which a lookup found something: each of them
+shows whether its tokens are those that were found, proposed or not.
 
 A lookup of k tokens takes the place of a planned round where it brings more tokens than the planned rounds bring in the
 same time:
