@@ -13,6 +13,7 @@ from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
+from ..runtime.bundle.checks import check_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
 from ..runtime.text.tokenizer import Tokenizer
@@ -74,7 +75,9 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         eos = end_of_text(checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"
         adapters = {role: name_of(lora) for role in options.roles if (lora := asked.lora_of(role)) is not None}
-        write_manifest(staging, Manifest(builder, max_length, eos, engines, parity, files, adapters))
+        manifest = Manifest(builder, max_length, eos, engines, parity, files, adapters)
+        check_manifest(manifest)  # before an older bundle in this place is replaced
+        write_manifest(staging, manifest)
     return EngineBundle.open(options.output)
 
 

@@ -54,9 +54,12 @@ def read_sentencepiece(file: Path) -> Pieces:
         )
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
         raise CheckpointError(f"{file} is neither a BPE nor a unigram model; no LLaMA uses another")
+    unknown = proto.trainer_spec.unk_id
+    if not 0 <= unknown < len(proto.pieces):
+        raise CheckpointError(f"{file}: its unk_id {unknown} is none of its {len(proto.pieces)} tokens: copy it again")
     return Pieces(
         [Piece(piece.piece, piece.score, piece.type) for piece in proto.pieces],
-        proto.trainer_spec.unk_id,
+        unknown,
         proto.trainer_spec.model_type == UNIGRAM,
         proto.normalizer_spec.add_dummy_prefix,
         proto.normalizer_spec.remove_extra_whitespaces,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .errors import ConfigError
 
 REJECT, ACCEPT = 0, 1
-MOST = {"hidden_size": 1 << 17, "layers": 256}
+MOST = {"hidden_size": 1 << 17, "layers": 64}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,14 @@ class CutVocabulary:
         found = self._source.tensor(name)
         return found[: self._tokens] if name in self._names else found
 
+    def blocks(self, name: str) -> Blocks | None:
+        """See BlockSource.blocks."""
+        found = stored_blocks(self._source, name)
+        if found is None or name not in self._names:
+            return found
+        kept = slice(self._tokens)
+        return Blocks(found.bits, found.codes[kept], found.scales[kept], found.offsets[kept])
+
 
 class TrimmedVocabulary:
     """A TensorSource over another one, whose vocabulary projection has the rows of `tokens` only, int64 [N].

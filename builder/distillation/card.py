@@ -32,7 +32,8 @@ def origin_of(path: Path) -> Origin:
     text = next((found for found in texts if found is not None), None)
     if path.is_dir():
         front = read_text(path / "README.md") or ""
-        found = re.match(r"---\n.*?^license: *([\w.+-]+) *$.*?^---$", front, re.DOTALL | re.MULTILINE)
+        head, end, _ = front.partition("\n---\n")
+        found = re.search(r"^license: *([\w.+-]+) *$", head, re.MULTILINE) if end and head.startswith("---\n") else None
         return Origin(short(path.resolve().name), found[1] if found else None, text)
     from ..checkpoints.gguf.header import read_header  # which imports the gguf package
 

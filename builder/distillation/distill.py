@@ -226,7 +226,7 @@ def figures_of(trainer: Trainer, found: Acceptance, coverage: float) -> dict[str
 
 def is_half_fast(device: torch.device) -> bool:
     """Whether matrix products in bf16 are faster: on a GPU, and on a CPU with instructions for them."""
-    return device.type == "cuda" or bool(available(HALF_PRODUCTS))
+    return device.type == "cuda" or not available(()).isdisjoint(HALF_PRODUCTS)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ EMBEDDING_SCALE = 0.05  # standard deviation of the embedding at the start
 SHARE_OF_WIDTH = 0.45  # the draft's default hidden size over the target's
 STEP, LEAST_HIDDEN, MOST_HIDDEN = 64, 64, 768
 MOST_LAYERS, MOST_WIDTH = 64, 8192
+MOST_HEADS = 1024  # and most of head_dim: `models/fields.py`
 BLOCK = 32  # low-bit engines store matrices in blocks of at least so many inputs
 
 
@@ -42,8 +43,9 @@ class DraftShape:
             raise ConfigError(f"layers must be 1 to {MOST_LAYERS}, not {self.layers}")
         for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= MOST_WIDTH:
-                raise ConfigError(f"{name} must be 1 to {MOST_WIDTH}, not {value}")
+            most = MOST_HEADS if name in ("heads", "kv_heads", "head_dim") else MOST_WIDTH
+            if value is not None and not 1 <= value <= most:
+                raise ConfigError(f"{name} must be 1 to {most}, not {value}")
         if self.head_dim is not None and self.head_dim % 2:
             raise ConfigError(f"head_dim ({self.head_dim}) must be even: rotary positions need pairs")
 
@@ -51,7 +53,7 @@ class DraftShape:
         """The configuration of a draft for this target. Raises ConfigError for sizes that do not go together."""
         preferred = STEP * round(SHARE_OF_WIDTH * target.hidden_size / STEP)
         hidden = self.hidden or min(max(preferred, LEAST_HIDDEN), MOST_HIDDEN, target.hidden_size)
-        head_dim = self.head_dim or min(64, max(8, hidden // 4))
+        head_dim = self.head_dim or min(64, max(8, hidden // 8 * 2))
         heads = self.heads or max(1, hidden // head_dim)
         kv_heads = self.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
         intermediate = self.intermediate or -(-3 * hidden // BLOCK) * BLOCK

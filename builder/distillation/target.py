@@ -60,9 +60,13 @@ class TextTarget:
 
 def text_spec(checkpoint: Checkpoint, folder: Path) -> tuple[Source, EngineSpec, BuildOptions]:
     """How the target is compiled: with the kernels and the precision that are fast here. That is int8 on the native
-    engine if the matrices divide into blocks; else the backend's first precision."""
+    engine if the matrices divide into blocks; else the backend's first precision. A target that `folder` holds keeps
+    its backend."""
     max_length = min(checkpoint.config.longest, LONGEST)
-    backend = BACKENDS[choose_backend(partial(compare, checkpoint.config, BACKENDS["native"], "int8")).backend]
+    compiled = (read_identity(folder) or {}).get("backend")  # a second measurement could choose another one
+    if not isinstance(compiled, str) or compiled not in BACKENDS:
+        compiled = choose_backend(partial(compare, checkpoint.config, BACKENDS["native"], "int8")).backend
+    backend = BACKENDS[compiled]
     precision = backend.draft_precision or backend.precisions[0]
     if form := FORMATS.get((backend.name, precision)):
         try:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from ...models.errors import ConfigError
 from .shards import GIVEN, WrittenText
 
 
@@ -23,9 +24,15 @@ def expected_counts(texts: Iterable[WrittenText], vocab_size: int) -> NDArray[np
 
 def kept_tokens(counts: NDArray[np.float64], size: int, always: Iterable[int]) -> NDArray[np.int64]:
     """The ids of the `size` most frequent tokens, ascending. always: special tokens and those that end a text, which
-    are kept however rare they are. The lower id comes first among equal counts."""
+    are kept however rare they are. The lower id comes first among equal counts. Raises ConfigError where `size` has no
+    room for those of `always`."""
     size = min(size, len(counts))
-    special = np.array(sorted({token for token in always if 0 <= token < len(counts)}), np.int64)[:size]
+    special = np.array(sorted({token for token in always if 0 <= token < len(counts)}), np.int64)
+    if len(special) > size:
+        raise ConfigError(
+            f"a draft of {size} tokens has no room for the {len(special)} special tokens of its target, which it must "
+            f"be able to write: ask for at least --vocabulary {len(special) + 1}"
+        )
     order = np.argsort(-counts, kind="stable")
     others = order[~np.isin(order, special)][: size - len(special)]
     return np.sort(np.concatenate((special, others)))

@@ -12,6 +12,7 @@ from ...models.head_config import HeadConfig
 from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")
+MOST_THREADS = 1024  # of torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ class HeadTraining:
             raise ConfigError(f"held_out must be between 0 and 1, not {self.held_out}")
         if self.texts < 2:
             raise ConfigError("texts must be at least 2: one to train on and one to hold out")
-        for name in ("seed", "threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        for name, most in (("seed", 2**32 - 1), ("threads", MOST_THREADS)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be 0 to {most}, not {getattr(self, name)}")
 
     def head(self, hidden_size: int) -> HeadConfig:
         """The configuration of the untrained head."""

@@ -20,12 +20,11 @@ from ...models.layers import HEAD_WEIGHT, network_of
 from ...models.llama import Rotary, causal, norm_of, scaled
 from ...models.plain_files import read_plain
 from ...models.rope import rope_tables
-from ...plugins.native.cache import open_kernels
 from ...plugins.native.library import BLOCK, NativeLibrary, empty_codes
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..reference import load_layer, read_tensor
-from .formats import Quantized, QuantizedCheckpoint
+from .formats import Quantized, QuantizedCheckpoint, rounding_kernels
 
 MOST_BYTES = 64 << 20  # of a text
 MOST_LETTERS = 1 << 17  # that are read of it
@@ -57,7 +56,7 @@ def calibrate(
     advance: called after each of the layers and the projection. Raises CheckpointError as the source does, KernelError
     and CompilerError."""
     network, config = network_of(view.config), view.config
-    rounding = Rounding(open_kernels())
+    rounding = Rounding(rounding_kernels())
     tables = (torch.from_numpy(table) for table in rope_tables(config, windows.shape[1]))
     rotary = Rotary._make(table[None, None] for table in tables)
     rows = torch.from_numpy(view.stored(network.embedding.weights[0])[windows])

@@ -29,6 +29,8 @@ from ...models import bindings
 from ...models.errors import ConfigError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ...plugins.native.cache import open_kernels
+from ...plugins.native.compile import CompilerError
+from ...plugins.native.library import KernelError, NativeLibrary
 from ...runtime.engines.backends import BACKENDS, BLOCKS, Backend
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.source import Blocks
@@ -106,15 +108,15 @@ class WeightFormat:
 
     def quantize(self, name: str, matrix: NDArray[Any]) -> Quantized:
         """Round a matrix of floats [N, K] to codes. Each block takes the scale, and the offset where the format has
-        one, among a few, that leave the smallest square error. Raises KernelError or CompilerError where the native
-        kernels cannot be had, which round to their own formats."""
+        one, among a few, that leave the smallest square error. Raises ConfigError where the native kernels cannot be
+        had, which round to their own formats."""
         rows, inputs = matrix.shape
         block = self.block_of(name, inputs)
         shape = (rows, inputs // block)
         offsets = np.empty(shape, np.float32) if self.offset else None
         codes = np.empty((rows, inputs), self.dtype.numpy() if self.floating else np.int8)
         result = Quantized(codes, np.empty(shape, np.float32), offsets)
-        library = open_kernels() if self.scale_bytes == 2 else None
+        library = rounding_kernels() if self.scale_bytes == 2 else None
 
         def rounded(part: NDArray[np.float32]) -> Quantized:
             if self.floating:
@@ -131,6 +133,14 @@ class WeightFormat:
 
         in_parts(rows, inputs, fill)
         return result
+
+
+def rounding_kernels() -> NativeLibrary:
+    """The kernels that round matrices. Raises ConfigError where this machine cannot have them."""
+    try:
+        return open_kernels()
+    except (CompilerError, KernelError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def rounded_by_numpy(matrix: NDArray[np.float32], bits: int, block: int) -> Quantized:

@@ -166,10 +166,14 @@ def refuse_strangers(path: Path) -> None:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KernelError(f"{path} can be written by others, {why}: chmod go-w {path}, {advice}")
     for parent in path.resolve().parents:
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        above = parent.stat()
+        if above.st_uid not in (0, os.getuid()):
+            raise KernelError(f"{path} lies in {parent}, which belongs to another user, {why}: {advice[3:]}")
+        # A user's own group is taken for one without other members, as most systems make it.
+        strangers = stat.S_IWOTH | (0 if above.st_gid in (0, os.getgid()) else stat.S_IWGRP)
+        if above.st_mode & strangers and not above.st_mode & stat.S_ISVTX:
             raise KernelError(
-                f"{path} can be replaced by whoever writes to {parent}, {why}: chmod o-w {parent}, {advice}"
+                f"{path} can be replaced by whoever writes to {parent}, {why}: chmod go-w {parent}, {advice}"
             )
 
 

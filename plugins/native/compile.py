@@ -45,9 +45,12 @@ class CompilerError(ValueError):
 
 def compiler() -> list[str]:
     """The command of a C compiler: $CC, the system's, or the one that `pip install ziglang` brings. Raises
-    CompilerError when there is none."""
+    CompilerError when there is none, and when $CC cannot be read."""
     if chosen := os.environ.get("CC"):
-        return shlex.split(chosen)
+        try:
+            return shlex.split(chosen)
+        except ValueError as error:
+            raise CompilerError(f"CC={chosen!r} is no command ({error}): correct it, or unset CC") from error
     for name in COMPILERS:
         if found := shutil.which(name):
             return [found]

@@ -18,11 +18,13 @@ from .residual import Offers, Row, bind_residual
 
 INTERFACE = 9  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
+NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
-    1: "no memory for a pass: run fewer requests at a time",
+    NO_MEMORY: "no memory for a pass: run fewer requests at a time",
     2: "a token is outside the vocabulary",
     3: "a position is beyond the engine's rotary table: rebuild with a larger --max-length",
     4: "a row is scored that the pass does not have",
+    5: "a pass has no rows, or more than the engine",
 }
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
@@ -205,10 +207,10 @@ class NativeLibrary:
         self._library.draftwood_close(handle)
 
     def forward(self, handle: int, wanted: Pass) -> None:
-        """Run a pass; other Python threads go on meanwhile. Raises KernelError without memory, and for a token or a
+        """Run a pass; other Python threads go on meanwhile. Raises MemoryError, and KernelError for a token or a
         position that the model does not have."""
         if refusal := self._library.draftwood_forward(handle, wanted):
-            raise KernelError(REFUSALS[refusal])
+            raise refused(refusal)
 
     def run_ahead(
         self,
@@ -221,20 +223,19 @@ class NativeLibrary:
     ) -> NDArray[np.int64]:
         """Run a pass with one output, and up to `count` passes behind it, see draftwood_run_ahead: of the best tokens,
         or of those that are drawn with `uniforms` as long as no more than `most` are likely. tokens: of the columns.
-        Returns the tokens of the passes that were run. Raises KernelError as `forward` does."""
+        Returns the tokens of the passes that were run. Raises MemoryError and KernelError as `forward` does."""
         ones = np.ones(wanted.start - wanted.length + wanted.rows + count, np.bool_)
         chosen = np.empty(count, np.int64)
         given = (count, address(uniforms), most, address(tokens), address(ones), address(chosen))
         passes = self._library.draftwood_run_ahead(handle, wanted, *given)
         if passes < 0:
-            raise KernelError(REFUSALS[-passes])
+            raise refused(-passes)
         return chosen[: passes - 1]
 
     def move(self, model: Model, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:
-        """Copy the rows in `slots`, int64 [n], to those from `first` on in every layer. Raises KernelError without
-        memory."""
+        """Copy the rows in `slots`, int64 [n], to those from `first` on in every layer. Raises MemoryError."""
         if self._library.draftwood_move(model, cache, first, address(slots), len(slots)):
-            raise KernelError(f"no memory to move {len(slots)} cache rows")
+            raise MemoryError(f"no memory to move {len(slots)} cache rows")
 
     def linear(self, matrix: Matrix, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """float32 [R, inputs] times one packed matrix: [R, outputs]. Raises KernelError without memory."""
@@ -319,6 +320,11 @@ class NativeLibrary:
         if count > room:
             return self.likely(logits, temperature, share, count)
         return ids[:count], weights[:count]
+
+
+def refused(refusal: int) -> KernelError | MemoryError:
+    """The error of a pass that draftwood_forward refused."""
+    return MemoryError(REFUSALS[refusal]) if refusal == NO_MEMORY else KernelError(REFUSALS[refusal])
 
 
 def whole_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -26,6 +26,7 @@ from ...models.plain_files import read_object
 from ...models.typed import typed
 from ..engines.backends import BACKENDS, Opening
 from ..engines.base import Engine, EngineSpec
+from ..engines.onnx.file import EXTERNAL
 from ..text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 from .checks import check_manifest
 
@@ -146,7 +147,8 @@ class EngineBundle:
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error
         manifest = Manifest.from_json(content)
-        if unlisted := [name for name in READ_BESIDE if name not in manifest.files and os.path.lexists(folder / name)]:
+        beside = (*READ_BESIDE, *(spec.file + EXTERNAL for spec in manifest.engines.values()))
+        if unlisted := [name for name in beside if name not in manifest.files and os.path.lexists(folder / name)]:
             raise BundleError(f"{folder / unlisted[0]} is not listed in {MANIFEST}: remove it, or rebuild")
         stamps = {name: stamp(folder / name) for name in manifest.files}
         for name, record in manifest.files.items():
@@ -160,13 +162,13 @@ class EngineBundle:
         backend, file = BACKENDS[spec.backend], self.folder / spec.file
         whole = isinstance(threads, Integral) and not isinstance(threads, bool)
         if not whole or not 0 <= threads <= backend.most_threads:
+            most = f" to {backend.most_threads}" if backend.most_threads else f", as {spec.backend} computes on a GPU"
+            raise ConfigError(f"threads of the {role} must be 0 (the backend chooses){most}, not {shown(threads)}")
+        if provider not in backend.providers:
             raise ConfigError(
-                f"threads of the {role} must be 0 (the backend chooses) to {backend.most_threads}, not {shown(threads)}"
-            )
-        if provider != "cpu" and not backend.providers:
-            raise ConfigError(
-                f"the {role} runs on {spec.backend}, which has no provider {provider}: leave --provider out, or build "
-                "with --backend onnxruntime"
+                f"the {role} runs on {spec.backend}, which has no provider {shown(provider)}: choose one of "
+                f"{', '.join(backend.providers)}"
+                + ("" if len(backend.providers) > 1 else ", or build with --backend onnxruntime")
             )
         backend.check_file(file, spec)
         return backend.open(file, spec, Opening(int(threads), provider, self.private))
@@ -181,8 +183,9 @@ class EngineBundle:
         share one team of threads. Raises ConfigError if there is no draft."""
         if not self.has_draft:
             raise ConfigError(f"{self.folder} was built with --draft none: build it with a draft")
-        shared = BACKENDS[self.manifest.engines[DRAFT].backend].shares_threads
-        return self.open_engine(DRAFT, draft_threads or (threads if shared else 1), provider)
+        backend = BACKENDS[self.manifest.engines[DRAFT].backend]
+        chosen = threads if backend.shares_threads else min(1, backend.most_threads)
+        return self.open_engine(DRAFT, draft_threads or chosen, provider)
 
     def copy_to(self, folder: Path) -> None:
         """Copy the files of the bundle, and its cost table, into a new folder. Raises OSError."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ...models.bindings import DTYPES, LOW_BIT, ROLES, TARGET, output_names
 from ...models.config import LEAST_DRAFT_CONTEXT, LlamaConfig
 from ...models.errors import BundleError
+from ...models.fields import MOST_NUMBER
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
 from ..engines.backends import BACKENDS, COMPILED, REMOVED
 from ..engines.base import EngineSpec
@@ -127,7 +128,7 @@ def check_model(role: str, model: LlamaConfig) -> None:
     require(model.num_heads % model.num_kv_heads == 0, f"the {role}'s heads do not share its KV heads evenly")
     require(model.head_dim % 2 == 0, f"the {role}'s head_dim {model.head_dim} is odd")
     require(model.query_size + 2 * model.kv_size <= LARGEST_ROW, f"the {role}'s heads are too many")
-    require(0 < model.norm_eps < 1, f"the {role}'s norm_eps is {model.norm_eps}")
+    require(0 < model.norm_eps <= MOST_NUMBER, f"the {role}'s norm_eps is {model.norm_eps}")
     require(model.rope_theta > 0, f"the {role}'s rope_theta is {model.rope_theta}")
     variant, rotary_size = model.variant, model.rotary_size
     indices = variant.layers_without_rope

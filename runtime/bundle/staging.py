@@ -64,11 +64,23 @@ def advice(error: OSError, otherwise: str) -> str:
 
 
 def remove_left_over(output: Path) -> None:
-    """Remove the folders that killed processes left beside `output`, which may have gigabytes."""
-    for folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-        if (lock := try_lock(folder)) is not None:
+    """Remove the folders that killed processes left beside `output`, which may have gigabytes. An older result whose
+    process was killed before the new one had its name gets its own name back."""
+
+    def left_over(kind: str) -> list[Path]:
+        return sorted(output.parent.glob(f".{glob.escape(output.name)}.{kind}-*"))
+
+    locks = {folder: try_lock(folder) for folder in left_over("partial")}
+    for folder, lock in locks.items():
+        if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+    if None in locks.values():
+        return  # another process writes here, and may be renaming both
+    for old in left_over("old"):
+        if not output.exists():
+            old.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def try_lock(folder: Path) -> int | None:

@@ -64,8 +64,8 @@ class Backend:
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
     panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
     padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
-    on the same threads. most_threads: threads of one engine. providers: whether it can compute on other devices than
-    the CPU. rival: the backend with which a measurement of costs compares it; none for "".
+    on the same threads. most_threads: threads of one engine; 0: it has none. providers: the names of what it can
+    compute on, as `LLM` takes them. rival: the backend with which a measurement of costs compares it; none for "".
 
     open: opens an engine. check_file: compares a file with a spec and opens nothing. check_machine: checks that this
     machine has what an engine needs, given the plan if there is one. All three raise EngineError that names the fix.
@@ -92,7 +92,7 @@ class Backend:
     prompt_widths: tuple[int, ...] = ()
     shares_threads: bool = False
     most_threads: int = 1024  # as in plugins/native/kernels/threads.h
-    providers: bool = False
+    providers: tuple[str, ...] = ("cpu",)
     rival: str = ""
 
     @property
@@ -166,7 +166,7 @@ ONNXRUNTIME = Backend(
     release=lambda: release_of("onnxruntime", "onnxruntime-gpu"),  # either provides the module
     blocks=dict.fromkeys(INTEGERS, 32),
     prompt_widths=(96, 128, 192, 256),  # its kernels are most efficient with many rows
-    providers=True,
+    providers=("cpu", "cuda"),
 )
 NATIVE = Backend(
     name="native",
@@ -198,7 +198,8 @@ TENSORRT = Backend(
     blocks=dict.fromkeys(LOW_BIT, 128),
     form=COMPACT,
     grows=False,
-    providers=True,
+    most_threads=0,
+    providers=("cpu", "cuda"),
 )
 TENSORRT_RTX = replace(TENSORRT, name="tensorrt-rtx", release=lambda: release_of("tensorrt-rtx"))
 BACKENDS = {each.name: each for each in (ONNXRUNTIME, NATIVE, TENSORRT, TENSORRT_RTX)}
@@ -262,7 +263,7 @@ def choose_backend(compared: Callable[[], Comparison]) -> Choice:
     """Choose the native engine where its kernels compile and were found fast, and ONNX Runtime otherwise. compared:
     compares the two here, on a processor for which nothing was measured before."""
     known = platform.machine() in X86
-    if known and (missing := FUSED - available(())):
+    if known and (missing := FUSED - available(tuple(FUSED))):
         return Choice(ONNXRUNTIME.name, f"this processor has no {', '.join(sorted(missing))}")
     try:
         check_native(None)

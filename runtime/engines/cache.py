@@ -62,10 +62,12 @@ class GrowingKVCache(ABC):
 
     def commit(self, slots: Sequence[int]) -> None:
         """See KVCache.commit. Nothing moves where the slots are the first ones, in order. Raises EngineError for a slot
-        that was not computed."""
+        that was not computed, and for a slot that is named twice."""
         kept = len(slots)
         if kept and not 0 <= min(slots) <= max(slots) < self.speculative:
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
+        if len(set(slots)) != kept:
+            raise EngineError(f"slots {list(slots)} name a row twice: a row can be committed once")
         if list(slots) != list(range(kept)):
             self._move(self.length + np.asarray(slots, np.int64))
         self.length += kept
@@ -100,6 +102,7 @@ class GrowingKVCache(ABC):
         """
         if self._closed:
             raise EngineError("this cache was closed: open another one for the next text")
+        check_rows(self._spec, batch)
         if batch.slots is None:
             check_mask(self._spec, batch.mask, self.speculative)
         elif not self.places:
@@ -184,6 +187,19 @@ class StackedKVCache(GrowingKVCache):
 
     def _free(self) -> None:
         del self.buffer
+
+
+def check_rows(spec: EngineSpec, batch: TokenBatch) -> None:
+    """Raises EngineError for more rows than a pass of this engine has, and for arrays of other lengths or dtypes than
+    TokenBatch says: kernels read them without a check of their own."""
+    width = len(batch.mask)
+    rows = (batch.token_ids, batch.position_ids)
+    sound = width <= spec.pass_widths[-1] and batch.num_tokens <= width and batch.mask.dtype == np.bool_
+    if not sound or any(array.shape != (width,) or array.dtype != np.int64 for array in rows):
+        raise EngineError(
+            f"{batch.num_tokens} of {width} rows, with {len(batch.token_ids)} token ids and {len(batch.position_ids)} "
+            f"positions, are no pass of this engine, which has up to {spec.pass_widths[-1]} rows of int64"
+        )
 
 
 def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import write_checkpoint, write_tokenizer
 from disk import largest_file
 
+from draftwood.builder import pipeline
 from draftwood.builder.engines import make as engines
 from draftwood.builder.engines.export import export as original_export
 from draftwood.builder.options import BuildOptions
@@ -77,7 +78,7 @@ def test_an_interrupted_build_leaves_nothing(
     assert not options.output.exists() and not list(options.output.parent.glob(".*"))
 
 
-def test_an_interrupted_rebuild_keeps_the_old_bundle(options: BuildOptions) -> None:
+def test_a_rebuild_that_fails_keeps_the_old_bundle(options: BuildOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     build(options, quiet)
     before = (options.output / MANIFEST).read_text()
 
@@ -88,6 +89,10 @@ def test_an_interrupted_rebuild_keeps_the_old_bundle(options: BuildOptions) -> N
 
     with pytest.raises(KeyboardInterrupt):
         build(options, begin)
+    assert (options.output / MANIFEST).read_text() == before
+    with pytest.raises(BundleError, match="an eos_token_id is outside"), monkeypatch.context() as patch:
+        patch.setattr(pipeline, "end_of_text", lambda *given: (1 << 20,))  # a manifest that nobody could open
+        build(options, quiet)
     assert (options.output / MANIFEST).read_text() == before
     EngineBundle.open(options.output)
     build(options, quiet)
@@ -139,6 +144,8 @@ def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_pa
         ({"widths": (1, 4, 2)}, "widths"),
         ({"widths": ()}, "widths"),
         ({"max_length": 1}, "max_length"),
+        ({"widths": (1, 20_000)}, "widths must be at most 16384"),
+        ({"backend": "tensorrt", "precision": "fp16", "max_batch": 5000}, "max_batch must be at most 4096"),
     ],
 )
 def test_impossible_options_are_refused(options: BuildOptions, change: dict[str, Any], named: str) -> None:

@@ -13,6 +13,7 @@ from draftwood.builder.distillation.acceptance import overlap
 from draftwood.builder.distillation.batches import pack
 from draftwood.builder.distillation.loss import distillation_loss, reachable
 from draftwood.builder.distillation.vocabulary import expected_counts, kept_tokens, offsets
+from draftwood.models.errors import ConfigError
 
 # Loss
 
@@ -89,6 +90,8 @@ def test_the_most_frequent_tokens_and_the_special_ones_are_kept() -> None:
     kept = kept_tokens(np.array([0.0, 5, 1, 9, 2, 9]), 3, {0, 77})
     assert kept.tolist() == [0, 3, 5]
     assert kept_tokens(np.zeros(4), 9, ()).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"no room for the 3 special tokens .* --vocabulary 4"):
+        kept_tokens(np.zeros(9), 2, {1, 5, 7})
 
 
 def test_counts_are_the_targets_probabilities() -> None:

@@ -264,7 +264,9 @@ def test_impossible_options_are_refused(target: Path, tmp_path: Path, changed: d
 
 
 @pytest.mark.parametrize(
-    "changed", [{"layers": 0}, {"hidden": 9999}, {"head_dim": 7}, {"heads": 3, "kv_heads": 2}, {"hidden": 128}], ids=str
+    "changed",
+    [{"layers": 0}, {"hidden": 9999}, {"head_dim": 7}, {"heads": 3, "kv_heads": 2}, {"hidden": 128}, {"heads": 2000}],
+    ids=str,
 )
 def test_impossible_sizes_are_refused_before_any_text(target: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -277,8 +279,18 @@ def test_default_sizes_suit_the_target(target: Path, hidden: int) -> None:
     config = DraftShape().config(replace(Checkpoint(target).config, hidden_size=hidden))
     assert config.hidden_size <= hidden and config.num_heads % config.num_kv_heads == 0
     assert config.hidden_size % 32 == config.intermediate_size % 32 == 0
+    assert config.head_dim % 2 == 0
+    assert DraftShape(hidden=36).config(replace(config, hidden_size=hidden)).head_dim == 8, (
+        "rotary positions need pairs"
+    )
     if hidden == 576:
         assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (256, 4, 2, 64)
+
+
+def test_bf16_is_for_processors_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for listed, expected in ({"avx2", "fma"}, False), ({"avx2", "avx512_bf16"}, True):
+        monkeypatch.setattr(distill_module, "available", lambda wanted, listed=listed: listed | set(wanted))
+        assert distill_module.is_half_fast(torch.device("cpu")) is expected
 
 
 def test_a_target_says_its_name_and_licence(tmp_path: Path) -> None:
@@ -288,6 +300,8 @@ def test_a_target_says_its_name_and_licence(tmp_path: Path) -> None:
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Some\nlicense: mit\n")
     (folder / "LICENSE").write_text("a licence")
     assert origin_of(folder) == Origin("Some-Model", "apache-2.0", "a licence")
+    (folder / "README.md").write_text("---\n" + "license: mit\n" * 80_000)  # took minutes
+    assert origin_of(folder).licence is None
 
 
 # Command line

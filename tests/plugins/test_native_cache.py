@@ -126,7 +126,7 @@ def test_what_others_could_have_written_is_not_loaded(filled: Path, monkeypatch:
         path.chmod(before)
     assert cache.kernels() == filled
     filled.parent.parent.chmod(0o777)
-    with pytest.raises(KernelError, match=f"can be replaced by whoever writes to .*: chmod o-w {filled.parent.parent}"):
+    with pytest.raises(KernelError, match=f"whoever writes to .*: chmod go-w {filled.parent.parent}"):
         cache.kernels()
     filled.parent.parent.chmod(0o1777)
     assert cache.kernels() == filled, "as in /tmp, where nobody may rename what is another's"
@@ -135,6 +135,16 @@ def test_what_others_could_have_written_is_not_loaded(filled: Path, monkeypatch:
     if os.geteuid() == 0:
         os.chown(filled, 54321, -1)
         with pytest.raises(KernelError, match=r"belongs to another user \(54321\).*: remove it"):
+            cache.kernels()
+        os.chown(filled, 0, -1)
+        above = filled.parent.parent
+        above.chmod(0o770)
+        assert cache.kernels() == filled, "the group of this user"
+        os.chown(above, -1, 54321)
+        with pytest.raises(KernelError, match=f"can be replaced by whoever writes to {above}"):
+            cache.kernels()
+        os.chown(above, 54321, -1)
+        with pytest.raises(KernelError, match=f"lies in {above}, which belongs to another user"):
             cache.kernels()
 
 

@@ -213,6 +213,9 @@ def test_without_a_compiler_the_error_names_one(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     with pytest.raises(CompilerError, match="set CC to a C compiler"):
         compile_kernels(tmp_path / "kernels.so")
+    monkeypatch.setenv("CC", "gcc '-O2")
+    with pytest.raises(CompilerError, match=r"is no command .*: correct it, or unset CC"):
+        compile_kernels(tmp_path / "kernels.so")
     monkeypatch.setenv("CC", "false")
     with pytest.raises(CompilerError, match="do not compile with false"):
         compile_kernels(tmp_path / "kernels.so")

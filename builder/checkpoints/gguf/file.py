@@ -180,11 +180,11 @@ def read_shards(path: Path) -> Header:
     part = PART.fullmatch(path.name)
     if part is None:
         header = read_header(path)
-        count = header.metadata.get("split.count", 1)
-        if count not in (0, 1):
+        parts = Metadata(path, header.metadata).get("split.count", int) or 1
+        if parts != 1:
             raise CheckpointError(
-                f"{path} is one of {count!r} parts, which are found by their names: give them back their names, such "
-                f"as {path.stem}-00001-of-{count:05}.gguf"
+                f"{path} is one of {parts} parts, which are found by their names: give them back their names, such "
+                f"as {path.stem}-00001-of-{parts:05}.gguf"
             )
         return header
     stem, _, count, suffix = part.groups()
@@ -196,13 +196,14 @@ def read_shards(path: Path) -> Header:
     for number, file in enumerate(files):
         header = read_header(file)
         metadata = metadata or header.metadata
-        found = [header.metadata.get(key) for key in ("split.no", "split.count")]
+        told = Metadata(file, header.metadata)
+        found = [told.get(key, int) for key in ("split.no", "split.count")]
         if found != [number, int(count)]:
             raise CheckpointError(f"{file} says that it is part {found[0]!r} of {found[1]!r}: copy the right one there")
         if again := tensors.keys() & header.tensors.keys():
             raise CheckpointError(f"{file} repeats the tensor {min(again)!r} of another part: download the parts again")
         tensors |= header.tensors
-    if metadata.get("split.tensors.count", len(tensors)) != len(tensors):
+    if Metadata(path, metadata).get("split.tensors.count", int) not in (None, len(tensors)):
         raise CheckpointError(f"{path}: its parts hold {len(tensors)} tensors, not as many as they should: copy all")
     return Header(metadata, tensors)
 

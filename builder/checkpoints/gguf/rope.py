@@ -104,5 +104,7 @@ def llama3(metadata: Metadata, divisors: NDArray[Any], theta: float, head_dim: i
 
 def near(value: float) -> float:
     """The nearest whole number, when the value differs from it only by the rounding of fp32; otherwise the value."""
+    if not math.isfinite(value):
+        return float(value)
     whole = round(value)
     return float(whole) if abs(value - whole) <= TOLERANCE * max(1.0, abs(value)) else float(value)

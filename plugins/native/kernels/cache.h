@@ -25,11 +25,15 @@ static struct cache head_of(const struct cache *all, int head_dim, size_t head) 
     return own;
 }
 
-/* The largest magnitude of a row; of what is no number or infinite, the largest of fp32. */
+/* The largest number that is stored. What is infinite or no number is stored as this one: attention multiplies slots
+ * that a row does not attend to by 0, which leaves no trace of a number, and of nothing else. */
+#define MOST 3.4e38f
+
+/* The largest magnitude of a row, at most MOST. */
 static float peak_of(const float *row, int dim) {
     f32 most = {0};
     for (int d = 0; d < dim; d += WIDTH) {
-        const f32 value = load_some(row + d, dim - d, 0), limit = splat(3.4e38f);
+        const f32 value = load_some(row + d, dim - d, 0), limit = splat(MOST);
         most = larger(most, smaller(larger(value, -value), limit));
     }
     return largest(most);
@@ -42,7 +46,7 @@ INLINE void put_numbers(const float *row, int dim, float step, void *to, size_t 
     for (int d = 0; d < dim; d += WIDTH) {
         const f32 value = load_some(row + d, dim - d, 0);
         char stored[sizeof(f32)];
-        if (format == FP32) store((float *)stored, value);
+        if (format == FP32) store((float *)stored, larger(smaller(value, splat(MOST)), splat(-MOST)));
         if (format == FP16) store_fp16((uint16_t *)stored, value);
         if (format == INT8) store_bytes((int8_t *)stored, nearest(value * step));
         char *at = (char *)to + (d / LANES * panel + d % LANES * lane) * bytes;

@@ -278,6 +278,7 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
 /* Run a pass; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there. */
 int draftwood_forward(struct engine *engine, const struct pass *pass) {
     const struct model *model = &engine->model;
+    if (pass->rows < 1 || pass->rows > engine->most_rows || pass->outputs > pass->rows) return 5;
     for (int row = 0; row < pass->rows; row++) {
         if (pass->tokens[row] < 0 || pass->tokens[row] >= model->vocab) return 2;
         if (pass->positions[row] < 0 || pass->positions[row] >= model->positions) return 3;

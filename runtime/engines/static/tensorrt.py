@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import mmap
+import tempfile
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,11 @@ class RuntimeCacheFile:
         """Replace the file's content. On an error the old content stays."""
         if content == self.read():
             return
-        partial = self.file.with_suffix(".partial")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(content)
-            partial.replace(self.file)
+            with tempfile.TemporaryDirectory(prefix=".partial-", dir=self.file.parent) as own:
+                (Path(own) / self.file.name).write_bytes(content)
+                (Path(own) / self.file.name).replace(self.file)
         except OSError as error:
             log.info("compiled kernels are not kept: %s", error)
 

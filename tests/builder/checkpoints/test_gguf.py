@@ -143,6 +143,8 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     alone = first.rename(tmp_path / "first.gguf")
     refused(alone, "is one of 3 parts, which are found by their names")
     refused(tmp_path / "model-00001-of-00000.gguf", "is one of 0 parts")
+    damaged = write_gguf(folder, tmp_path / "damaged.gguf", edit=lambda each: each.add_string("split.count", "many"))
+    refused(damaged, "split.count must be")
 
 
 def refused(file: Path, message: str) -> None:

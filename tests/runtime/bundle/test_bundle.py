@@ -91,9 +91,10 @@ def test_a_bundle_is_made_of_plain_files(bundle: Path, name: str, kind: str, tmp
         EngineBundle.open(bundle)
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "target.onnx.data"])
 def test_what_no_digest_covers_is_not_read(bundle: Path, name: str) -> None:
-    """A template beside a bundle was rendered, although the manifest did not list it."""
+    """A template beside a bundle was rendered, and weights beside a graph were read, although the manifest did not list
+    them."""
     if (bundle / name).exists():
         rewrite(bundle, lambda manifest: manifest["files"].pop(name))
     else:
@@ -167,8 +168,14 @@ def test_a_provider_that_would_be_ignored_is_refused(tiny_bundle: Path) -> None:
     opened = EngineBundle.open(tiny_bundle)
     engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
     bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))
-    with pytest.raises(ConfigError, match="runs on native, which has no provider cuda: leave --provider out"):
+    with pytest.raises(ConfigError, match=r"runs on native, which has no provider .*cuda.*: choose one of cpu, or"):
         bundle.open_engine(TARGET, provider="cuda")
+    engines = {role: replace(spec, backend="tensorrt") for role, spec in opened.manifest.engines.items()}
+    bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))
+    with pytest.raises(ConfigError, match=r"runs on tensorrt, which has no provider .*tpu.*: choose one of cpu, cuda$"):
+        bundle.open_engine(TARGET, provider="tpu")
+    with pytest.raises(ConfigError, match=r"must be 0 .*, as tensorrt computes on a GPU, not 2"):
+        bundle.open_engine(TARGET, threads=2)
 
 
 def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle: Path) -> None:
@@ -186,7 +193,7 @@ def test_a_draft_takes_one_thread_but_natively_those_of_its_target(
     asked: list[tuple[str, int, str]] = []
     monkeypatch.setattr(EngineBundle, "open_engine", lambda self, *how: asked.append(how))
     opened = EngineBundle.open(tiny_bundle)
-    for backend, expected in (("onnxruntime", 1), ("native", 3)):
+    for backend, expected in (("onnxruntime", 1), ("native", 3), ("tensorrt", 0)):
         draft = replace(opened.manifest.engines[DRAFT], backend=backend)
         engines = {**opened.manifest.engines, DRAFT: draft}
         bundle = replace(opened, manifest=replace(opened.manifest, engines=engines))

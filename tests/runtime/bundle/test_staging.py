@@ -104,6 +104,18 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) 
     assert names(tmp_path) == [others.name, "head"]
 
 
+def test_an_older_result_whose_process_was_killed_gets_its_name_back(tmp_path: Path) -> None:
+    """Between the two renames the only whole result has another name."""
+    output, old = tmp_path / "head", tmp_path / ".head.old-0"
+    write(old, "head.json", "old")
+    with pytest.raises(KeyboardInterrupt), staging_folder(output, "head.json", CheckpointError):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["head"] and (output / "head.json").read_text() == "old"
+    write(old, "head.json", "older")
+    write(output, "head.json", "new")
+    assert names(tmp_path) == ["head"] and (output / "head.json").read_text() == "new"
+
+
 def test_a_folder_is_locked_while_it_is_written(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "head", "head.json", CheckpointError) as staging:
         (staging / "head.json").write_text("")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bundling import DEMO
-from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
+from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, write_checkpoint
 from engine_parts import contents
 from lowbit import greedy_texts, one_by_one
 from native_parts import held, open_native, spec_of
@@ -24,7 +25,7 @@ from draftwood.runtime import LLM, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import MANIFEST, Manifest
 from draftwood.runtime.bundle.checks import check_manifest
 from draftwood.runtime.engines.backends import BACKENDS, NATIVE, cache_precision, slot_bytes
-from draftwood.runtime.engines.base import EngineSpec, Pass
+from draftwood.runtime.engines.base import EngineSpec, Pass, TokenBatch
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
@@ -56,6 +57,32 @@ def contents_of(folder: Path, cache: str, model: str) -> NDArray[np.float32]:
     filled = engine.new_cache()
     prefill(engine, filled, TEXT[:40])
     return contents(filled)
+
+
+@pytest.mark.parametrize("cache", NATIVE.caches)
+def test_what_is_no_number_stays_with_the_row_that_has_it(cache: str, tmp_path: Path) -> None:
+    """A value in the cache that is no number, times a weight of 0, would reach every row that reads its panel."""
+    folder = write_checkpoint(tmp_path / "checkpoint", "gqa")
+
+    def overflow(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[:, 0], embedding[7, 0] = 0, 9
+        for name in ("k_proj", "v_proj"):
+            tensors[f"model.layers.0.self_attn.{name}.weight"][:, 0] = 3e38  # which only token 7 has a number for
+
+    edit_weights(folder, overflow)
+    weights = held(folder, "fp32")
+    spec = replace(spec_of(weights, "target", "fp32", WIDTHS, 1024), cache_precision=cache)
+    engine = open_native(weights, spec, tmp_path, 2)
+    alone = np.eye(4, dtype=np.bool_)  # each row attends to itself only
+
+    def scored(token: int) -> NDArray[np.float32]:
+        batch = TokenBatch.pad([1, token, 2, 3], [0, 0, 0, 0], alone, 4)
+        return engine.score(batch, engine.new_cache()).logits.copy()
+
+    whole, damaged = scored(1), scored(7)
+    assert np.isfinite(whole).all() and not np.array_equal(damaged[1], whole[1])
+    np.testing.assert_array_equal(damaged[[0, 2, 3]], whole[[0, 2, 3]])
 
 
 def test_logits_stay_close_to_those_of_an_exact_cache(tmp_path: Path) -> None:

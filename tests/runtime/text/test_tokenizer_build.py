@@ -12,6 +12,7 @@ import sentencepiece
 from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
 
 from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
 from draftwood.models.errors import CheckpointError
@@ -97,6 +98,13 @@ def test_a_tokenizer_json_is_copied_as_it_is(tmp_path: Path) -> None:
         assert (tmp_path / "in" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
+def model_without_unknown() -> bytes:
+    model: Any = sentencepiece_model_pb2.ModelProto()
+    model.pieces.add(piece="a", score=0.0, type=1)
+    model.trainer_spec.unk_id, model.trainer_spec.model_type = 7, 2
+    return bytes(model.SerializeToString())
+
+
 @pytest.mark.parametrize(
     ("files", "named"),
     [
@@ -105,6 +113,7 @@ def test_a_tokenizer_json_is_copied_as_it_is(tmp_path: Path) -> None:
         ({SENTENCEPIECE: b"not a protobuf \xff\xff"}, "no SentencePiece model|holds no tokens"),
         ({SENTENCEPIECE: b""}, "holds no tokens"),
         ({SENTENCEPIECE: b"\x80\x04K\x01."}, "SentencePiece|no tokens"),  # a pickle is just bytes here
+        ({SENTENCEPIECE: model_without_unknown()}, "unk_id 7 is none of its 1 tokens"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tmp_path: Path, files: dict[str, bytes], named: str) -> None:
