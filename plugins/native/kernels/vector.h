@@ -63,25 +63,33 @@ INLINE f32 widened(const void *weights, size_t index, const enum format format) 
 /* One of the sixteen numbers in PARTS vectors. */
 INLINE float lane_of(const f32 *vectors, int lane) { return vectors[lane / WIDTH][lane % WIDTH]; }
 
+/* Lane i ^ half in lane i: written out, because compilers make of a loop over lanes what it says. */
+#define FOUR(lane, half) (lane) ^ (half), (lane + 1) ^ (half), (lane + 2) ^ (half), (lane + 3) ^ (half)
+#if WIDTH == 16
+#define OTHERS(half) FOUR(0, half), FOUR(4, half), FOUR(8, half), FOUR(12, half)
+#elif WIDTH == 8
+#define OTHERS(half) FOUR(0, half), FOUR(4, half)
+#else
+#define OTHERS(half) FOUR(0, half)
+#endif
+#ifdef __clang__
+#define SWAPPED(value, half) __builtin_shufflevector(value, value, OTHERS((half) % WIDTH))
+#else
+#define SWAPPED(value, half) __builtin_shuffle(value, (i32){OTHERS((half) % WIDTH)})
+#endif
+
 INLINE float largest(f32 value) {
-    float most[WIDTH];
-    store(most, value);
-#pragma GCC unroll 4
-    for (int half = WIDTH / 2; half; half /= 2)
-#pragma GCC unroll 8
-        for (int lane = 0; lane < half; lane++)
-            most[lane] = most[lane + half] > most[lane] ? most[lane + half] : most[lane];
-    return most[0];
+    if (WIDTH > 8) value = larger(SWAPPED(value, 8), value);
+    if (WIDTH > 4) value = larger(SWAPPED(value, 4), value);
+    value = larger(SWAPPED(value, 2), value);
+    return larger(SWAPPED(value, 1), value)[0];
 }
 
 INLINE int32_t sum_of_lanes(i32 value) {
-    int32_t sum[WIDTH];
-    memcpy(sum, &value, sizeof value);
-#pragma GCC unroll 4
-    for (int half = WIDTH / 2; half; half /= 2)
-#pragma GCC unroll 8
-        for (int lane = 0; lane < half; lane++) sum[lane] += sum[lane + half];
-    return sum[0];
+    if (WIDTH > 8) value += SWAPPED(value, 8);
+    if (WIDTH > 4) value += SWAPPED(value, 4);
+    value += SWAPPED(value, 2);
+    return (value + SWAPPED(value, 1))[0];
 }
 
 /* To the nearest integer, ties to even, for |value| < 2^22: the last bits of WHOLE_ZERO + value are the integer. Fused
