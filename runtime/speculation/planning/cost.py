@@ -50,10 +50,22 @@ class PassCosts:
     def at(self, rows: int, context: int) -> float:
         """Seconds of a pass, interpolated between the nearest contexts. Beyond the greatest measured width the seconds
         are proportional to the rows."""
+        at = bisect_left(self.widths, rows)
+        between = len(self.contexts) == 1 or context < self.contexts[-1]
+        if between and at < len(self.widths) and (self.widths[at] == rows or self.padded):
+            return self._measured(at, context)
         return float(self.of(np.asarray(rows), context))
 
+    def _measured(self, width: int, context: int) -> float:
+        """Seconds of a measured width, by its index, before the last context. Every pass asks for one: no arrays."""
+        if len(self.contexts) == 1:
+            return self.seconds[0][width]
+        upper = max(1, bisect_left(self.contexts, context))
+        (before, after), first = self.contexts[upper - 1 : upper + 1], self.seconds[upper - 1][width]
+        return first + max(0.0, (context - before) / (after - before)) * (self.seconds[upper][width] - first)
+
     def of(self, rows: NDArray[np.int64], context: int) -> NDArray[np.float64]:
-        """The same for an array of numbers of rows, of any shape."""
+        """`at` for an array of numbers of rows, of any shape."""
         widths = np.asarray(self.widths)
         if self.padded:
             rows = np.where(rows < widths[-1], widths[np.searchsorted(widths, np.minimum(rows, widths[-1]))], rows)
@@ -62,8 +74,12 @@ class PassCosts:
 
     def shared(self, context: int, sharing: float) -> Callable[[NDArray[Any]], NDArray[np.float64]]:
         """The seconds, by rows, of passes that so many requests share; `context` tokens precede each on average."""
-        read = int(context * sharing) if self.spans else context
+        read = self.read(context, sharing)
         return lambda rows: self.of(np.ceil(rows).astype(np.int64), read)
+
+    def read(self, context: int, sharing: float) -> int:
+        """The context whose rows a row of a pass reads that so many requests share."""
+        return int(context * sharing) if self.spans else context
 
     def _behind(self, context: int) -> NDArray[np.float64]:
         """Seconds of every width. Beyond the last context they grow as between the last two contexts, because

@@ -99,7 +99,8 @@ class Drift:
 
     def observe_shared(self, rows: int, sharing: int, context: int, seconds: float) -> None:
         """Learn from a pass that so many requests share. context: committed tokens of each, on average."""
-        self.observe(rows, float(self._stored.target.shared(context, sharing)(np.array(rows))), seconds)
+        target = self._stored.target
+        self.observe(rows, target.at(rows, target.read(context, sharing)), seconds)
 
     def costs(self) -> CostModel:
         """The costs by `factors`. The draft's narrow passes read weights, as the target's do."""

@@ -11,6 +11,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from costs import table
 from disk import largest_file
@@ -66,6 +67,7 @@ def test_a_pass_that_is_not_padded_costs_what_its_rows_do(rows: int, seconds: fl
 @given(st.integers(1, 20), st.integers(0, 400), st.booleans())
 def test_more_rows_or_a_longer_context_never_cost_less(rows: int, context: int, padded: bool) -> None:
     passes = replace(MEASURED, padded=padded)
+    assert passes.at(rows, context) == pytest.approx(float(passes.of(np.array(rows), context)), rel=1e-12)
     assert passes.at(rows + 1, context) >= passes.at(rows, context)
     assert passes.at(rows, context + 10) >= passes.at(rows, context)
 
