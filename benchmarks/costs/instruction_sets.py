@@ -46,7 +46,8 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.bindings import TARGET, output_names
 from draftwood.plugins.native import cache
 from draftwood.plugins.native.compile import FLAGS, PROCESSOR, compiler
-from draftwood.plugins.native.library import KernelError, NativeLibrary, available
+from draftwood.plugins.native.library import NativeLibrary
+from draftwood.plugins.native.processor import KernelError, available
 from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.passes import prefill

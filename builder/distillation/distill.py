@@ -21,7 +21,7 @@ from torch import Tensor
 from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
 from ...models.plain_files import read_object
-from ...plugins.native.library import available
+from ...plugins.native.processor import available
 from ...runtime.bundle.staging import replaceable
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder

@@ -30,7 +30,8 @@ from ...models.errors import ConfigError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ...plugins.native.cache import open_kernels
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.library import KernelError, NativeLibrary
+from ...plugins.native.library import NativeLibrary
+from ...plugins.native.processor import KernelError
 from ...runtime.engines.backends import BACKENDS, BLOCKS, Backend
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.source import Blocks

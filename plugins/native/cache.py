@@ -24,7 +24,8 @@ from functools import cache
 from pathlib import Path
 
 from .compile import FLAGS, SOURCE, CompilerError, compile_kernels, compiler, compiler_version
-from .library import CPUINFO, INTERFACE, WITHOUT, KernelError, NativeLibrary, check_processor
+from .library import INTERFACE, NativeLibrary
+from .processor import CPUINFO, WITHOUT, KernelError, check_processor
 
 CACHE = "DRAFTWOOD_CACHE"  # the environment variable that names another folder
 PROCESSOR = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features", "isa")

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-from .library import CPUINFO
+from .processor import CPUINFO
 
 SECOND_CACHE = (("AuthenticAMD", "25"),)  # vendor and family: Zen 3 and 4
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import platform
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
 INTERFACE = 9  # what these structures say, as kernels/engine.h has it: one more with every change of either
@@ -30,13 +30,6 @@ BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 4096  # likely tokens; a flat distribution has thousands
 RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h
-CPUINFO = Path("/proc/cpuinfo")
-X86 = ("x86_64", "AMD64")  # names of the machine
-FUSED = frozenset(("avx2", "fma", "f16c"))  # what the kernels need of x86; every 64-bit ARM has its like
-WITHOUT = (
-    "and the native kernels need AVX2 with FMA and F16C, or 64-bit ARM: run the bundle on such a processor, or build "
-    "it with --backend onnxruntime"
-)
 
 
 class Codes(NamedTuple):
@@ -53,10 +46,6 @@ class SignedCodes(NamedTuple):
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
-
-
-class KernelError(ValueError):
-    """The kernels cannot run here."""
 
 
 class Matrix(Structure):
@@ -338,19 +327,3 @@ def empty_codes(outputs: int, inputs: int) -> Codes:
     """Room for a matrix of that shape."""
     blocks = (outputs, inputs // BLOCK)
     return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))
-
-
-def available(wanted: tuple[str, ...]) -> set[str]:
-    """Instructions of this processor; where Linux does not list them, those that are wanted."""
-    try:
-        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set(wanted)
-    listed = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]  # on x86, on ARM
-    return {word for line in listed for word in line.split()} or set(wanted)
-
-
-def check_processor() -> None:
-    """Raises KernelError where the processor cannot multiply and add in one step: sums would have other bits."""
-    if platform.machine() in X86 and (missing := FUSED - available(tuple(FUSED))):
-        raise KernelError(f"this processor has no {', '.join(sorted(missing))}, {WITHOUT}")

@@ -18,8 +18,9 @@ from ...models.errors import EngineError
 from ...models.layers import network_of
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.library import BLOCK, FUSED, X86, KernelError, available
+from ...plugins.native.library import BLOCK
 from ...plugins.native.packing import whole_panels
+from ...plugins.native.processor import FUSED, X86, KernelError, available
 from .base import Engine, EngineSpec
 from .comparison import Comparison
 from .compatibility import TensorRTPlan

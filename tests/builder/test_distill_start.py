@@ -103,3 +103,9 @@ def test_a_draft_that_a_training_cannot_begin_with_is_refused(draft: Path, targe
     with pytest.raises(ConfigError, match="no draft that a training can begin with"):
         distilled(replace(given, start=untied))
     assert not (tmp_path / "next.state").exists()
+
+
+def test_bf16_is_for_processors_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for listed, expected in ({"avx2", "fma"}, False), ({"avx2", "avx512_bf16"}, True):
+        monkeypatch.setattr(distill_module, "available", lambda wanted, listed=listed: listed | set(wanted))
+        assert distill_module.is_half_fast(torch.device("cpu")) is expected

@@ -287,12 +287,6 @@ def test_default_sizes_suit_the_target(target: Path, hidden: int) -> None:
         assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (256, 4, 2, 64)
 
 
-def test_bf16_is_for_processors_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for listed, expected in ({"avx2", "fma"}, False), ({"avx2", "avx512_bf16"}, True):
-        monkeypatch.setattr(distill_module, "available", lambda wanted, listed=listed: listed | set(wanted))
-        assert distill_module.is_half_fast(torch.device("cpu")) is expected
-
-
 def test_a_target_says_its_name_and_licence(tmp_path: Path) -> None:
     folder = tmp_path / "Some-Model"
     folder.mkdir()

@@ -61,7 +61,7 @@ def test_wrong_options_of_a_build_cost_no_import_of_torch(options: list[str], na
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--layers", "-1"], "layers must be a whole number from 0 to 256, not -1"),
+        (["--layers", "-1"], "layers must be a whole number from 0 to 64, not -1"),
         (["--contexts", "mixd"], "contexts 'mixd' is unknown"),
         ([], "missing.jsonl"),
     ],

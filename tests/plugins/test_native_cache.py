@@ -15,7 +15,7 @@ import pytest
 from draftwood.plugins.native import cache
 from draftwood.plugins.native import compile as compiling
 from draftwood.plugins.native.compile import FLAGS, CompilerError, choose_prefetch
-from draftwood.plugins.native.library import KernelError
+from draftwood.plugins.native.processor import KernelError
 
 LOOK = """
 from draftwood.plugins.native import cache, library

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from bundling import ROOT
 
-from draftwood.plugins.native import cache
-from draftwood.plugins.native import library as library_module
+from draftwood.plugins.native import cache, processor
 from draftwood.plugins.native.compile import FLAGS, PROCESSOR, SOURCE, compiler
-from draftwood.plugins.native.library import FUSED, X86, KernelError, available
+from draftwood.plugins.native.processor import FUSED, X86, KernelError, available
 
 DRIVER = ROOT / "tests" / "support" / "native_digests.c"
 KEPT = [flag for flag in FLAGS if flag not in ("-O3", PROCESSOR, "-fPIC", "-shared")]
@@ -104,7 +103,7 @@ def test_a_processor_without_fused_products_is_told_both_ways_out(
 ) -> None:
     lesser = tmp_path / "cpuinfo"
     lesser.write_text("processor: 0\nflags\t\t: fpu sse2 avx f16c\n")
-    monkeypatch.setattr(library_module, "CPUINFO", lesser)
+    monkeypatch.setattr(processor, "CPUINFO", lesser)
     for refuse in (cache.check_available, cache.open_kernels):
         with pytest.raises(KernelError, match=r"has no avx2, fma, .*run the bundle on .*--backend onnxruntime"):
             refuse()
@@ -113,7 +112,7 @@ def test_a_processor_without_fused_products_is_told_both_ways_out(
 def test_instructions_of_arm_are_read_as_linux_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     listed = tmp_path / "cpuinfo"
     listed.write_text("processor\t: 0\nFeatures\t: fp asimd atomics asimddp i8mm\nCPU part\t: 0xd40\n")
-    monkeypatch.setattr(library_module, "CPUINFO", listed)
+    monkeypatch.setattr(processor, "CPUINFO", listed)
     assert available(()) == {"fp", "asimd", "atomics", "asimddp", "i8mm"}
 
 

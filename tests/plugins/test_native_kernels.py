@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from draftwood.builder.quantization.formats import Quantized
 from draftwood.plugins.native import library as library_module
+from draftwood.plugins.native import processor
 from draftwood.plugins.native.compile import CompilerError, compile_kernels, compiler
-from draftwood.plugins.native.library import SHARES, KernelError, NativeLibrary, address
+from draftwood.plugins.native.library import SHARES, NativeLibrary, address
 from draftwood.plugins.native.packing import LEAST_HALF, alternated, code_panels, pair_panels, panels
+from draftwood.plugins.native.processor import KernelError
 from draftwood.plugins.native.reference import linear, linear_halves, rounded, rounded_halves
 
 # Every file of instructions that x86 compiles, with and without products of bytes.
@@ -224,14 +226,14 @@ def test_without_a_compiler_the_error_names_one(monkeypatch: pytest.MonkeyPatch,
 def test_kernels_for_another_processor_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lesser = tmp_path / "cpuinfo"
     lesser.write_text("processor: 0\nflags\t\t: fpu sse2\n")
-    monkeypatch.setattr(library_module, "CPUINFO", lesser)
+    monkeypatch.setattr(processor, "CPUINFO", lesser)
     if not NativeLibrary(kernels("-march=x86-64")).instructions:
         with pytest.raises(KernelError, match=r"compiled for a processor with .*avx2.*: delete it"):
             NativeLibrary(kernels("-march=x86-64-v3"))
     monkeypatch.setattr(library_module, "INTERFACE", library_module.INTERFACE + 1)
     with pytest.raises(KernelError, match="compiled for another release of draftwood: delete it"):
         NativeLibrary(kernels())
-    monkeypatch.setattr(library_module, "CPUINFO", tmp_path / "none")  # not Linux: nothing to compare with
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "none")  # not Linux: nothing to compare with
     (tmp_path / "damaged.so").write_bytes(b"no library")
     for name in ("damaged.so", "missing.so"):
         with pytest.raises(KernelError, match=f"{name} cannot be loaded here"):

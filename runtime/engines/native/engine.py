@@ -19,17 +19,9 @@ from ....models.bindings import INTEGERS
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
-from ....plugins.native.library import (
-    FORMATS,
-    Cache,
-    KernelError,
-    Layer,
-    Matrix,
-    Model,
-    Pass,
-    address,
-)
+from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address
 from ....plugins.native.packing import PANEL, whole_panels
+from ....plugins.native.processor import KernelError
 from ..base import Ahead, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import cores

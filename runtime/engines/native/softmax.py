@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
-from ....plugins.native.library import DRAW, RUN, KernelError, NativeLibrary, Pass, address
+from ....plugins.native.library import DRAW, RUN, NativeLibrary, Pass, address
+from ....plugins.native.processor import KernelError
 from ....plugins.native.residual import Row
 from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Softmax, Wanted
 from ...sampling.weights import Weights

@@ -79,6 +79,26 @@ def test_slots_that_a_pass_cannot_have_are_refused(engine: NativeEngine) -> None
         scored([0, 1], 1300)
 
 
+def test_rows_that_a_pass_cannot_have_are_refused(engine: NativeEngine) -> None:
+    """Before the kernels would write beyond their buffers."""
+    batch = causal_batch(engine.spec, [1, 2], 0)
+    rows = engine.spec.pass_widths[-1] + 1
+    many = np.zeros(rows, np.int64)
+    wide = replace(batch, token_ids=many, position_ids=many, mask=np.eye(rows, dtype=np.bool_), slots=np.arange(rows))
+    for wrong in (
+        replace(wide, num_tokens=rows),
+        replace(batch, token_ids=np.array([1])),
+        replace(batch, position_ids=np.array([0, 1], np.int32)),
+        replace(batch, mask=batch.mask.astype(np.int64)),
+    ):
+        with pytest.raises(EngineError, match="are no pass of this engine"):
+            engine.score(wrong, engine.new_cache())
+    cache = engine.new_cache()
+    engine.score(batch, cache)
+    with pytest.raises(EngineError, match="name a row twice"):
+        cache.commit([1, 1, 0])
+
+
 def filled_speculatively(engine: NativeEngine) -> NativeKVCache:
     cache = engine.new_cache()
     engine.score(TokenBatch.pad([1, 2, 3, 4], range(4), np.tri(4, dtype=np.bool_), 4), cache)

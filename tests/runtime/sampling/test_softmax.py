@@ -15,7 +15,8 @@ from native_parts import kernels
 from numpy.typing import NDArray
 
 from draftwood.models.errors import EngineError
-from draftwood.plugins.native.library import FEW, KernelError, NativeLibrary
+from draftwood.plugins.native.library import FEW, NativeLibrary
+from draftwood.plugins.native.processor import KernelError
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.native.softmax import NativeSoftmax
 from draftwood.runtime.engines.shared.pool import PooledEngine
