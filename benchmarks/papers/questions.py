@@ -10,13 +10,13 @@ the figures depend on no cost table; they depend on no clock either.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.tools.questions import choose_questions
 from benchmarks.tools.record import add_output, write_results
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 
@@ -37,20 +37,13 @@ def main() -> None:
     table = Table("questions", *(f"T = {temperature:g}" for temperature in TEMPERATURES), title="tokens a target pass")
     figures: dict[str, Any] = {}
     for path in sorted(args.prompts.glob("*.jsonl")):
-        questions = chosen(path, args.num)
+        questions = choose_questions(path, args.num)
         found = {f"{each:g}": round(tokens_a_pass(llm, questions, each, args.max_tokens), 3) for each in TEMPERATURES}
         table.add_row(path.stem, *map(str, found.values()))
         figures[path.stem] = {"questions": len(questions), "tokens_a_pass": found}
     Console().print(table)
     settings = {"bundle": args.bundle.name, "max_tokens": args.max_tokens, "chain": CHAIN.max_draft_len, "seed": SEED}
     write_results(args.output, args.name, {**settings, "kinds": figures})
-
-
-def chosen(path: Path, num: int) -> list[str]:
-    """Questions of a file at equal distances, the first turn of each."""
-    lines = path.read_text().splitlines()
-    records = [json.loads(line) for line in lines[:: max(1, len(lines) // num)][:num]]
-    return [record["prompt"] if "prompt" in record else record["turns"][0] for record in records]
 
 
 def tokens_a_pass(llm: LLM, questions: list[str], temperature: float, max_tokens: int) -> float:

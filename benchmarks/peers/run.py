@@ -26,7 +26,7 @@ from benchmarks.peers.plot import draw
 from benchmarks.peers.process import PROGRAMS, Entry, PeerError, parse_entries, remove_entries
 from benchmarks.peers.protocol import FULL_DRAFT, MANY, PeerOptions
 from benchmarks.peers.report import make_table
-from benchmarks.peers.settings import Setting, encode_chats, make_settings
+from benchmarks.peers.settings import Setting, encode_chats, encode_whole, make_settings
 from benchmarks.tools.record import add_output, rows_to_json, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.cli.bench import read_prompts
@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=4, help="prompts of each length (default 4)")
     lengths = "prompts in the model's chat template with so many tokens, each length by itself; default: as they are"
     parser.add_argument("--prompt-tokens", type=integers, default=(), metavar="LENGTHS", help=lengths)
-    together = "texts at the same time, with prompts of the first length (default 1)"
+    whole = "each prompt as a message of a user in the model's chat template, at its own length"
+    parser.add_argument("--chat", action="store_true", help=whole)
+    together = "texts at the same time, with prompts of the first length, or of --chat (default 1)"
     parser.add_argument("--at-a-time", type=integers, default=(1,), metavar="NUMBERS", help=together)
     parser.add_argument(
         "--peers", type=split_names, default=",".join(PROGRAMS), help="separated by commas (default %(default)s)"
@@ -72,8 +74,10 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if not all(1 <= number <= MANY for number in args.at_a_time):
         parser.error(f"--at-a-time must be from 1 to {MANY}")
-    if max(args.at_a_time) > 1 and not args.prompt_tokens:
-        parser.error("--at-a-time needs --prompt-tokens: texts at the same time get prompts of the same length")
+    if args.chat and args.prompt_tokens:
+        parser.error("--chat leaves prompts at their own lengths: leave --prompt-tokens out")
+    if max(args.at_a_time) > 1 and not (args.chat or args.prompt_tokens):
+        parser.error("--at-a-time needs --prompt-tokens or --chat")
     try:
         chosen = remove_entries(parse_entries(args.peers, args.precisions), args.leave_out)
         texts = read_pair_prompts(args.pair, args.prompts or args.pair / "prompts.jsonl")
@@ -105,12 +109,16 @@ def main() -> None:
 def choose_settings(args: argparse.Namespace, texts: Sequence[str], comparison: Comparison) -> list[Setting]:
     """The settings of a run. Raises RequestError when the prompts do not suffice, PeerError when no program answers."""
     with Tokenizer.load(args.pair / "target") as tokenizer:
-        if not args.prompt_tokens:
+        if args.chat:
+            candidates = {"questions": encode_whole(tokenizer, texts)}
+        elif args.prompt_tokens:
+            lengths = dict.fromkeys(args.prompt_tokens)
+            candidates = {f"prompts of {each:,} tokens": encode_chats(tokenizer, texts, each) for each in lengths}
+        else:
             return [Setting("", [[tokenizer.encode(text)] for text in texts[: args.limit]])]
         ends = set(Checkpoint(args.pair / "target").eos_token_ids())
         return make_settings(
-            lambda length: encode_chats(tokenizer, texts, length),
-            args.prompt_tokens,
+            candidates,
             args.at_a_time,
             args.limit,
             lambda prompt: not ends.intersection(comparison.write_plainly(prompt, args.max_tokens)),
@@ -126,7 +134,17 @@ def write_comparison(
 ) -> None:
     """Write the results and the picture. load: of the machine before the run."""
     rows = summarise(runs)
-    names = ("max_tokens", "repeats", "threads", "draft_tokens", "methods", "leave_out", "prompt_tokens", "at_a_time")
+    names = (
+        "max_tokens",
+        "repeats",
+        "threads",
+        "draft_tokens",
+        "methods",
+        "leave_out",
+        "prompt_tokens",
+        "chat",
+        "at_a_time",
+    )
     given = {name: getattr(args, name) for name in names} | {"full_draft": (args.pair / FULL_DRAFT).is_dir()}
     loads = {"load_before": load, "load_after": os.getloadavg()[0]}
     figures: dict[str, Any] = {"pair": args.pair.name, "prompts": len(settings[0].batches)} | given | loads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, cycle, islice
 from typing import NamedTuple
 
@@ -23,6 +23,13 @@ class Setting(NamedTuple):
     @property
     def at_a_time(self) -> int:
         return len(self.batches[0])
+
+
+def encode_whole(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+    """A prompt of each text, as the user's message in the model's chat template. Raises RequestError without one."""
+    before, after = split_template(tokenizer)
+    for text in texts:
+        yield [*before, *tokenizer.encode(text, add_special_tokens=False), *after]
 
 
 def encode_chats(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> Iterator[list[int]]:
@@ -54,26 +61,26 @@ def split_template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def make_settings(
-    prompts_of: Callable[[int], Iterator[list[int]]],
-    lengths: Sequence[int],
+    candidates: Mapping[str, Iterator[list[int]]],
     at_a_time: Sequence[int],
     limit: int,
     answers_fully: Callable[[list[int]], bool],
 ) -> list[Setting]:
-    """A setting for every length with one text at a time and `limit` prompts, and one for every larger number of texts
-    at a time, with prompts of the first length.
+    """A setting for every kind of prompts with one text at a time and `limit` prompts, and one for every larger number
+    of texts at a time, with prompts of the first kind.
 
-    prompts_of: candidates of a length. answers_fully: whether the answer to a prompt does not end early; others are
-    left out. Raises RequestError when too few candidates are left.
+    candidates: prompts by kind. answers_fully: whether the answer to a prompt does not end early; others are left out.
+    Raises RequestError when too few candidates are left.
     """
-    needed = dict.fromkeys(lengths, limit) | {lengths[0]: max(limit, *at_a_time)}
-    chosen = {length: list(islice(filter(answers_fully, prompts_of(length)), needed[length])) for length in needed}
-    for length, found in chosen.items():
-        if len(found) < needed[length]:
+    first = next(iter(candidates))
+    needed = dict.fromkeys(candidates, limit) | {first: max(limit, *at_a_time)}
+    chosen = {kind: list(islice(filter(answers_fully, prompts), needed[kind])) for kind, prompts in candidates.items()}
+    for kind, found in chosen.items():
+        if len(found) < needed[kind]:
             raise RequestError(
-                f"only {len(found)} of {needed[length]} prompts of {length} tokens have answers that do not end early: "
+                f"only {len(found)} of {needed[kind]} {kind} have answers that do not end early: "
                 "give more --prompts, or fewer --max-tokens"
             )
-    alone = [Setting(f"prompts of {length:,} tokens", [[each] for each in chosen[length][:limit]]) for length in needed]
-    together = [Setting(f"{number} at a time", [chosen[lengths[0]][:number]]) for number in at_a_time if number > 1]
+    alone = [Setting(kind, [[each] for each in found[:limit]]) for kind, found in chosen.items()]
+    together = [Setting(f"{number} at a time", [chosen[first][:number]]) for number in at_a_time if number > 1]
     return alone + together

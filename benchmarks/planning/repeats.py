@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.questions import chosen
+from benchmarks.tools.questions import choose_questions
 from benchmarks.tools.record import add_output, write_results
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.speculation.growers.lookup import LENGTHS, PromptLookup
@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer (default %(default)s)")
     add_output(parser, "planning_repeats")
     args = parser.parse_args()
-    questions = [question for path in sorted(args.prompts.glob("*.jsonl")) for question in chosen(path, args.num)]
+    questions = [
+        question for path in sorted(args.prompts.glob("*.jsonl")) for question in choose_questions(path, args.num)
+    ]
     table = Table("T", "n", "share of places", *(f"token {depth + 1}" for depth in range(DEPTHS)))
     figures = {}
     with LLM(args.bundle, speculative=None) as llm:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from bundling import ROOT
 
 from benchmarks.load.concurrency import make_table, measure
 from benchmarks.papers.methods import BUDGETS, RANKS, PairBenchmark, make_configurations, summarise
+from draftwood.cli.bench import read_prompts
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.bundle.fit import refuse_too_large
@@ -46,6 +49,15 @@ def test_concurrent_requests_are_compared_in_pairs_of_runs(tiny_bundle: Path) ->
     for row in figures.values():
         low, high = row["ratio_interval"]
         assert 0 < low <= row["ratio"] <= high and row["plain"]["tokens_per_second"] > 0
+
+
+def test_questions_are_taken_from_each_file_at_equal_distances(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first.write_text("".join(json.dumps({"prompt": f"p{line}"}) + "\n" for line in range(9)))
+    second.write_text("".join(json.dumps({"turns": [f"t{line}", "then"]}) + "\n" for line in range(4)))
+    command = (sys.executable, "-m", "benchmarks.tools.questions", first, second)
+    subprocess.run([*map(str, command), "--num", "2", "--output", str(tmp_path / "x")], cwd=ROOT, check=True)
+    assert read_prompts(tmp_path / "x") == ["p0", "t0", "p4", "t2"]
 
 
 def test_the_index_lists_every_script_and_every_result() -> None:

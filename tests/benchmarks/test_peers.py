@@ -298,7 +298,8 @@ def test_without_a_single_peer_there_is_no_result(
         (["--peers", "sglang"], "'sglang' is not a peer"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--at-a-time", "1,0"], "--at-a-time must be from 1 to 256"),
-        (["--at-a-time", "4"], "--at-a-time needs --prompt-tokens"),
+        (["--at-a-time", "4"], "--at-a-time needs --prompt-tokens or --chat"),
+        (["--chat", "--prompt-tokens", "64"], "leave --prompt-tokens out"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_reason(
