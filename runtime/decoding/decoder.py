@@ -24,7 +24,7 @@ from ..speculation.planning.experience import Experience
 from ..speculation.planning.lookups import NO_MATCH
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
-from ..speculation.verifier import Acceptance, match_best
+from ..speculation.verifier import Acceptance, end_before_nothing, match_best
 from .chunk import LENGTH, TokenChunk
 from .device import acceptance_of, can_draw, draws_of, shape_of, tree_of, use_draws
 from .logprobs import output_logprobs, read_prompt
@@ -309,7 +309,8 @@ class SpeculativeDecoder:
         scored, streams = ScoredRows(request.sampler, output.logits, output.softmaxes), request.streams
         if len(tree) == 1 or self._config is None:
             return output, Acceptance([], scored.choose(0, [], streams.target))
-        return output, self._rules_of(self._config, plan, request.greedy).verify(tree, scored, streams)
+        verify = self._rules_of(self._config, plan, request.greedy).verify
+        return output, end_before_nothing(tree, verify(tree, scored, streams))
 
     def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Keep the cache rows of the accepted path, in both engines."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..sampling.processing import DeadEndError
 from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
@@ -51,9 +53,10 @@ class Round(NamedTuple):
     """One round, before its tokens are committed. An observer may keep it, because it does not change later.
 
     target_probs: the target's distribution [V] after a row of the tree, by row, for every row with children and for the
-    last accepted row (the root if no token was accepted). At temperature 0 it is the distribution before the arg-max,
-    not a one-hot vector. token_ids: the output tokens of the round. finish_reason: as in TokenChunk; stop strings are
-    not applied yet. draft_seconds, target_seconds: time inside each engine. host_seconds: the rest of the round's time.
+    last accepted row (the root if no token was accepted), except where nothing may follow. At temperature 0 it is the
+    distribution before the arg-max, not a one-hot vector. token_ids: the output tokens of the round. finish_reason: as
+    in TokenChunk; stop strings are not applied yet. draft_seconds, target_seconds: time inside each engine.
+    host_seconds: the rest of the round's time.
     """
 
     proposal: Proposal
@@ -77,9 +80,14 @@ def target_probabilities(
     paths: list[list[int]] = [[]]
     for row in range(1, len(tree)):
         paths.append([*paths[tree.parents[row]], tree.token_ids[row]])
-    if sampler.params.greedy:
-        return {row: np.exp(sampler.log_probabilities(logits[row], paths[row])) for row in sorted(rows)}
-    return {row: sampler.distribution(logits[row], paths[row]) for row in sorted(rows)}
+    found: dict[int, NDArray[np.float64]] = {}
+    for row in sorted(rows):
+        with suppress(DeadEndError):
+            if sampler.params.greedy:
+                found[row] = np.exp(sampler.log_probabilities(logits[row], paths[row]))
+            else:
+                found[row] = sampler.distribution(logits[row], paths[row])
+    return found
 
 
 def propose_found(root: int, found: Sequence[int], plan: RoundPlan | None) -> Proposal:

@@ -110,9 +110,8 @@ class RoundRecorder:
     def observe(self, round: Round) -> None:
         """Add a round. Only numbers of its nodes are kept, no distributions."""
         tree, graph = round.proposal.tree, round.proposal.graph
-        probs = [0.0] + [
-            float(round.target_probs[tree.parents[row]][tree.token_ids[row]]) for row in range(1, len(tree))
-        ]
+        above = [round.target_probs.get(parent) for parent in tree.parents]  # None: nothing may follow the parent
+        probs = [0.0 if p is None else float(p[token]) for p, token in zip(above, tree.token_ids, strict=True)]
         # An edge leads to one row per path over it. The accepted row is shown, or else the first one.
         accepted = {(tree.nodes[tree.parents[row]], tree.nodes[row]): row for row in round.acceptance.rows}
         rows = {

@@ -18,6 +18,11 @@ LARGEST_LOGIT = float(np.finfo(np.float32).max)  # the softmax of engines reads 
 F = TypeVar("F", bound=np.floating[Any])
 
 
+class DeadEndError(RequestError):
+    """Nothing may follow a path of tokens that are only proposed. The text may end before it comes there; if it does
+    not, its next round begins there and raises the error."""
+
+
 class Processing:
     """The state of one request. A path is the list of tokens from the committed text to a node. output: the committed
     tokens."""
@@ -81,23 +86,41 @@ class Processing:
         without a constraint, and where `PathMasks.after` is None: a text that goes there is cut before."""
         return masked(logits, None if self._masks is None else self._masks.after(path))
 
-    def is_closed(self, scores: NDArray[np.floating[Any]], path: Sequence[int]) -> bool:
-        """Whether a branch of the proposal ends behind `path`: no token can follow, or none that the draft predicts.
-        scores [V]: what `apply` made of the draft's logits."""
-        return self._removes and (self._is_left(path) or scores.max() == -np.inf)
+    def apply_checked(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
+        """The same, of which one is a number. Raises RequestError if no token is left. Behind a path that is not empty
+        this, and any error of a processor or of the constraint, is a DeadEndError."""
+        try:
+            return checked(self.apply(logits, path))
+        except Exception as error:  # a processor is the caller's code
+            if not path:
+                raise
+            raise DeadEndError(f"nothing follows the tokens {list(path)} of a proposal") from error
+
+    def apply_open(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]] | None:
+        """What `apply` makes of the draft's logits; None if a branch of the proposal ends behind `path`: at a dead end,
+        where the text has ended or has left the grammar, or where the draft predicts none of the tokens that may
+        follow."""
+        try:
+            scores = self.apply(logits, path)
+        except Exception:
+            if not path:
+                raise
+            return None
+        return None if self._is_left(path) or scores.max() == -np.inf else scores
 
     def allows_any(self, tokens: NDArray[np.int64], path: Sequence[int]) -> bool:
-        """Whether one of these tokens [N] may follow `path`."""
-        if self._is_left(path):
-            return False
+        """Whether one of these tokens [N] may follow `path`, behind which a branch has not ended."""
         mask = self._mask(path)
         return mask is None or bool(mask[tokens].any())
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """How many tokens of a continuation are allowed, counted from the first one."""
         for index, token in enumerate(tokens if self._removes else ()):
-            mask = self._mask(tokens[:index])
-            if self._is_left(tokens[:index]) or (mask is not None and not mask[token]):
+            try:
+                mask, is_left = self._mask(tokens[:index]), self._is_left(tokens[:index])
+            except RequestError:  # the grammar exceeds a limit here
+                return index
+            if is_left or (mask is not None and not mask[token]):
                 return index
         return len(tokens)
 

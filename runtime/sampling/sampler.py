@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from .constraint import Constraint
 from .params import SamplingParams, require
-from .processing import Processing, checked
+from .processing import DeadEndError, Processing
 from .random import RandomStream
 from .softmax import NumpySoftmax, Softmax, Wanted, best
-from .weights import NumpyWeights, Weights
+from .weights import NOTHING, DeadEnd, NumpyWeights, Weights
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
@@ -153,10 +153,8 @@ class Sampler:
         temperature, least = self.params.temperature, self._least
         if not self.follows_path:
             return self._cut(*(softmax or self._softmax).likely(logits, temperature, least))
-        scores = self.processing.apply(logits, path)
-        if self.processing.is_closed(scores, path):
-            return NO_CANDIDATES
-        return self._cut(*self._softmax.likely(checked(scores), temperature, least))
+        scores = self.processing.apply_open(logits, path)
+        return NO_CANDIDATES if scores is None else self._cut(*self._softmax.likely(scores, temperature, least))
 
     def ranking(
         self, logits: NDArray[np.float32], path: Sequence[int], count: int
@@ -164,11 +162,10 @@ class Sampler:
         """The `count` most probable tokens after `path`, best first, and their log-probabilities before temperature and
         truncation; the mass of unlikely tokens is neglected. A token that may not follow has -inf; where `candidates`
         is empty, every token has."""
-        scores = self.processing.apply(logits, path)
+        scores = self.processing.apply_open(logits, path)
+        if scores is None:
+            return np.arange(min(count, len(logits))), np.full(min(count, len(logits)), -np.inf)
         ids = largest(scores, count)
-        if self.processing.is_closed(scores, path):
-            return ids, np.full(len(ids), -np.inf)
-        checked(scores)
         peak = scores[best(scores)]
         total = float(np.exp(scores[scores > peak - LIKELY] - peak).sum(dtype=np.float64))
         return ids, scores[ids].astype(np.float64) - float(peak) - math.log(total)
@@ -183,8 +180,9 @@ class Sampler:
         return log_softmax(self._scores(logits, path))
 
     def _scores(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """Logits [V] after processing, if the request has any. Raises RequestError if no token is left."""
-        return checked(self.processing.apply(logits, path)) if self.follows_path else logits
+        """Logits [V] after processing, if the request has any. Raises RequestError if no token is left, DeadEndError
+        behind a path."""
+        return self.processing.apply_checked(logits, path) if self.follows_path else logits
 
     def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
         """A buffer [V] for the row after `path`. Verifiers use at most one row of each path length at a time."""
@@ -232,17 +230,24 @@ class Sampler:
 
 
 class ScoredRows:
-    """A request's settings for the rows of one pass. `Sampler.weights` and `Sampler.choose` by row."""
+    """A request's settings for the rows of one pass. `Sampler.weights` and `Sampler.choose` by row. Behind a row that
+    is a dead end NOTHING follows, as if it were one more token."""
 
     def __init__(self, sampler: Sampler, logits: NDArray[np.float32], softmaxes: Sequence[Softmax | None] = ()) -> None:
         """logits: [rows, V]. softmaxes: of rows which the engine has prepared; there may be fewer than rows."""
         self._sampler, self._logits, self._softmaxes = sampler, logits, softmaxes
 
     def weights(self, row: int, path: Sequence[int]) -> Weights:
-        return self._sampler.weights(self._logits[row], path, self._softmax(row))
+        try:
+            return self._sampler.weights(self._logits[row], path, self._softmax(row))
+        except DeadEndError:
+            return DeadEnd()
 
     def choose(self, row: int, path: Sequence[int], stream: RandomStream) -> int:
-        return self._sampler.choose(self._logits[row], path, stream, self._softmax(row))
+        try:
+            return self._sampler.choose(self._logits[row], path, stream, self._softmax(row))
+        except DeadEndError:
+            return NOTHING
 
     def _softmax(self, row: int) -> Softmax | None:
         return self._softmaxes[row] if row < len(self._softmaxes) else None

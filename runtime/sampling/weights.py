@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .random import RandomStream
 
+NOTHING = -1  # in place of a token: nothing may follow
 CANCELLED = 1e-6  # a difference below this share of its operands has lost too many digits
 
 
@@ -101,3 +102,25 @@ class NumpyResidual:
         """The weights of all tokens [V] that are not offered, zero at the others."""
         self._values[self._ids] = 0.0
         return self._values
+
+
+class DeadEnd:
+    """Weights and their residual where NOTHING follows: of every token they are zero, and they stay so."""
+
+    total = 1.0
+
+    def __init__(self, count: int = 0) -> None:
+        """count: of the tokens that may be offered."""
+        self.values = self.probs = np.zeros(count)
+
+    def draw(self, stream: RandomStream) -> int:
+        """See Weights.draw."""
+        return NOTHING
+
+    def residual(self, ids: NDArray[np.int64]) -> DeadEnd:
+        """See Weights.residual."""
+        return DeadEnd(len(ids))
+
+    def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
+        """See Residual.reject: S = π."""
+        return pi

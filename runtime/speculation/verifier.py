@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..sampling.random import RandomStreams
-from ..sampling.sampler import Candidates, ScoredRows
-from ..sampling.weights import Residual
+from ..sampling.sampler import NO_CANDIDATES, ScoredRows
+from ..sampling.weights import NOTHING, Residual
 from .graph.token_tree import TokenTree
-
-NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0))
 
 
 class Acceptance(NamedTuple):
@@ -145,13 +143,21 @@ def block_verification(tree: TokenTree, target: ScoredRows, streams: RandomStrea
     return Acceptance(list(range(1, tau + 1)), residuals[tau].draw(streams.target))
 
 
+def end_before_nothing(tree: TokenTree, acceptance: Acceptance) -> Acceptance:
+    """Where NOTHING follows the accepted rows, the last of them is the token after the others: the text may end there,
+    and if it does not, the next round finds the same dead end at its root. A dead end is one more token of the
+    vocabulary, whose probability is 1, so every verifier is as exact as elsewhere."""
+    rows, token = acceptance
+    return acceptance if token != NOTHING else Acceptance(rows[:-1], tree.token_ids[rows[-1]])
+
+
 def offers_at(
     tree: TokenTree, row: int, children: Sequence[int]
 ) -> tuple[NDArray[np.int64], list[tuple[int, int, NDArray[np.float64]]]]:
     """The ids [K] of all tokens that may be offered at a row; and for each child the row number, the index of its token
     in the ids, and D [K], the distribution that it was offered from: the remaining q of a drawn child, or a point mass
     for a child that was given, not drawn."""
-    q = tree.draft_probs.get(row, NOTHING)
+    q = tree.draft_probs.get(row, NO_CANDIDATES)
     given = [tree.token_ids[child] for child in children if child in tree.certain]
     if not given:
         return q.ids, [(child, q.place(tree.token_ids[child]), tree.remaining[child]) for child in children]

@@ -3,12 +3,26 @@ enumerate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import LOSSLESS, SpeculativeConfig
+
+
+def dead_end(tokens: Sequence[int], logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A logits processor that fails behind token 1, or lets nothing follow, or does neither: in draft and target
+    independently, since their logits differ."""
+    case = int(1000 * abs(logits[0])) % 3
+    if tokens[-1:] != [1] or case == 0:
+        return logits
+    if case == 1:
+        raise LookupError("an automaton of texts, which end at 1")
+    return np.full_like(logits, -np.inf)
+
 
 SETTINGS = {
     "plain": SamplingParams(max_tokens=3),
@@ -21,6 +35,8 @@ SETTINGS = {
     "processor": SamplingParams(
         max_tokens=3, logits_processors=(lambda tokens, logits: logits + 0.8 * (np.arange(len(logits)) == len(tokens)),)
     ),
+    "dead ends": SamplingParams(max_tokens=3, stop_token_ids=(1,), logits_processors=(dead_end,)),
+    "greedy dead ends": SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(1,), logits_processors=(dead_end,)),
 }
 SMALL = {"max_draft_len": 2, "max_total_draft_tokens": 4, "frontier_width": 2, "branching": (2, 1)}
 GROWN: dict[str, dict[str, Any]] = {

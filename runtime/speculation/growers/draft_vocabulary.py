@@ -58,9 +58,8 @@ class TrimmedSampler:
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
     ) -> Candidates:
         if self.follows_path:
-            if not self._sampler.processing.allows_any(self._tokens, path):
-                return NO_CANDIDATES
-            return self._sampler.candidates(self._widened(logits), path)
+            found = self._sampler.candidates(self._widened(logits), path)
+            return found if len(found.ids) and self._predicts_any(path) else NO_CANDIDATES
         columns, probs = self._sampler.candidates(logits, path, softmax)
         return Candidates(self._tokens[columns], probs)
 
@@ -68,12 +67,16 @@ class TrimmedSampler:
         self, logits: NDArray[np.float32], path: Sequence[int], count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         ids, logprobs = self._sampler.ranking(self._widened(logits), path, count)
-        if not self._sampler.processing.allows_any(self._tokens, path):
+        if logprobs[0] == -np.inf or not self._predicts_any(path):
             return ids, np.full(len(ids), -np.inf)
         return ids, logprobs
 
     def named(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._tokens[columns]
+
+    def _predicts_any(self, path: Sequence[int]) -> bool:
+        """Whether a token that the draft predicts may follow a path that is no dead end."""
+        return self._sampler.processing.allows_any(self._tokens, path)
 
     def _widened(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The row [V] of a row [N]."""

@@ -25,6 +25,8 @@ CASES = [
     for setting in (SETTINGS if name in EVERY_SETTING and verify != "match" else ("plain", "penalties"))
 ]
 
+CASES += [(name, "match", "dead ends") for name in ("topk", "lookup", "dyspec, lookup")]
+
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("name", "verify", "setting"), CASES)
