@@ -7,7 +7,8 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..models.errors import RequestError, shown
-from .decoding.loop import MAX_RUNNING, Job, Loop
+from .decoding.job import Job
+from .decoding.loop import MAX_RUNNING, Loop
 from .decoding.round import Observer
 from .decoding.scheduler import Scheduler
 from .request_engines import PREFIX_CACHE_SLOTS

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from ..models.errors import RequestError
-from .decoding.loop import Job, Loop
+from .decoding.job import Job
+from .decoding.loop import Loop
 from .decoding.scheduler import Scheduler
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM, Speculation

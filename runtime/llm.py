@@ -19,7 +19,8 @@ from .bundle.costs import assumed_costs, read_costs, stored_costs
 from .bundle.fit import fitted
 from .decoding.chunk import TokenChunk
 from .decoding.decoder import SpeculativeDecoder
-from .decoding.loop import MAX_TURNS, Job, drive
+from .decoding.job import Job
+from .decoding.loop import MAX_TURNS, drive
 from .decoding.round import Observer
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend, slot_bytes

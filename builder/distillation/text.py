@@ -16,7 +16,8 @@ import numpy as np
 
 from ...runtime.decoding.chunk import TokenChunk
 from ...runtime.decoding.decoder import SpeculativeDecoder
-from ...runtime.decoding.loop import Job, Loop
+from ...runtime.decoding.job import Job
+from ...runtime.decoding.loop import Loop
 from ...runtime.decoding.scheduler import Scheduler
 from ...runtime.decoding.stats import SpecDecodeStats
 from ...runtime.sampling.params import SamplingParams

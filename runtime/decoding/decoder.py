@@ -27,8 +27,9 @@ from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, end_before_nothing, match_best
 from .chunk import LENGTH, TokenChunk
 from .device import acceptance_of, can_draw, draws_of, shape_of, tree_of, use_draws
+from .job import Job
 from .logprobs import output_logprobs, read_prompt
-from .loop import Job, drive
+from .loop import drive
 from .request_state import RequestState
 from .round import (
     END_OF_ROOM,

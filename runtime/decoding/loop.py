@@ -5,68 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, current_thread, main_thread
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic
 
 from ...models.bindings import DRAFT
 from ..engines.base import EngineSpec, ForwardOutput, Pass
-from ..engines.passes import Steps
 from ..engines.shared.memory import CacheBudget, OutOfMemoryError
 from ..engines.shared.pool import PooledEngine, PooledKVCache
-from .chunk import TokenChunk
+from .job import C, J, Job, JobEvent
 from .pace import Pace, count_rows
 from .scheduler import Scheduler
-from .stats import SpecDecodeStats
 
 MAX_RUNNING = 32  # default number of jobs that run at a time
 MAX_TURNS = 8  # jobs at a time on engines that join no passes: more of them would take memory and save no time
 UNBOUNDED = CacheBudget(None, 0, 0)
 Watch = Callable[[int, int, int, float], None]  # see Loop
-
-
-class Chunk(Protocol):
-    """The output of one round, in the form that a job's `write` returns."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """None while more chunks follow."""
-
-
-C = TypeVar("C", bound=Chunk)
-J = TypeVar("J", bound="Job[Any]")
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Job(Generic[C]):
-    """One text that a loop decodes. Only the loop advances `steps`.
-
-    write: converts the tokens of a round into the chunk for the caller. num_slots: the most slots that the text can
-    need in each engine's cache. cache_salt: the text shares cache rows only with texts of the same salt.
-    """
-
-    steps: Steps[TokenChunk]
-    write: Callable[[TokenChunk], C]
-    num_slots: int = 0
-    cache_salt: str | None = None
-    next_pass: Pass | None = None  # the next pass of the text; None before the text has started
-    started: bool = False
-    running: bool = False  # whether it has returned a chunk of its text
-    waited: float = 0.0  # seconds of passes over prompts since its last chunk, by the cost model
-    ended: bool = False
-    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)  # updated by `steps`
-    number: int = 0  # counts the jobs of a loop in the order in which they were added
-
-
-class JobEvent(NamedTuple, Generic[J, C]):
-    """A change of a job. chunk: the next chunk of its text, which may be the last one. error: the error that ended the
-    job. Both are None when the job started."""
-
-    job: J
-    chunk: C | None = None
-    error: BaseException | None = None
 
 
 class Loop(Generic[J, C]):
@@ -154,6 +109,7 @@ class Loop(Generic[J, C]):
                 yield from self._advance(job, None)
             if job.next_pass is not None and isinstance(job.next_pass.engine, PooledEngine):
                 yield from self._recall(job)
+                self._shorten(job)
         served = select_joint([job for job in running if job.next_pass is not None], self._pace)
         passes = [job.next_pass for job in served if job.next_pass is not None]
         if not passes:
@@ -164,13 +120,19 @@ class Loop(Generic[J, C]):
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            if isinstance(error, MemoryError) and passes[0].engine in self._pools:
-                yield from self._free_memory()
-            else:  # one job may have caused the error: run each pass by itself to find out which
-                for job, wanted in zip(served, passes, strict=True):
-                    yield from self._run_alone(job, wanted)
+            if isinstance(error, MemoryError) and isinstance(passes[0].engine, PooledEngine):
+                if not self._freed:
+                    self._release()
+                    return
+                ended = list(self._end_latest(passes[0].engine))
+                yield from ended
+                if ended:
+                    return
+            # One job may have caused the error: run each pass by itself to find out which.
+            for job, wanted in zip(served, passes, strict=True):
+                yield from self._run_alone(job, wanted)
             return
-        if self._watch is not None and passes[0].engine.spec.role != DRAFT and all(job.running for job in served):
+        if self._watch is not None and passes[0].engine.spec.role != DRAFT and all(job.writes for job in served):
             context = sum(each.cache.length for each in passes) // len(passes)
             self._watch(count_rows(passes), len(passes), context, perf_counter() - start)
         self._freed = False
@@ -189,11 +151,20 @@ class Loop(Generic[J, C]):
         """Note how long the running texts have waited for the prompts of a pass."""
         if self._pace is None:
             return
-        texts, prompts = ([job.next_pass for job in served if job.next_pass and job.running == kind] for kind in (1, 0))
+        texts, prompts = ([job.next_pass for job in served if job.next_pass and job.writes == kind] for kind in (1, 0))
         added = self._pace.added(texts, prompts)
         for job in running:
-            if job.running:
+            if job.writes:
                 job.waited += added
+
+    def _shorten(self, job: J) -> None:
+        """Split the job's pass over a prompt, if it was made as wide as it is before there were texts that wait."""
+        wanted = job.next_pass
+        if wanted is None or job.writes or not isinstance(wanted.engine, PooledEngine):
+            return
+        most = self._most_rows(wanted.engine.spec, wanted.cache.length)
+        if wanted.batch.num_tokens > most and len(wanted.batch.output_rows) == 1 and job.rest is None:
+            job.next_pass, job.rest = wanted.engine.split(wanted, most)
 
     def _select_started(self, running: Sequence[J]) -> list[J]:
         """The started jobs, followed by the waiting jobs for which there are free slots, in the order of admission."""
@@ -213,6 +184,9 @@ class Loop(Generic[J, C]):
 
     def _advance(self, job: J, answer: ForwardOutput | None) -> Iterator[JobEvent[J, C]]:
         """Advance a job until it requests its next pass or ends. answer: the output of its last pass."""
+        if job.rest is not None:
+            job.next_pass, job.rest = job.rest, None
+            return
         while not job.ended:
             try:
                 step = job.steps.send(answer)
@@ -252,6 +226,9 @@ class Loop(Generic[J, C]):
         self._rotate(job)
         try:
             output = wanted.run()
+        except MemoryError:
+            yield self._fail(job, out_of_memory())
+            return
         except BaseException as error:  # any error of this pass ends this job only
             yield self._fail(job, error)
             return
@@ -271,28 +248,25 @@ class Loop(Generic[J, C]):
             raise error
         return JobEvent(job, None, error)
 
-    def _free_memory(self) -> Iterator[JobEvent[J, C]]:
-        """Free memory after an allocation failed in a shared pass. The failed pass has changed nothing.
+    def _release(self) -> None:
+        """Free memory after an allocation failed in a shared pass, which has changed nothing: the rows of ended
+        texts."""
+        self._freed = True
+        with suppress(MemoryError):
+            for pool in self._pools:
+                pool.release()
 
-        The first attempt releases the rows of ended texts. If the next pass fails too, the caches keep their present
-        size until all jobs have ended, and the latest jobs that do not fit into this size end with OutOfMemoryError.
-        """
-        if not self._freed:
-            self._freed = True
-            with suppress(MemoryError):
-                for pool in self._pools:
-                    pool.release()
-            return
+    def _end_latest(self, full: PooledEngine) -> Iterator[JobEvent[J, C]]:
+        """End the latest jobs that do not fit into the present size of a pool's cache, because the next pass failed,
+        too. The caches grow no further until all jobs have ended."""
         self._freed = False
         started = [job for job in self.scheduler.running if job.next_pass]
-        self._set_slot_limit(min(pool.allocated for pool in self._pools) - self._budget.padding)
+        self._set_slot_limit(full.allocated - self._budget.padding)
         taken = 0
         for number, job in enumerate(sorted(started, key=lambda job: job.number)):
             taken += job.num_slots
             if taken > (self._slot_limit or 0) or (number == 0 and len(started) == 1):
-                yield self._fail(
-                    job, OutOfMemoryError("memory ran out in the middle of this text: send it again later")
-                )
+                yield self._fail(job, out_of_memory())
 
     def _set_slot_limit(self, slots: int | None) -> None:
         """Set the most slots that all jobs together may use."""
@@ -308,9 +282,9 @@ def select_joint(waiting: Sequence[J], pace: Pace | None = None) -> list[J]:
     passes = [(job, job.next_pass) for job in waiting if job.next_pass is not None]
     if len(passes) < 2:
         return [job for job, _ in passes]
-    if pace is not None and any(job.running for job, _ in passes):
-        waited = max(job.waited for job, _ in passes if job.running)
-        admitted = set(pace.admit([(job, wanted, job.running) for job, wanted in passes], waited))
+    if pace is not None and any(job.writes for job, _ in passes):
+        waited = max(job.waited for job, _ in passes if job.writes)
+        admitted = set(pace.admit([(job, wanted, job.writes) for job, wanted in passes], waited))
         passes = [(job, wanted) for job, wanted in passes if job in admitted]
     engine = next((wanted.engine for _, wanted in passes if wanted.engine.spec.role == DRAFT), passes[0][1].engine)
     mine = [(job, wanted) for job, wanted in passes if wanted.engine is engine]
@@ -323,6 +297,10 @@ def drive(job: Job[C]) -> Iterator[C]:
     with closing(loop.run([job])) as chunks:
         for _, chunk in chunks:
             yield chunk
+
+
+def out_of_memory() -> OutOfMemoryError:
+    return OutOfMemoryError("memory ran out in the middle of this text: send it again later")
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -17,8 +17,8 @@ J = TypeVar("J")
 
 class Pace:
     """Between two chunks of a text, passes over prompts of others take at most so long, by the cost model: prompts are
-    read in chunks that fit, and wait where no time is left. Where two passes of one row take longer, a chunk may take
-    that long.
+    read in chunks that fit, and wait where no time is left. So does a draft that begins to read a running text. Where
+    two passes of one row take longer, a chunk may take that long.
 
     It depends on the cost model alone, never on a clock."""
 
@@ -51,8 +51,8 @@ class Pace:
 
     def admit(self, waiting: Sequence[tuple[J, Pass, bool]], waited: float) -> list[J]:
         """The jobs of `waiting`, in this order, whose passes may be part of the next one: of each the pass, and whether
-        it is one of a running text. waited: seconds that running texts have waited for prompts, at most, since their
-        last chunks."""
+        it is one of a running text that reads no prompt. waited: seconds that such texts have waited for prompts, at
+        most, since their last chunks."""
         texts = [wanted for _, wanted, running in waiting if running]
         admitted: list[J] = []
         prompts: list[Pass] = []
@@ -60,7 +60,7 @@ class Pace:
             if not running and waited + self.added(texts, [*prompts, wanted]) > self._seconds:
                 if waited or admitted:
                     continue
-                return [job]  # its turn, and too long beside texts: a chunk by itself is within the pause
+                return [job]  # its turn, and too long beside texts: a chunk has at most `most_rows`
             if not running:
                 prompts.append(wanted)
             admitted.append(job)

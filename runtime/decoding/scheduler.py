@@ -46,6 +46,7 @@ class Scheduler(Generic[R]):
             )
         self.max_running = max_running
         self.max_waiting = max_waiting
+        self.num_waiting = 0
         self._running: deque[R] = deque()  # the next one to run first
         # By client, then by user, in the order of their turns; the earliest request first. Clients and users without
         # waiting requests are removed.
@@ -54,10 +55,6 @@ class Scheduler(Generic[R]):
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(self._count_waiting, self._waiting))
 
     def __len__(self) -> int:
         return self.num_running + self.num_waiting
@@ -77,6 +74,7 @@ class Scheduler(Generic[R]):
         if self.num_running == self.max_running:
             self._check_room(client)
         self._waiting.setdefault(client, {}).setdefault(user, deque()).append(request)
+        self.num_waiting += 1
         self._admit()
 
     def _check_room(self, client: Hashable) -> None:
@@ -121,6 +119,7 @@ class Scheduler(Generic[R]):
             for user, requests in users.items():
                 if request in requests:
                     requests.remove(request)
+                    self.num_waiting -= 1
                     if not requests:
                         del users[user]
                     if not users:
@@ -135,6 +134,7 @@ class Scheduler(Generic[R]):
             user = next(iter(users))
             requests = users.pop(user)
             self._running.append(requests.popleft())
+            self.num_waiting -= 1
             if requests:
                 users[user] = requests  # behind the client's other users
             if users:

@@ -217,12 +217,14 @@ class KVCache(Protocol):
 
 class Pass(NamedTuple):
     """A batch to score over one cache. output_read: whether the caller reads the output; otherwise it needs only the
-    rows that the pass appends to the cache."""
+    rows that the pass appends to the cache. of_prompt: whether it is one of several passes over a long text that is
+    only read. Running texts do not wait long for these, whoever needs them."""
 
     engine: Engine
     batch: TokenBatch
     cache: KVCache
     output_read: bool = True
+    of_prompt: bool = False
 
     def run(self) -> ForwardOutput:
         """Run this pass by itself and return its output. Raises as Engine.forward does."""

@@ -47,12 +47,13 @@ def prefill_passes(
     """Append committed text to a cache in chunks. Returns the output of the last pass, which holds the last token's
     row; None for empty text. The output may also be None when `output_read` is False. asked: of the softmax of that
     row."""
-    output, end = None, 0
+    output, end, of_prompt = None, 0, False
     while end < len(token_ids):
         chunk = token_ids[end : end + engine.chunk_size(len(token_ids) - end, cache.length)]
         end += len(chunk)
+        of_prompt |= end < len(token_ids)
         batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, asked=asked)
-        output = yield Pass(engine, batch, cache, output_read and end == len(token_ids))
+        output = yield Pass(engine, batch, cache, output_read and end == len(token_ids), of_prompt)
         cache.commit(range(len(chunk)))
     return output
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 from threading import Thread
 from time import monotonic
 
-from ..decoding.loop import JobEvent, Loop
+from ..decoding.job import JobEvent
+from ..decoding.loop import Loop
 from ..llm import LLM
 from ..text.writer import StreamChunk
 from .health import EngineHealth

@@ -9,7 +9,7 @@ from time import sleep
 from traceback import format_exception
 
 from ...models.errors import DraftwoodError
-from ..decoding.loop import Job
+from ..decoding.job import Job
 from ..text.writer import StreamChunk
 from .metrics import DraftCounts
 

@@ -39,6 +39,18 @@ ACCEPTED_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+def as_float(value: Real) -> Real | float:
+    """The nearest float. A number beyond all floats stays, and is refused as it is."""
+    try:
+        return float(value)
+    except OverflowError:
+        return value
+
+
+# Numbers of numpy overflow where Python's do not, and a fraction divides no array.
+PYTHON_NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "int | None": int, "float": as_float}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings with vLLM's names and meanings. Raises RequestError for values out of range or of a wrong type.
@@ -94,6 +106,8 @@ class SamplingParams:
                 continue
             types, expected = ACCEPTED_TYPES[kind]
             require(name, value, isinstance(value, types) and isinstance(value, bool) == (kind == "bool"), expected)
+            if kind in PYTHON_NUMBERS:
+                object.__setattr__(self, name, PYTHON_NUMBERS[kind](value))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         most_tokens = f"not more than {LARGEST_COUNT}"

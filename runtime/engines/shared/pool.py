@@ -156,16 +156,23 @@ class PooledEngine(Engine):
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
         if not known:
             return wanted
-        columns = cache.speculative + batch.num_tokens
+        read = cache.speculative
         cache.speculative_slots = np.concatenate((cache.speculative_slots, np.array(known, np.int64)))
         self._recalled |= cache.length + cache.speculative >= COMMON_TOKENS
-        left = slice(len(known), batch.num_tokens)
-        count = batch.num_tokens - len(known)
-        if not count:
-            return None
-        ids, positions, mask = batch.token_ids[left], batch.position_ids[left], batch.mask[left, :columns]
-        rest = TokenBatch.pad(ids, positions, mask, self.spec.width_for(count), True, batch.ranking_only)
-        return wanted._replace(batch=rest)
+        return None if len(known) == batch.num_tokens else self._part(wanted, len(known), batch.num_tokens, read)
+
+    def split(self, wanted: Pass, count: int) -> tuple[Pass, Pass]:
+        """A pass over a chunk of text as two: over its first `count` rows, and over the others, to be run in turn."""
+        rows, read = wanted.batch.num_tokens, wanted.cache.speculative
+        first = self._part(wanted, 0, count, read)._replace(output_read=False)
+        return first, self._part(wanted, count, rows, read)
+
+    def _part(self, wanted: Pass, start: int, end: int, read: int) -> Pass:
+        """A pass over some rows of a chunk of text. read: speculative rows of its cache before its first row."""
+        batch, rows = wanted.batch, slice(start, end)
+        ids, positions, mask = batch.token_ids[rows], batch.position_ids[rows], batch.mask[rows, : read + end]
+        part = TokenBatch.pad(ids, positions, mask, self.spec.width_for(end - start), True, batch.ranking_only)
+        return wanted._replace(batch=part)
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """Score the batches of several caches in one pass. Each output is the same as from a pass by itself; it is
@@ -190,7 +197,7 @@ class PooledEngine(Engine):
         parts: list[slice] = []  # the part of `wanted` of each pass
         asked: list[Wanted | None] = []  # by row of `wanted`
         new_slots = []
-        for (_, batch, _, output_read), cache, slots in zip(passes, caches, placed.slots, strict=True):
+        for (_, batch, _, output_read, _), cache, slots in zip(passes, caches, placed.slots, strict=True):
             count = len(slots)
             own = mask[first : first + count]
             own[:, cache.slots] = True

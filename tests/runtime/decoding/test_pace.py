@@ -2,82 +2,129 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 from costs import FREE, passes
-from fakes import FakeEngine, random_model
+from fakes import FakeEngine, Predict
+from numpy.typing import NDArray
 
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.loop import Job, Loop
+from draftwood.runtime.decoding.job import Job
+from draftwood.runtime.decoding.loop import Loop
 from draftwood.runtime.decoding.pace import Pace
 from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
+from draftwood.runtime.engines.passes import Steps
 from draftwood.runtime.engines.shared.memory import CacheBudget
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
-from draftwood.runtime.speculation.planning.cost import CostModel
+from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.planning.budget import DraftBudget
+from draftwood.runtime.speculation.planning.cost import CostModel, PassCosts
+from draftwood.runtime.speculation.planning.experience import Experience
 
 VOCAB = 8
 COSTS = CostModel(passes(0.010, 0.002), passes(0.001, 0.0001), FREE, FREE, {})  # a pass of 64 rows takes 136 ms
 
 
+class Clock:
+    seconds = 0.0
+
+
 class Timed(FakeEngine):
     """Adds up what its passes would take."""
 
-    seconds = 0.0
+    def __init__(self, clock: Clock, costs: PassCosts, predict: Predict, role: str) -> None:
+        super().__init__(predict, VOCAB, role)
+        self._clock, self._costs, self.rows = clock, costs, 0
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        self.seconds += COSTS.target.at(batch.num_tokens, 0)
+        self.rows += batch.num_tokens
+        self._clock.seconds += self._costs.at(batch.num_tokens, 0)
         return super().score(batch, cache)
+
+
+class Texts:
+    """Texts that share passes. found: their tokens. pauses: the longest time between two chunks of each."""
+
+    def __init__(self, costs: CostModel, milliseconds: float | None) -> None:
+        assert costs.draft is not None
+        self.clock, self._costs = Clock(), costs
+        self.engines = (
+            Timed(self.clock, costs.target, confident, "target"),
+            Timed(self.clock, costs.draft, confident, "draft"),
+        )
+        self._pools = tuple(PooledEngine(engine, 1 << 14) for engine in self.engines)
+        pace = None if milliseconds is None else Pace(costs, milliseconds)
+        self.loop: Loop[Job[TokenChunk], TokenChunk] = Loop(
+            Scheduler(32, 0), self._pools, CacheBudget(None, 4096, 64), pace
+        )
+        self._experience, self._budget, self._rng = Experience(), DraftBudget(), np.random.default_rng(0)
+        self.found: dict[int, list[int]] = {}
+        self.pauses = dict[int, float]()
+        self._last = dict[int, float]()
+
+    def add(self, length: int, params: SamplingParams, config: SpeculativeConfig | None = None) -> None:
+        """A text behind a random prompt of this length."""
+        number, prompt, stats = len(self.found), self._rng.integers(0, VOCAB, length).tolist(), SpecDecodeStats()
+        self.found[number] = []
+        target, draft = self._pools
+        decoder = SpeculativeDecoder(
+            target, draft, config, 4096, (), self._costs, lambda: self.loop.num_sharing, self._experience, self._budget
+        )
+
+        def steps() -> Steps[TokenChunk]:
+            with closing(decoder):
+                yield from decoder.steps(prompt, Sampler(params, prompt, (), VOCAB), seeded_streams(0), stats)
+
+        self.loop.add(Job(steps=steps(), write=partial(lambda chunk: chunk), stats=stats, cache_salt=str(number)))
+
+    def step(self) -> None:
+        for job, chunk, error in self.loop.step():
+            assert error is None
+            if chunk is not None:
+                number, now = int(job.cache_salt or 0), self.clock.seconds
+                self.found[number] += chunk.token_ids
+                if number in self._last:
+                    self.pauses[number] = max(self.pauses.get(number, 0.0), now - self._last[number])
+                self._last[number] = now
+
+    def run(self) -> None:
+        while self.loop.scheduler.num_running:
+            self.step()
+
+
+def confident(context: tuple[int, ...]) -> NDArray[np.float64]:
+    probs = np.full(VOCAB, 0.01)
+    probs[(3 * context[-1] + len(context)) % VOCAB] = 1 - 0.01 * (VOCAB - 1)
+    return probs
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0)
 
 
 def longest_pauses(milliseconds: float | None, texts: int, prompts: int) -> tuple[float, dict[int, list[int]]]:
     """The longest time between two chunks of running texts, beside long prompts that arrive later, and all tokens."""
-    engine = Timed(random_model(0, VOCAB), VOCAB)
-    pool = PooledEngine(engine, 4096)
-    pace = None if milliseconds is None else Pace(COSTS, milliseconds)
-    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(32, 0), (pool,), CacheBudget(4096, 4096, 64), pace)
-    rng = np.random.default_rng(0)
-    longest, last, found = 0.0, dict[int, float](), dict[int, list[int]]()
-    with ExitStack() as decoders:
-
-        def add(number: int, length: int, tokens: int) -> None:
-            prompt = rng.integers(0, VOCAB, length).tolist()
-            decoder = SpeculativeDecoder(pool, None, None, 4096, ())
-            decoders.callback(decoder.close)
-            params, stats = SamplingParams(max_tokens=tokens, temperature=0), SpecDecodeStats()
-            sampler = Sampler(params, prompt, (), VOCAB)
-            steps = decoder.steps(prompt, sampler, seeded_streams(0), stats)
-            loop.add(Job(steps=steps, write=partial(lambda chunk: chunk), stats=stats, cache_salt=str(number)))
-
-        for number in range(texts):
-            add(number, 3, 60)
-        for step in range(4000):
-            if step == 10:
-                for number in range(prompts):
-                    add(texts + number, 300, 3)
-            for job, chunk, error in loop.step():
-                assert error is None
-                if chunk is None:
-                    continue
-                number = int(job.cache_salt or 0)
-                found.setdefault(number, []).extend(chunk.token_ids)
-                if number < texts and number in last:
-                    longest = max(longest, engine.seconds - last[number])
-                last[number] = engine.seconds
-            if not loop.scheduler.num_running and step > 10:
-                break
-    assert all(len(tokens) == (60 if number < texts else 3) for number, tokens in found.items())
-    assert len(found) == texts + prompts
-    return longest, found
+    running = Texts(COSTS, milliseconds)
+    for _ in range(texts):
+        running.add(3, greedy(60))
+    for _ in range(10):
+        running.step()
+    for _ in range(prompts):
+        running.add(300, greedy(3))
+    running.run()
+    assert [len(tokens) for tokens in running.found.values()] == [60] * texts + [3] * prompts
+    return max(running.pauses[number] for number in range(texts)), running.found
 
 
 @pytest.mark.parametrize(("milliseconds", "texts", "prompts"), [(50, 1, 6), (50, 8, 6), (120, 3, 10), (25, 20, 2)])
@@ -106,3 +153,29 @@ def test_a_chunk_is_as_wide_as_the_pause_allows() -> None:
         Pace(COSTS, 0)
     with pytest.raises(ConfigError, match="max_pause_ms"):
         Pace(COSTS, float("nan"))
+
+
+@pytest.mark.parametrize(("steps", "prompt_logprobs"), [(0, None), (10, None), (10, 0)])
+def test_one_long_prompt_makes_no_text_wait(steps: int, prompt_logprobs: int | None) -> None:
+    """steps: before it comes. Chunks of a prompt that comes first are as wide as they can be, until a text runs."""
+    running = Texts(COSTS, 50)
+    for _ in range(2):
+        running.add(3, greedy(60))
+    for _ in range(steps):
+        running.step()
+    running.add(600, replace(greedy(3), prompt_logprobs=prompt_logprobs))
+    running.run()
+    assert max(running.pauses[number] for number in range(2)) <= 0.050 + COSTS.target.at(2, 0) + 1e-9
+
+
+def test_a_draft_that_begins_late_makes_no_other_text_wait() -> None:
+    """Among many texts speculation does not pay; when they have ended, the draft of one text reads what it missed."""
+    costs = CostModel(passes(0.020, 0.0005), passes(0.002, 0.0004), FREE, FREE, {})
+    running = Texts(costs, 50)
+    running.add(3, greedy(300))
+    running.add(600, greedy(1200), SpeculativeConfig(lookups="off"))
+    for _ in range(10):
+        running.add(3, greedy(30))
+    running.run()
+    assert running.engines[1].rows > 600, "the draft was used"
+    assert running.pauses[0] <= 0.050 + costs.target.at(20, 0)

@@ -22,7 +22,8 @@ from draftwood.builder.options import BuildOptions
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
 from draftwood.runtime.decoding.chunk import TokenChunk
-from draftwood.runtime.decoding.loop import Job, select_joint
+from draftwood.runtime.decoding.job import Job
+from draftwood.runtime.decoding.loop import select_joint
 from draftwood.runtime.engines.backends import ONNXRUNTIME
 from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine

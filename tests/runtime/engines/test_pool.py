@@ -16,7 +16,8 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.loop import Job, Loop, select_joint
+from draftwood.runtime.decoding.job import Job
+from draftwood.runtime.decoding.loop import Loop, select_joint
 from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import POOLED, FakeEngine
+from costs import FREE, passes
+from fakes import POOLED, FakeCache, FakeEngine, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from together import collect, fake_engine, run, tokens_of
@@ -17,10 +21,28 @@ from together import collect, fake_engine, run, tokens_of
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.chunk import TokenChunk
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.job import Job
+from draftwood.runtime.decoding.loop import Loop
+from draftwood.runtime.decoding.scheduler import Scheduler
+from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.backends import BACKENDS, slot_bytes
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.cache import StackedKVCache
+from draftwood.runtime.engines.passes import Steps
 from draftwood.runtime.engines.shared import memory
-from draftwood.runtime.engines.shared.memory import CACHE_SHARE, OutOfMemoryError, available_bytes, cache_budget
+from draftwood.runtime.engines.shared.memory import (
+    CACHE_SHARE,
+    CacheBudget,
+    OutOfMemoryError,
+    available_bytes,
+    cache_budget,
+)
+from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.speculation.planning.cost import CostModel
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 MIB = 1 << 20
@@ -200,6 +222,85 @@ def test_memory_that_never_suffices_is_seen_by_health(llm: LLM, monkeypatch: pyt
         assert served.trouble is None
 
     run(work, llm, max_running=4, max_waiting=8)
+
+
+class Growing(FakeCache):
+    """Memory for 1,024 rows."""
+
+    capacity = 256
+
+    def shrink(self, capacity: int) -> None:
+        self.capacity = max(capacity, 256, len(self.rows))
+
+
+def test_texts_that_only_together_find_no_memory_are_read_one_by_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, widest, alone = llm._target.score, 0, True
+
+    def narrow(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        nonlocal widest
+        widest = max(widest, batch.num_tokens) if alone else widest
+        if batch.num_tokens > widest:
+            raise MemoryError
+        return forward(batch, cache)
+
+    async def work(served: AsyncLLM) -> None:
+        nonlocal alone
+        monkeypatch.setattr(llm._target, "score", narrow)
+        monkeypatch.setattr(FakeCache, "shrink", Growing.shrink)
+        expected = [tokens_of(list(llm.stream([number], GREEDY))) for number in range(2)]
+        alone = False
+        with served._loop.changed:  # the engine's thread finds all of them
+            streams = [served.generate([number], GREEDY) for number in range(2)]
+        assert [tokens_of(text) for text in await asyncio.gather(*map(collect, streams))] == expected
+
+    run(work, llm, max_running=2)
+
+
+class Short(FakeEngine):
+    def new_cache(self) -> FakeCache:
+        return Growing()
+
+    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        assert isinstance(cache, Growing)
+        while cache.capacity < cache.speculative + batch.num_tokens:
+            if cache.capacity == 1024:
+                raise MemoryError
+            cache.capacity *= 2
+        return super().score(batch, cache)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_full_cache_ends_no_text_because_of_an_empty_one(drafts: bool) -> None:
+    """Four texts of 290 tokens. Only the target's cache is full: where plain decoding is planned, a draft reads
+    nothing."""
+    model, plain = random_model(3, 6), CostModel(passes(0.01, 0.01), passes(0.01, 0.01), FREE, FREE, {})
+    pools = PooledEngine(Short(model, 6), 8192), PooledEngine(Short(model, 6, "draft"), 8192)
+    budget, params = CacheBudget(8128, 4096, 64, 64), SamplingParams(max_tokens=120, temperature=0)
+    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(4, 0), pools, budget)
+    lengths, errors = Counter[str | None](), list[BaseException]()
+
+    def steps_of(number: int, config: SpeculativeConfig | None) -> Steps[TokenChunk]:
+        prompt = [number, *[1] * 170]
+        decoder = SpeculativeDecoder(*pools, config, 4096, (), plain, lambda: loop.num_sharing)
+        with closing(decoder):
+            yield from decoder.steps(prompt, Sampler(params, prompt, (), 6), seeded_streams(0), SpecDecodeStats())
+
+    for number in range(4):
+        steps = steps_of(number, SpeculativeConfig() if drafts else None)
+        loop.add(
+            Job(
+                steps=steps,
+                write=partial(lambda chunk: chunk),
+                num_slots=budget.needed(171, 120),
+                cache_salt=str(number),
+            )
+        )
+    while loop.scheduler.num_running:
+        for job, chunk, error in loop.step():
+            lengths[job.cache_salt] += len(chunk.token_ids) if chunk else 0
+            errors += [] if error is None else [error]
+    assert [lengths[name] for name in "01"] == [120, 120]
+    assert len(errors) == 2 and all(isinstance(error, OutOfMemoryError) for error in errors)
 
 
 class Halves(StackedKVCache):

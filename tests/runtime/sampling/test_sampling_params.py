@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -101,12 +103,16 @@ def test_values_of_another_type_are_refused_by_name(settings: dict[str, Any], me
         ({"stop": ["x", "yz"], "stop_token_ids": [3, 4]}, {"stop": ("x", "yz"), "stop_token_ids": (3, 4)}),
         ({"stop_token_ids": np.array([3]), "seed": np.int64(2)}, {"stop_token_ids": (3,), "seed": 2}),
         ({"temperature": np.float32(0.5), "max_tokens": np.int32(9)}, {"temperature": 0.5, "max_tokens": 9}),
-        ({"temperature": 1}, {}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({"repetition_penalty": Fraction(3, 2), "top_k": np.uint8(5)}, {"repetition_penalty": 1.5, "top_k": 5}),
         ({"top_k": -1, "temperature": 100, "seed": 2**64 - 1}, {"temperature": 100.0, "seed": 2**64 - 1}),
     ],
 )
 def test_what_vllm_takes_is_taken(settings: dict[str, Any], same: dict[str, Any]) -> None:
-    assert SamplingParams(**settings) == SamplingParams(**same)
+    given, expected = SamplingParams(**settings), SamplingParams(**same)
+    assert given == expected
+    for field in fields(given):  # unsigned numbers of numpy wrap around, and a fraction divides no array
+        assert type(getattr(given, field.name)) is type(getattr(expected, field.name))
 
 
 @pytest.mark.parametrize(
