@@ -130,13 +130,11 @@ class TextThreads:
         with self._lock:
             if self._closed:
                 raise ShutdownError("this server is stopping and takes no further requests: send them to another one")
+            threads.submit(run, client)  # before anybody closes the threads
             self._stops.add(stop)
         try:
-            threads.submit(run, client)
-            try:
-                return await result
-            finally:
-                given_up.set()
+            return await result
         finally:
+            given_up.set()
             with self._lock:
                 self._stops.discard(stop)
