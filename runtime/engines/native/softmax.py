@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Softmax, Wanted
 from ...sampling.weights import Weights
 from .residual import NativeWeights
 
+MOST_ASKED = 48  # different wishes that are kept: by the numbers of rows, and where a chain or a tree begins
 ROOM = 1024  # likely tokens of a row for which a pass has room; the host looks for more of them itself
 
 
@@ -57,50 +58,55 @@ class NativeSoftmax(NumpySoftmax):
         return logits.dtype == np.float32 and logits.flags.c_contiguous
 
 
+class Asked(NamedTuple):
+    """What passes with the same wishes are asked. draws [count] of `struct draw`, which a pass fills, for the output
+    rows `outputs` [count]; where these two lie. softmaxes: by row, up to the last one of which anything is wanted."""
+
+    outputs: NDArray[np.int64]
+    draws: NDArray[np.void]
+    places: tuple[int | None, int | None]
+    softmaxes: tuple[PreparedSoftmax | None, ...]
+
+
 class PreparedRows:
-    """Buffers for what passes compute of up to R rows of logits; each of these passes overwrites them. total, peak,
-    count, best: of `struct draw`, by the rows of which anything is wanted."""
+    """Buffers for what passes compute of up to R rows of logits; each of these passes overwrites them."""
 
     def __init__(self, logits: NDArray[np.float32], softmax: NativeSoftmax) -> None:
         """logits [R, V]: the buffer of these passes. softmax: answers what a pass did not prepare."""
         rows, columns = logits.shape
         self.softmax, self.logits = softmax, logits
-        self._draws, self._outputs = np.zeros(rows, DRAW), np.zeros(rows, np.int64)
-        self._places = address(self._outputs), address(self._draws)
-        self.total, self.peak, self.count, self.best = (
-            self._draws[name] for name in ("total", "peak", "count", "best")
-        )
         self.sums = np.zeros((rows, -(-columns // RUN)))
         self.ids, self.weights = np.zeros((rows, ROOM), np.int64), np.zeros((rows, ROOM))
-        self._wanted: tuple[Wanted | None, ...] = ()
-        self._softmaxes: tuple[PreparedSoftmax | None, ...] = ()
+        self._asked: dict[tuple[Wanted | None, ...], Asked] = {}
 
     def ask(self, wanted: tuple[Wanted | None, ...], into: Pass) -> Sequence[Softmax | None]:
         """Let a pass prepare output rows for the settings that are wanted of them; it has at least as many rows.
         Returns the softmax of each row, after the pass; None for rows of which nothing is wanted. Most passes want what
-        the pass before them wanted: then nothing is written."""
-        if wanted != self._wanted:
-            self._write(wanted)
-        into.drawn = len(wanted) - wanted.count(None)
-        into.draw_outputs, into.draws = self._places
-        return self._softmaxes
+        an earlier one wanted: then nothing is written."""
+        asked = self._asked.get(wanted)
+        if asked is None:
+            if len(self._asked) == MOST_ASKED:
+                self._asked.clear()
+            asked = self._asked[wanted] = self._describe(wanted)
+        into.drawn = len(asked.draws)
+        into.draw_outputs, into.draws = asked.places
+        return asked.softmaxes
 
-    def _write(self, wanted: tuple[Wanted | None, ...]) -> None:
-        asked = [(row, each) for row, each in enumerate(wanted) if each is not None]
-        rows = np.array([row for row, _ in asked], np.int64)
-        draws, count = self._draws[: len(asked)], len(asked)
-        self._outputs[:count] = rows
-        draws["temperature"] = [each.temperature for _, each in asked]
-        draws["share"], draws["room"] = [each.share for _, each in asked], ROOM
+    def _describe(self, wanted: tuple[Wanted | None, ...]) -> Asked:
+        given = [(row, each) for row, each in enumerate(wanted) if each is not None]
+        rows, draws = np.array([row for row, _ in given], np.int64), np.zeros(len(given), DRAW)
+        draws["temperature"] = [each.temperature for _, each in given]
+        draws["share"], draws["room"] = [each.share for _, each in given], ROOM
         # A buffer without an address is one that the pass leaves out.
-        draws["sums"] = addresses(self.sums, rows, [each.weights for _, each in asked])
+        draws["sums"] = addresses(self.sums, rows, [each.weights for _, each in given])
         for name, buffer in (("ids", self.ids), ("weights", self.weights)):
-            draws[name] = addresses(buffer, rows, [each.share > 0 for _, each in asked])
-        places = iter(range(count))
-        self._softmaxes = tuple(
-            None if each is None else PreparedSoftmax(self, row, next(places), each) for row, each in enumerate(wanted)
+            draws[name] = addresses(buffer, rows, [each.share > 0 for _, each in given])
+        places = iter(range(len(given)))
+        softmaxes = tuple(
+            None if each is None else PreparedSoftmax(self, draws, row, next(places), each)
+            for row, each in enumerate(wanted)
         )
-        self._wanted = wanted
+        return Asked(rows, draws, (address(rows), address(draws)), softmaxes)
 
 
 def addresses(buffer: NDArray[Any], rows: NDArray[np.int64], used: Sequence[bool]) -> NDArray[np.uint64]:
@@ -114,9 +120,10 @@ class PreparedSoftmax:
 
     dtype: type[np.floating[Any]] = np.float32
 
-    def __init__(self, rows: PreparedRows, row: int, place: int, wanted: Wanted) -> None:
-        """row: of the buffers. place: among the rows of which anything is wanted."""
+    def __init__(self, rows: PreparedRows, draws: NDArray[np.void], row: int, place: int, wanted: Wanted) -> None:
+        """row: of the buffers. place: in `draws`, see Asked."""
         self._rows, self._row, self._place, self._wanted = rows, row, place, wanted
+        self._total, self._peak, self._count, self._best = (draws[name] for name in ("total", "peak", "count", "best"))
         own, self._sums = rows.logits[row], rows.sums[row]
         self._own = address(own)
         self._softmax = Row(self._own, len(own), 0.0, wanted.temperature, address(self._sums))
@@ -125,7 +132,7 @@ class PreparedSoftmax:
         """See Softmax.best."""
         if not self._is_of(logits, 0.0):
             return self._rows.softmax.best(logits)
-        token: int = self._rows.best.item(self._place)
+        token: int = self._best.item(self._place)
         if token < 0:
             raise EngineError(NO_NUMBERS)
         return token
@@ -137,17 +144,17 @@ class PreparedSoftmax:
         rows = self._rows
         if not self._wanted.weights or not self._is_of(logits, temperature):
             return rows.softmax.weights(logits, temperature, values)
-        total = rows.total.item(self._place)
+        total = self._total.item(self._place)
         if math.isnan(total):
             raise EngineError(NO_NUMBERS)
-        self._softmax.peak = rows.peak.item(self._place)
+        self._softmax.peak = self._peak.item(self._place)
         return NativeWeights(rows.softmax.library, self._softmax, total, (logits, self._sums, values))
 
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """See Softmax.likely."""
-        rows, count = self._rows, self._rows.count.item(self._place)
+        rows, count = self._rows, self._count.item(self._place)
         if share != self._wanted.share or count > ROOM or not self._is_of(logits, temperature):
             return rows.softmax.likely(logits, temperature, share)
         if count < 0:

@@ -18,7 +18,7 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.base import ForwardOutput, Pass
 from draftwood.runtime.engines.native.engine import NativeEngine
-from draftwood.runtime.engines.native.softmax import ROOM, PreparedSoftmax
+from draftwood.runtime.engines.native.softmax import MOST_ASKED, ROOM, PreparedSoftmax
 from draftwood.runtime.engines.native.weights import packed_network
 from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
@@ -109,6 +109,22 @@ def test_prepared_rows_have_the_bits_of_rows_by_themselves(engine: NativeEngine)
                 ):
                     np.testing.assert_array_equal(found, own)
             assert wanted or not any(output.softmaxes)
+
+
+def test_passes_may_want_more_than_is_kept(engine: NativeEngine) -> None:
+    """Some wishes recur while they are known, others after they were forgotten."""
+    pool, values = PooledEngine(engine, engine.spec.capacity), np.empty(2048, np.float32)
+    cache = pool.new_cache()
+    prefill(pool, cache, range(20, 40))
+    for index in range(2 * MOST_ASKED):
+        temperature = 0.5 + (index if index % 2 else 1) / 100
+        batch = root_alone(4).to_batch(pool.spec, cache.length, wanted=Wanted(temperature, True, 0.0))
+        (output,) = pool.forward([Pass(pool, batch, cache)])
+        prepared, logits = output.softmaxes[0], output.logits[0]
+        assert isinstance(prepared, PreparedSoftmax)
+        found = prepared.weights(logits, temperature, values).total
+        assert found == engine.softmax.weights(logits, temperature, values).total
+        cache.truncate(20)
 
 
 def test_the_pass_itself_computes_what_is_wanted(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
