@@ -139,9 +139,10 @@ def random_codes(config: LlamaConfig, form: WeightFormat) -> dict[str, Quantized
     generator, network = np.random.default_rng(1), network_of(config)
 
     def codes(name: str, outputs: int, inputs: int) -> Quantized:
-        least, most = (0, 16) if form.offset else (-(2 ** (form.bits - 1)), 2 ** (form.bits - 1))
-        scales = np.full((outputs, inputs // form.block_of(name, inputs)), 2.0**-10, np.float32)
-        offsets = -8 * scales if form.offset else None
+        own = form.of(name)
+        least, most = (0, 16) if own.offset else (-(2 ** (own.bits - 1)), 2 ** (own.bits - 1))
+        scales = np.full((outputs, inputs // own.block_of(name, inputs)), 2.0**-10, np.float32)
+        offsets = -8 * scales if own.offset else None
         return Quantized(generator.integers(least, most, (outputs, inputs), np.int8), scales, offsets)
 
     matrices: list[Matrix] = [*network.layers[0].matrices, network.head]

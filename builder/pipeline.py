@@ -133,7 +133,7 @@ def rounded_with(text: Path, view: Weights, tokenizer: Tokenizer, begin: Begin) 
     """The matrices of a view, rounded while its model reads a text."""
     assert isinstance(view, QuantizedCheckpoint)
     windows = read_windows(text, tokenizer, view.config.max_position)
-    step = Step(f"Rounding with {windows.size} tokens of {text.name} in view", view.config.num_layers + 1)
+    step = Step(f"Rounding with {windows.size} tokens of {text.name} in view", view.config.num_layers)
     return calibrate(view, windows, begin(step))
 
 

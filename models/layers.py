@@ -17,7 +17,7 @@ from .config import LlamaConfig
 Shapes = dict[str, tuple[int, ...]]  # by tensor name; [out, in] for a matrix
 EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"  # modules
 EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
-EMBEDDING = "embedding"  # name of an engine's tensor
+EMBEDDING, HEAD = "embedding", "head"  # an engine's names of a tensor and of a matrix
 
 
 class Norm(NamedTuple):
@@ -158,7 +158,7 @@ def network_of(config: LlamaConfig) -> Network:
         embedding=Matrix(EMBEDDING, (EMBED_TOKENS,), hidden, (config.vocab_size,)),
         layers=tuple(layer_of(config, index) for index in range(config.num_layers)),
         norm=Norm("norm", "model.norm", hidden),
-        head=Matrix("head", (EMBED_TOKENS if config.tie_embeddings else LM_HEAD,), hidden, (config.num_logits,)),
+        head=Matrix(HEAD, (EMBED_TOKENS if config.tie_embeddings else LM_HEAD,), hidden, (config.num_logits,)),
         embedding_multiplier=config.variant.embedding_multiplier,
         logits_multiplier=config.variant.logits_multiplier,
     )

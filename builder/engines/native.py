@@ -107,7 +107,7 @@ class Packer:
         contents = {f"{name}.bias": self.vector(matrix.biases, join)} if matrix.bias else {}
         checkpoint = self.checkpoint
         if isinstance(checkpoint, QuantizedCheckpoint):
-            bits = checkpoint.form.bits
+            bits = checkpoint.form.of(weights[0]).bits
             waiting: list[Quantized] = []  # codes and scales are written one after the other, but joined once
 
             def codes() -> NDArray[Any]:

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...models.errors import ConfigError
-from ...models.layers import HEAD_WEIGHT, network_of
-from ...models.llama import Rotary, causal, norm_of, scaled
+from ...models.layers import network_of
+from ...models.llama import Rotary, causal, scaled
 from ...models.plain_files import read_plain
 from ...models.rope import rope_tables
 from ...plugins.native.library import BLOCK, NativeLibrary, empty_codes
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
-from ..reference import load_layer, read_tensor
+from ..reference import load_layer
 from .formats import Quantized, QuantizedCheckpoint, rounding_kernels
 
 MOST_BYTES = 64 << 20  # of a text
@@ -52,9 +52,9 @@ def read_windows(file: Path, tokenizer: Tokenizer, longest: int) -> NDArray[np.i
 def calibrate(
     view: QuantizedCheckpoint, windows: NDArray[np.int64], advance: Callable[[], None]
 ) -> dict[str, Quantized]:
-    """Every matrix of a view, by its tensor's name, rounded with the rows of these tokens, int64 [B, T], in view.
-    advance: called after each of the layers and the projection. Raises CheckpointError as the source does, KernelError
-    and CompilerError."""
+    """Every matrix of a view's layers, by its tensor's name, rounded with the rows of these tokens, int64 [B, T], in
+    view; the vocabulary projection has more bits and needs no text. advance: called after each layer. Raises
+    CheckpointError as the source does, KernelError and CompilerError."""
     network, config = network_of(view.config), view.config
     rounding = Rounding(rounding_kernels())
     tables = (torch.from_numpy(table) for table in rope_tables(config, windows.shape[1]))
@@ -69,10 +69,6 @@ def calibrate(
                     rounding.watch(layer.get_submodule(source.removeprefix(f"model.layers.{index}.")), name)
             rows = layer(rows, rotary, causal, index)
             advance()
-        norm = norm_of(network.norm, config)
-        norm.load_state_dict({"weight": read_tensor(view.stored, network.norm.weight)}, assign=True)
-        rounding.round(HEAD_WEIGHT, read_tensor(view.stored, HEAD_WEIGHT), norm(rows))
-    advance()
     return rounding.results
 
 

@@ -70,13 +70,19 @@ class Quantized(NamedTuple):
 class WeightFormat:
     """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for the native
     kernels' formats, which have fp16 scales for 32 inputs. offset: whether a block has an offset, too, which those have
-    at 4 bits. floating: whether codes are E4M3 numbers instead of integers."""
+    at 4 bits. floating: whether codes are E4M3 numbers instead of integers. head: the format of the vocabulary
+    projection, where it is another one."""
 
     bits: int
     block: int = BLOCKS[0]
     scale_bytes: int = 4
     offset: bool = False
     floating: bool = False
+    head: WeightFormat | None = None
+
+    def of(self, name: str) -> WeightFormat:
+        """The format of a matrix, by the name of its tensor."""
+        return self.head if self.head is not None and name == HEAD_WEIGHT else self
 
     @property
     def dtype(self) -> ir.DataType:
@@ -98,8 +104,8 @@ class WeightFormat:
         """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
         other blocks, or no room for the offsets."""
         bits, codes, scales, offsets = blocks
-        same = bits == self.bits and not self.floating and scales.shape[1] * block == codes.shape[1]
-        if not (same and np.isfinite(scales).all()):
+        fits = bits == self.bits if self.offset else bits <= self.bits  # codes of 4 bits are codes of 8 bits, too
+        if self.floating or not fits or scales.shape[1] * block != codes.shape[1] or not np.isfinite(scales).all():
             return None
         if self.offset:
             exact = np.array_equal(offsets, offsets.astype(np.float16)) and codes.min(initial=0) >= 0
@@ -175,16 +181,23 @@ def rounded_to_e4m3(matrix: NDArray[np.float32], block: int) -> Quantized:
     return Quantized(codes.reshape(matrix.shape).astype(ml_dtypes.float8_e4m3fn), scales)
 
 
-FORMATS = {
-    (backend.name, precision): WeightFormat(
+def format_of(backend: Backend, precision: str) -> WeightFormat:
+    """The format in which a backend stores matrices of a low-bit precision."""
+    of_head = backend.heads.get(precision)
+    return WeightFormat(
         bindings.BITS[precision],
-        block,
+        backend.blocks[precision],
         backend.scale_bytes,
         precision in backend.offsets,
         floating=precision == bindings.FP8,
+        head=None if of_head is None else format_of(backend, of_head),
     )
+
+
+FORMATS = {
+    (backend.name, precision): format_of(backend, precision)
     for backend in BACKENDS.values()
-    for precision, block in backend.blocks.items()
+    for precision in backend.blocks
 }
 
 
@@ -208,7 +221,7 @@ class QuantizedCheckpoint:
         self._recent: dict[str, Quantized] = {}  # of one layer: it is packed, and then compared
         for name, shape in self._shapes.items():
             if self.rounds(name):
-                form.block_of(name, shape[1])
+                form.of(name).block_of(name, shape[1])
 
     def rounds(self, name: str) -> bool:
         """Whether a tensor is stored in the format."""
@@ -226,13 +239,13 @@ class QuantizedCheckpoint:
         if any(layer_of(other) != layer_of(name) for other in self._recent):
             self._recent.clear()
         kept = self._kept(name)
-        self._recent[name] = self.form.quantize(name, self._filled(name)) if kept is None else kept
+        self._recent[name] = self.form.of(name).quantize(name, self._filled(name)) if kept is None else kept
         return self._recent[name]
 
     def _kept(self, name: str) -> Quantized | None:
         """The codes with which a checkpoint stores a matrix, None where this format cannot hold them."""
-        blocks = self.source.blocks(stored_name(self.source, name))
-        kept = None if blocks is None else self.form.keep(blocks, self.form.block_of(name, self._shapes[name][1]))
+        blocks, form = self.source.blocks(stored_name(self.source, name)), self.form.of(name)
+        kept = None if blocks is None else form.keep(blocks, form.block_of(name, self._shapes[name][1]))
         if kept is None:
             return None
         rows, inputs = self._shapes[name]
@@ -316,7 +329,7 @@ def stored_name(source: Checkpoint, name: str) -> str:
 def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, matrix: Matrix) -> ir.Value:
     """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written. Codes
     are stored as [K, N], too: ONNX Runtime and TensorRT fuse that form."""
-    form, inputs, outputs = checkpoint.form, matrix.inputs, sum(matrix.outputs)
+    form, inputs, outputs = checkpoint.form.of(matrix.weights[0]), matrix.inputs, sum(matrix.outputs)
     block = form.block_of(name, inputs)
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
 

@@ -21,7 +21,7 @@ PAIR_BLOCK = 32  # inputs of bf16 whose products are added apart: kernels/bf16.h
 LEAST_HALF = 2.0**-56  # smaller numbers of bf16 count as 0: kernels/bf16.h
 LEAST_BITS = int(np.float32(LEAST_HALF).view(np.uint32)) >> 16
 LAYOUT = "2"  # of matrices in a file of weights, the same for every processor; another one with every change of it
-LAYOUTS = {"bf16": "3"}  # of precisions that changed alone
+LAYOUTS = {"bf16": "3", "int4": "3"}  # of precisions that changed alone
 
 
 def whole_panels(size: int) -> int:

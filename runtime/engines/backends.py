@@ -58,9 +58,10 @@ class Backend:
 
     precisions: those that a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: the largest block
     of a low-bit matrix (inputs that share a scale), by precision. scale_bytes: bytes of a scale. offsets: precisions
-    whose blocks have an offset, too. caches: precisions of keys and values that a build can choose, first that in which
-    they are computed; none: they are stored as activations are. beside: defaults other than the first one, by the
-    precision of weights. draft_precision: the default precision of a draft; None: that of the target.
+    whose blocks have an offset, too. heads: the precision of the vocabulary projection where it is another one, by that
+    of the other matrices. caches: precisions of keys and values that a build can choose, first that in which they are
+    computed; none: they are stored as activations are. beside: defaults other than the first one, by the precision of
+    weights. draft_precision: the default precision of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
     panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
@@ -83,6 +84,7 @@ class Backend:
     blocks: Mapping[str, int] = field(default_factory=dict)
     scale_bytes: int = 4
     offsets: tuple[str, ...] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
     caches: tuple[str, ...] = ()
     beside: Mapping[str, str] = field(default_factory=dict)
     draft_precision: str | None = None
@@ -180,6 +182,7 @@ NATIVE = Backend(
     blocks=dict.fromkeys(INTEGERS, BLOCK),  # activations are rounded in blocks of the same size
     scale_bytes=2,
     offsets=native.OFFSETS,
+    heads=native.HEADS,
     caches=("fp32", "fp16", "int8"),
     beside=dict.fromkeys((*HALF, *INTEGERS), "fp16"),  # where it adds nothing that can be measured: docs/native.md
     draft_precision="int8",
@@ -214,18 +217,17 @@ def bits_of_weight(spec: EngineSpec) -> float:
     """Mean bits of a weight in the matrices that a pass multiplies with, scales and offsets included. The embedding
     does not count, because its rows are only looked up."""
     backend, computed = describe_backend(spec.backend), activations(spec.precision, describe_backend(spec.backend).form)
-    most = backend.blocks.get(spec.precision)
-    if most is None:
+    if (most := backend.blocks.get(spec.precision)) is None:
         return 8.0 * ITEM_BYTES[spec.precision]
     inner = -(-spec.model.intermediate_size // most) * most
     network = network_of(replace(spec.model, intermediate_size=inner))
-    numbers = 2 if spec.precision in backend.offsets else 1
-    beside = 8 * numbers * min(backend.scale_bytes, ITEM_BYTES[computed])  # bits of a block
     weights = bits = 0.0
     for matrix in (*(part for layer in network.layers for part in layer.matrices), network.head):
+        own = backend.heads.get(spec.precision, spec.precision) if matrix == network.head else spec.precision
+        beside = 8 * (1 + (own in backend.offsets)) * min(backend.scale_bytes, ITEM_BYTES[computed])  # bits of a block
         size = matrix.inputs * sum(matrix.outputs)
         block = next(block for block in BLOCKS if block <= most and matrix.inputs % block == 0)
-        weights, bits = weights + size, bits + size * (BITS[spec.precision] + beside / block)
+        weights, bits = weights + size, bits + size * (BITS[own] + beside / block)
     return bits / weights
 
 
@@ -252,7 +254,8 @@ def format_of_weight(spec: EngineSpec) -> str:
     if (most := backend.blocks.get(spec.precision)) is None:
         return spec.precision
     beside = "scale and offset" if spec.precision in backend.offsets else "scale"
-    return f"{spec.precision} with a {beside} per block of up to {most}"
+    head = f", the vocabulary projection {of_head}" if (of_head := backend.heads.get(spec.precision)) else ""
+    return f"{spec.precision} with a {beside} per block of up to {most}{head}"
 
 
 def describe_backend(name: str) -> Backend:

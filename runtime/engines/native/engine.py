@@ -26,7 +26,7 @@ from ..base import Ahead, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenB
 from ..cache import GrowingKVCache
 from ..limits import cores
 from .softmax import NativeSoftmax, PreparedRows
-from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
+from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 
 # Types of a cache's numbers, by precision.
 STORED: dict[str, type[Any]] = {"": np.float32, "fp32": np.float32, "fp16": np.float16, "int8": np.int8}
@@ -208,7 +208,7 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
     """The C structures of the model, which point into `weights`. `check_tensors` has compared these with the spec."""
     model, network = spec.model, packed_network(spec.model, spec.precision)
 
-    def matrix(name: str, outputs: int, precision: str = spec.precision) -> Matrix:
+    def matrix(name: str, outputs: int, precision: str) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
         inputs = packed.shape[1] * {"bf16": 2, "int8": 4, "int4": 8}.get(precision, 1)
         block = 0 if scales is None else inputs // scales.shape[1]
@@ -216,7 +216,8 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
 
     def described(part: layers.Matrix) -> Matrix:
-        return matrix(part.name, packed_rows(part) if part.gated else sum(part.outputs))
+        outputs = packed_rows(part) if part.gated else sum(part.outputs)
+        return matrix(part.name, outputs, precision_of(part, spec.precision))
 
     def norm(part: layers.Norm | None) -> int | None:
         return None if part is None else address(weights[part.name])

@@ -22,7 +22,7 @@ from ....models.bindings import ACCEPTANCE as ACCEPTANCE_OUTPUT
 from ....models.bindings import BITS, INTEGERS
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
-from ....models.layers import EMBEDDING, Matrix, Network, network_of
+from ....models.layers import EMBEDDING, HEAD, Matrix, Network, network_of
 from ....plugins.native.library import BLOCK
 from ....plugins.native.packing import LAYOUT, LAYOUTS, PAIR_BLOCK, PANEL, whole_panels
 from ..base import EngineSpec
@@ -31,6 +31,7 @@ from ..base import EngineSpec
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
 OFFSETS = ("int4",)  # precisions whose blocks have an offset beside the scale
+HEADS = {"int4": "int8"}  # of the vocabulary projection, where it is another one; docs/precision.md says why
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
 ALIGNMENT = 64  # bytes of a vector
@@ -55,6 +56,11 @@ class Stored(NamedTuple):
 def layout_of(precision: str) -> str:
     """The layout in which this release stores matrices of a precision."""
     return LAYOUTS.get(precision, LAYOUT)
+
+
+def precision_of(matrix: Matrix, precision: str) -> str:
+    """The precision of one matrix of an engine."""
+    return HEADS.get(precision, precision) if matrix.name == HEAD else precision
 
 
 def packed_network(config: LlamaConfig, precision: str) -> Network:
@@ -83,16 +89,16 @@ def expected_tensors(
 
     def matrix(part: Matrix) -> Iterator[tuple[str, Stored]]:
         name, inputs, rows = part.name, part.inputs, packed_rows(part)
-        count = rows // PANEL
-        if precision in INTEGERS:
-            yield f"{name}.weights", Stored(STORED[precision], (count, inputs * BITS[precision] // 32, PANEL, 4))
-            blocks, pair = blocks_of(precision, name, inputs), (2,) if precision in OFFSETS else ()
+        count, own = rows // PANEL, precision_of(part, precision)
+        if own in INTEGERS:
+            yield f"{name}.weights", Stored(STORED[own], (count, inputs * BITS[own] // 32, PANEL, 4))
+            blocks, pair = blocks_of(own, name, inputs), (2,) if own in OFFSETS else ()
             yield f"{name}.scales", Stored("U16", (count, blocks, *pair, PANEL))
-        elif precision == "bf16":
+        elif own == "bf16":
             pairs = -(-inputs // PAIR_BLOCK) * PAIR_BLOCK // 2
-            yield f"{name}.weights", Stored(STORED[precision], (count, pairs, PANEL, 2))
+            yield f"{name}.weights", Stored(STORED[own], (count, pairs, PANEL, 2))
         else:
-            yield f"{name}.weights", Stored(STORED[precision], (count, inputs, PANEL))
+            yield f"{name}.weights", Stored(STORED[own], (count, inputs, PANEL))
         if part.bias:
             yield f"{name}.bias", Stored("F32", (rows,))
 
