@@ -164,14 +164,19 @@ class EngineBundle:
         if not whole or not 0 <= threads <= backend.most_threads:
             most = f" to {backend.most_threads}" if backend.most_threads else f", as {spec.backend} computes on a GPU"
             raise ConfigError(f"threads of the {role} must be 0 (the backend chooses){most}, not {shown(threads)}")
+        self.check_provider(role, provider)
+        backend.check_file(file, spec)
+        return backend.open(file, spec, Opening(int(threads), provider, self.private))
+
+    def check_provider(self, role: str, provider: str) -> None:
+        """Raises ConfigError if the engine of a role cannot compute on a provider."""
+        backend = BACKENDS[self.manifest.engines[role].backend]
         if provider not in backend.providers:
             raise ConfigError(
-                f"the {role} runs on {spec.backend}, which has no provider {shown(provider)}: choose one of "
+                f"the {role} runs on {backend.name}, which has no provider {shown(provider)}: choose one of "
                 f"{', '.join(backend.providers)}"
                 + ("" if len(backend.providers) > 1 else ", or build with --backend onnxruntime")
             )
-        backend.check_file(file, spec)
-        return backend.open(file, spec, Opening(int(threads), provider, self.private))
 
     @property
     def has_draft(self) -> bool:

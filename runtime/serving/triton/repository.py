@@ -78,10 +78,12 @@ def write_model(
     """Write the model `name` into a repository and return its folder; an older model is replaced atomically.
 
     settings: their `bundle` is ignored; the model refers to `bundle` by its absolute path, or to a copy in the model's
-    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name and for speculation that is too
-    large for the bundle.
+    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name, for speculation that is too large
+    for the bundle, and for a provider that its engines do not have.
     """
     opened = EngineBundle.open(bundle)
+    for role in opened.manifest.engines:
+        opened.check_provider(role, settings.provider)
     if settings.speculative is not None:
         fitted(settings.speculative, opened)
     folder = repository.resolve() / name
