@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         default=hidden,
-        help="of the weights: fp32 (default), int8 or int4; native also fp16 and bf16; TensorRT fp16 (default), "
-        "bf16, fp32 or fp8",
+        help="of the weights. native: fp32 (default), bf16, fp16, int8, int4; onnxruntime: fp32 (default), int8, int4; "
+        "TensorRT: fp16 (default), bf16, fp32, int8, int4, fp8",
     )
     parser.add_argument("--draft-backend", default=hidden, help="default: the target's")
     parser.add_argument(
@@ -79,7 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "frequency)",
     )
     parser.add_argument(
-        "--max-length", type=int, default=hidden, metavar="N", help="tokens of prompt and output (default: the models')"
+        "--max-length",
+        type=int,
+        default=hidden,
+        metavar="N",
+        help="tokens of prompt and output together (default: what both models support, at most 8192)",
     )
     parser.add_argument(
         "--widths", type=integers, default=hidden, metavar="1,2,4,...", help="numbers of rows of a pass, with commas"

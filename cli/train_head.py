@@ -53,7 +53,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--contexts",
         default=hidden,
-        help="texts that the draft reads in training: mixed (default, as published) or branched off the target's texts",
+        help="texts that the draft reads in training: mixed (default, as published), or branched, which branch off the "
+        "target's texts",
     )
     parser.add_argument(
         "--untied", dest="tied", action="store_false", default=hidden, help="every ResBlock has its own matrix"

@@ -1,5 +1,6 @@
-"""Write docs/options.md, the reference of every option, from the code: argparse's parsers, the dataclasses of settings
-and the bodies of HTTP requests. The site's build runs it; the page is not stored, so it cannot be out of date."""
+"""Write docs/options.md, the reference of every option and of the Python API, from the code: argparse's parsers, the
+dataclasses of settings, the public classes and the bodies of HTTP requests. The site's build runs it; the page is not
+stored, so it cannot be out of date."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from draftwood import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
+from draftwood import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, runtime
 from draftwood.cli.main import COMMANDS
 from draftwood.runtime.serving.http.reference import kind, shown
 from draftwood.runtime.serving.openai.chat_body import ChatBody
@@ -26,8 +27,9 @@ def page() -> str:
 
 
 def parts() -> Iterator[str]:
-    yield "# Options\n\nThis page is written from the code when the site is built. `draftwood COMMAND --help` shows the"
-    yield "same options on your machine, and a server's `/docs` shows the fields of its requests.\n"
+    yield "# Options and Python API\n\nThis page is written from the code when the site is built."
+    yield "`draftwood COMMAND --help` shows the same options on your machine, and a server's `/docs` shows the"
+    yield "fields of its requests.\n"
     yield "## The command line\n"
     commands = parsers()
     for name, parser in commands.items():
@@ -58,6 +60,12 @@ def parts() -> Iterator[str]:
             ((code(each.name), code(str(each.annotation)), code(shown_default(each.default))) for each in parameters),
         )
         yield described(opened.__init__)
+        yield from members(opened)
+    yield "## Other public classes\n\n`from draftwood import NAME`.\n"
+    for name in sorted(set(runtime.__all__) - {"SamplingParams", "SpeculativeConfig", "LLM", "AsyncLLM"}):
+        yield f"### {name}\n"
+        yield described(getattr(runtime, name))
+        yield from members(getattr(runtime, name))
     yield "## Fields of HTTP requests\n"
     _, definitions = models_json_schema(
         [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=REFERENCES
@@ -89,6 +97,29 @@ def expanded(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 def described(thing: Any) -> str:
     """A docstring as paragraphs."""
     return "\n\n".join(cell(" ".join(each.split())) for each in (inspect.getdoc(thing) or "").split("\n\n")) + "\n"
+
+
+def members(cls: type) -> Iterator[str]:
+    """What a class has of its own and of the classes of this project: fields, properties and methods."""
+    own = [base for base in reversed(cls.__mro__) if base.__module__.startswith("draftwood")]
+    found = {name: value for base in own for name, value in vars(base).items() if not name.startswith("_")}
+    found |= {name: None for base in own for name in vars(base).get("__annotations__", ()) if not name.startswith("_")}
+    rows = [
+        (code(name + signature(value)), " ".join((inspect.getdoc(value) or "").split()) if value is not None else "")
+        for name, value in found.items()
+        if value is None or inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod, property))
+    ]
+    if rows:
+        yield from table(("member", "meaning"), rows)
+
+
+def signature(value: object) -> str:
+    """The parameters of a method, without types; nothing for fields and properties."""
+    if value is None or isinstance(value, property):
+        return ""
+    parameters = inspect.signature(getattr(value, "__func__", value)).parameters.values()
+    names = (each.name + ("" if each.default is each.empty else "=…") for each in parameters)
+    return f"({', '.join(name for name in names if name not in ('self', 'cls'))})"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

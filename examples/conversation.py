@@ -9,7 +9,7 @@ import sys
 
 from draftwood import LLM, ChatSession, SamplingParams
 
-bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/mine"
+bundle = sys.argv[1] if len(sys.argv) > 1 else "bundles/smollm2"
 messages = ("What is the capital of France?", "And of Italy?")
 
 with LLM(bundle) as llm, ChatSession(llm, system="Answer briefly.") as session:

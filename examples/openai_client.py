@@ -14,7 +14,7 @@ command = [sys.executable, "-m", "draftwood", "serve", bundle, "--port", "0"]
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
     try:
         assert server.stdout is not None
-        line = server.stdout.readline()  # draftwood: model 'demo' at http://127.0.0.1:8000/v1, …
+        line = server.stdout.readline()  # draftwood: model 'smollm2' at http://127.0.0.1:8000/v1, …
         client = OpenAI(base_url=line.split(" at ")[1].split(",")[0], api_key="none")
         model = client.models.list().data[0].id
         stream = client.completions.create(

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import pytest
 from bundling import ROOT
 
+from draftwood import runtime
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 
 DRAFT = "models/demo/smollm2"
@@ -98,6 +99,11 @@ def test_the_reference_has_every_option_and_field() -> None:
         assert argparse.SUPPRESS not in page
     for settings in (SamplingParams, SpeculativeConfig):
         assert all(f"| `{field.name}` |" in page for field in fields(settings))
+    for name in runtime.__all__:
+        assert f"### {name}\n" in page
+    for name in ("LLM.generate", "LLM.chat", "AsyncLLM.stream", "ChatSession.send"):
+        cls, method = name.split(".")
+        assert f"| `{method}(" in page.partition(f"### {cls}\n")[2].partition("\n##")[0], name
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert all(len(re.findall(r"(?<!\\)\|", row)) in (3, 4, 5) for row in rows)
 

@@ -25,7 +25,9 @@ class CompletionBody(GenerationBody):
         | Annotated[list[str], Field(fail_fast=True, min_length=1)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
     )
-    max_tokens: int | None = Field(None, ge=0, le=LARGEST_COUNT, description="0 reads the prompt alone")
+    max_tokens: int | None = Field(
+        None, ge=0, le=LARGEST_COUNT, description="default 16, as OpenAI's; 0 reads the prompt alone"
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(False, description="the text begins with the prompt, whose tokens then have logprobs, too")
     best_of: int | None = Field(
