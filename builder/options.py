@@ -94,6 +94,8 @@ class BuildOptions:
         self._check_draft()
         if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
             raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")
+        if self.widths[-1] < 2:
+            raise ConfigError("widths must reach 2, because a proposed token and the token before it are two rows")
         if self.widths[-1] > MOST_ROWS:
             raise ConfigError(f"widths must be at most {MOST_ROWS}, not {self.widths[-1]}")
         if self.max_batch > MOST_BATCH:

@@ -26,7 +26,8 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
 
     Returns the largest difference of two logits, divided by the largest logit if that exceeds 1. Raises BundleError if
     the result exceeds `TOLERANCE`, or if an acceptance head's output differs by more than `HEAD_TOLERANCE`. Less
-    precise engines may differ by more, see `COARSER`.
+    precise engines may differ by more, see `COARSER`. It raises BundleError, too, if a logit of either is NaN or
+    infinite, of which no difference can be taken.
     """
     rounded = (rounding or engine.spec.precision, engine.spec.cache_precision)
     coarser = max(COARSER.get(precision, 1.0) for precision in rounded)
@@ -37,6 +38,7 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
         end = first + batch.num_tokens
         rows = slice(end - 1, end) if len(batch.output_rows) == 1 else slice(first, end)
         found, expected = output.logits[: rows.stop - rows.start], reference.logits[rows]
+        refuse_no_numbers(found, expected, engine.spec)
         scale = max(1.0, float(np.abs(expected).max()))
         worst = max(worst, float(np.abs(found - expected).max()) / scale)
         if output.acceptance is not None and reference.acceptance is not None:
@@ -51,6 +53,19 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
             "checkpoint"
         )
     return worst
+
+
+def refuse_no_numbers(found: NDArray[np.float32], expected: NDArray[np.float32], spec: EngineSpec) -> None:
+    """Raises BundleError if logits [rows, V] of the engine or of the reference are NaN or infinite."""
+    if not np.isfinite(expected).all():
+        raise BundleError(
+            f"the {spec.role} computes logits that are NaN or infinite even in fp32: its weights are damaged or too large"
+        )
+    if not np.isfinite(found).all():
+        raise BundleError(
+            f"the {spec.role} computes logits that are NaN or infinite in {spec.precision}: its weights or activations "
+            "are too large for this type; build it with --precision bf16 or fp32"
+        )
 
 
 def refuse_another_head(found: NDArray[np.float32], expected: NDArray[np.float32], tolerance: float) -> None:

@@ -26,7 +26,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ...models import bindings
-from ...models.errors import ConfigError
+from ...models.errors import CheckpointError, ConfigError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
 from ...plugins.native.cache import open_kernels
 from ...plugins.native.compile import CompilerError
@@ -280,8 +280,12 @@ class RoundedCheckpoint:
         return widened(self.half(name)) if matrix else widened(stored)
 
     def half(self, name: str) -> NDArray[Any]:
-        """A matrix in 16 bits. Raises CheckpointError as the source does."""
-        return converted(self.source.tensor(stored_name(self.source, name)), self.dtype)
+        """A matrix in 16 bits. Raises CheckpointError as the source does, and where a weight is too large for fp16."""
+        with np.errstate(over="ignore"):
+            rounded = converted(self.source.tensor(stored_name(self.source, name)), self.dtype)
+        if self.precision == "fp16" and not np.isfinite(rounded).all():
+            raise CheckpointError(f"{name} has weights too large for fp16: build with --precision bf16 or fp32")
+        return rounded
 
 
 Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint

@@ -113,10 +113,14 @@ class Manifest:
                 "update draftwood, or rebuild the bundle with draftwood build"
             )
         unsigned = {name: value for name, value in content.items() if name not in ("checksum", "format")}
-        if content.get("checksum") != checksum({"format": FORMAT, **unsigned}):
-            raise BundleError(f"{MANIFEST} was changed after the build: rebuild the bundle instead of editing it")
         try:
+            if content.get("checksum") != checksum({"format": FORMAT, **unsigned}):
+                raise BundleError(f"{MANIFEST} was changed after the build: rebuild the bundle instead of editing it")
             manifest: Manifest = typed(cls, unsigned, MANIFEST)
+        except RecursionError as error:
+            raise BundleError(f"{MANIFEST} has too many levels: rebuild the bundle") from error
+        except BundleError:
+            raise
         except ValueError as error:
             raise BundleError(f"{error}: rebuild the bundle") from error
         check_manifest(manifest)

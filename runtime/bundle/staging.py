@@ -13,7 +13,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...models.errors import DraftwoodError
@@ -27,8 +27,13 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
     """A temporary folder beside `output`. It replaces `output` if the block succeeds, and is removed otherwise.
 
     marker: a file that identifies an older result, which may be replaced. Raises `refusal` if `output` is neither an
-    older result nor an empty folder, if it cannot be written, and instead of any OSError of the block.
+    older result nor an empty folder, if it cannot be written, and instead of any OSError of the block. Where `output` is
+    a symbolic link, the folder that it leads to is replaced, and the link stays.
     """
+    try:
+        output = output.resolve()
+    except (OSError, RuntimeError) as error:  # links that lead to each other
+        raise refusal(f"{output} leads nowhere ({error}): choose another --output") from error
     if output.exists() and not replaceable(output, marker):
         raise refusal(f"{output} exists and has no {marker}: choose another --output, or remove it yourself")
     # The folder is locked before it gets the name by which other processes find left-over folders.
@@ -78,9 +83,9 @@ def remove_left_over(output: Path) -> None:
     if None in locks.values():
         return  # another process writes here, and may be renaming both
     for old in left_over("old"):
-        if not output.exists():
+        if not output.exists() and not old.is_symlink():
             old.rename(output)
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
 
 
 def try_lock(folder: Path) -> int | None:
@@ -122,7 +127,13 @@ def move_into_place(staging: Path, output: Path) -> None:
         raise
     finally:
         if output.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, or a link to one, as far as the system lets."""
+    with suppress(OSError):
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
 
 
 def sibling(output: Path, kind: str) -> Path:

@@ -143,6 +143,7 @@ def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_pa
         ({"widths": (2, 4)}, "widths"),
         ({"widths": (1, 4, 2)}, "widths"),
         ({"widths": ()}, "widths"),
+        ({"widths": (1,)}, "widths must reach 2"),
         ({"max_length": 1}, "max_length"),
         ({"widths": (1, 20_000)}, "widths must be at most 16384"),
         ({"backend": "tensorrt", "precision": "fp16", "max_batch": 5000}, "max_batch must be at most 4096"),

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 from bundling import DEMO
-from checkpoints import write_checkpoint
+from checkpoints import edit_weights, write_checkpoint
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lowbit import assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
@@ -28,17 +28,18 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.parallel import PART
 from draftwood.builder.parity import largest_difference, rows_of
 from draftwood.builder.pipeline import build
-from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, WeightFormat
+from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, RoundedCheckpoint, WeightFormat
 from draftwood.builder.reference import score_rows
 from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
-from draftwood.models.errors import BundleError, ConfigError
+from draftwood.models.errors import BundleError, CheckpointError, ConfigError
 from draftwood.models.layers import network_of, num_parameters
 from draftwood.models.llama import Llama
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.backends import BLOCKS
+from draftwood.runtime.engines.base import ForwardOutput
 from draftwood.runtime.engines.torch import TorchEngine
 
 
@@ -183,6 +184,25 @@ def test_parity_sees_another_weight(tmp_path: Path) -> None:
 
     with pytest.raises(BundleError, match="differs from the torch reference"):
         largest_difference(engine, score_rows(other, weights.config, rows_of(engine.spec)))
+
+
+def test_parity_sees_what_is_no_number(tmp_path: Path) -> None:
+    """Of the engine, of the reference, and of a weight that fp16 cannot hold. No comparison with NaN is true."""
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    engine = open_engine(folder, "onnxruntime", "fp32", tmp_path / "target.onnx")
+    reference = score_rows(Checkpoint(folder).tensor, Checkpoint(folder).config, rows_of(engine.spec))
+    broken = reference._replace(logits=np.full_like(reference.logits, np.nan))
+    with pytest.raises(BundleError, match="infinite even in fp32: its weights are damaged"):
+        largest_difference(engine, broken)
+    engine.score = lambda batch, cache: output._replace(logits=np.full_like(output.logits, np.inf))  # type: ignore[method-assign]
+    output = ForwardOutput(reference.logits, None, None)
+    with pytest.raises(BundleError, match="infinite in fp32: .*--precision bf16 or fp32"):
+        largest_difference(engine, reference)
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit_weights(folder, lambda tensors: tensors[name].view(-1)[:1].fill_(1e5))
+    assert np.isfinite(RoundedCheckpoint(Checkpoint(folder), "bf16").tensor(name)).all()
+    with pytest.raises(CheckpointError, match=f"{name} has weights too large for fp16: build with --precision bf16"):
+        RoundedCheckpoint(Checkpoint(folder), "fp16").tensor(name)
 
 
 @pytest.mark.parametrize("precision", bindings.INTEGERS)

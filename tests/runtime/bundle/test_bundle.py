@@ -76,6 +76,15 @@ def test_damage_is_refused_with_the_fix(bundle: Path, damage: Callable[[Path], o
         EngineBundle.open(bundle)
 
 
+def test_a_manifest_of_any_depth_is_refused(bundle: Path) -> None:
+    """How deep Python reads and writes differs, and depends on who calls."""
+    content = (bundle / MANIFEST).read_text().rstrip()[:-1]
+    for levels in range(600, 1000):
+        (bundle / MANIFEST).write_text(f'{content}, "more": {"[" * levels}{"]" * levels}}}')
+        with pytest.raises(BundleError, match="changed after the build|levels|unreadable"):
+            EngineBundle.open(bundle)
+
+
 @pytest.mark.parametrize("name", ["target.onnx", "tokenizer.json", MANIFEST])
 @pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder"])
 def test_a_bundle_is_made_of_plain_files(bundle: Path, name: str, kind: str, tmp_path: Path) -> None:

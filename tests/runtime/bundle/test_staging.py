@@ -116,6 +116,27 @@ def test_an_older_result_whose_process_was_killed_gets_its_name_back(tmp_path: P
     assert names(tmp_path) == ["head"] and (output / "head.json").read_text() == "new"
 
 
+def test_what_a_link_leads_to_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a link that a killed process of an older release renamed is no result that could come back."""
+    first, link = tmp_path / "first", tmp_path / "head"
+    write(first, "head.json", "old")
+    link.symlink_to(first)
+    (tmp_path / ".head.old-0").symlink_to(first)
+    write(link, "head.json", "new")
+    assert link.is_symlink() and (first / "head.json").read_text() == "new"
+    link.unlink()
+    write(link, "head.json", "newest")
+    assert names(tmp_path) == ["first", "head"] and (first / "head.json").read_text() == "new"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write(Path(), "head.json")
+    assert names(tmp_path / "here") == ["head.json"]
+    link = tmp_path / "round"
+    link.symlink_to(link)
+    with pytest.raises(CheckpointError, match=r"round.*choose another --output"):
+        write(link, "head.json")
+
+
 def test_a_folder_is_locked_while_it_is_written(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "head", "head.json", CheckpointError) as staging:
         (staging / "head.json").write_text("")
