@@ -59,7 +59,8 @@ def refuse_no_numbers(found: NDArray[np.float32], expected: NDArray[np.float32],
     """Raises BundleError if logits [rows, V] of the engine or of the reference are NaN or infinite."""
     if not np.isfinite(expected).all():
         raise BundleError(
-            f"the {spec.role} computes logits that are NaN or infinite even in fp32: its weights are damaged or too large"
+            f"the {spec.role} computes logits that are NaN or infinite even in fp32: its weights are damaged or too "
+            "large"
         )
     if not np.isfinite(found).all():
         raise BundleError(

@@ -15,7 +15,7 @@ so that the torch reference runs on exactly the engine's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ...models import bindings
 from ...models.errors import CheckpointError, ConfigError
-from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Matrix, network_of
+from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from ...plugins.native.cache import open_kernels
 from ...plugins.native.compile import CompilerError
 from ...plugins.native.library import NativeLibrary
@@ -35,7 +35,6 @@ from ...plugins.native.processor import KernelError
 from ...runtime.engines.backends import BACKENDS, BLOCKS, Backend
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.source import Blocks
-from ..engines.graph import GraphWriter
 from ..parallel import in_parts
 
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
@@ -328,40 +327,3 @@ def widened(array: NDArray[Any]) -> NDArray[np.float32]:
 def stored_name(source: Checkpoint, name: str) -> str:
     """The tensor of the checkpoint that a name reads: the embedding, where the vocabulary projection is tied to it."""
     return EMBEDDING_WEIGHT if name == HEAD_WEIGHT and source.config.tie_embeddings else name
-
-
-def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint, matrix: Matrix) -> ir.Value:
-    """The transposed matrices side by side, [K, N], dequantised in the graph from codes read while it is written. Codes
-    are stored as [K, N], too: ONNX Runtime and TensorRT fuse that form."""
-    form, inputs, outputs = checkpoint.form.of(matrix.weights[0]), matrix.inputs, sum(matrix.outputs)
-    block = form.block_of(name, inputs)
-    waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
-
-    def merged() -> Quantized:
-        parts = [checkpoint.quantized(weight) for weight in matrix.weights]
-        return Quantized(
-            np.concatenate([part.codes for part in parts]), np.concatenate([part.scales for part in parts])
-        )
-
-    def codes() -> NDArray[Any]:
-        waiting[:] = [merged()]
-        return waiting[0].codes.astype(form.dtype.numpy())
-
-    def scales() -> NDArray[Any]:
-        return writer.cast((waiting.pop() if waiting else merged()).scales)
-
-    def stored(part: str, dtype: ir.DataType, columns: int, read: Callable[[], NDArray[Any]]) -> ir.Value:
-        return initializer(writer, f"{name}.{part}", dtype, (columns, outputs), lambda: np.ascontiguousarray(read().T))
-
-    parts = [stored("codes", form.dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
-    return writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=0, block_size=block)
-
-
-def initializer(
-    writer: GraphWriter, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], NDArray[Any]]
-) -> ir.Value:
-    """A weight of another type than the graph's, read when it is written."""
-    tensor = ir.LazyTensor(lambda: ir.Tensor(read(), name=name), dtype, ir.Shape(shape), name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(dtype), const_value=tensor)
-    writer.initializers[name] = value
-    return value

@@ -26,9 +26,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
 def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> Iterator[Path]:
     """A temporary folder beside `output`. It replaces `output` if the block succeeds, and is removed otherwise.
 
-    marker: a file that identifies an older result, which may be replaced. Raises `refusal` if `output` is neither an
-    older result nor an empty folder, if it cannot be written, and instead of any OSError of the block. Where `output` is
-    a symbolic link, the folder that it leads to is replaced, and the link stays.
+    marker: a file that identifies an older result, which may be replaced. Where `output` is a symbolic link, the folder
+    that it leads to is replaced, and the link stays. Raises `refusal` if `output` is neither an older result nor an
+    empty folder, if it cannot be written, and instead of any OSError of the block.
     """
     try:
         output = output.resolve()

@@ -134,11 +134,14 @@ class SamplingParams:
             require(name, texts, longest <= MAX_STOP_LENGTH, f"strings of at most {MAX_STOP_LENGTH} characters")
         few = len(self.stop_token_ids) <= MAX_STOP_TOKENS
         require("stop_token_ids", self.stop_token_ids, few, f"at most {MAX_STOP_TOKENS} token ids")
-        require("stop_token_ids", self.stop_token_ids, all(token_id(t) >= 0 for t in self.stop_token_ids), "token ids")
         allowed = self.allowed_token_ids
         few = allowed is None or 0 < len(allowed) <= MAX_ALLOWED_TOKENS
         require("allowed_token_ids", allowed, few, f"None or between 1 and {MAX_ALLOWED_TOKENS} token ids")
-        require("allowed_token_ids", allowed, all(token_id(t) >= 0 for t in allowed or ()), "None or token ids")
+        for name, expected in (("stop_token_ids", "token ids"), ("allowed_token_ids", "None or token ids")):
+            given = getattr(self, name)
+            tokens = None if given is None else tuple(map(token_id, given))
+            require(name, given, min(tokens or (0,)) >= 0, expected)
+            object.__setattr__(self, name, tokens)
         require("logits_processors", self.logits_processors, all(map(callable, self.logits_processors)), "functions")
         seeded = self.seed is None or 0 <= self.seed <= LARGEST_SEED
         require("seed", self.seed, seeded, f"None or an integer between 0 and {LARGEST_SEED}")
@@ -177,7 +180,9 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     """A tuple of `value`, which is a sequence of values, one value, or None."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    if isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "shape", None) == ():
+        return (value,)  # arrays of no dimension say that they are iterable
+    return tuple(value)
 
 
 def biases(value: Any) -> dict[int, float]:

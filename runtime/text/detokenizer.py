@@ -159,6 +159,7 @@ class StopChecker:
     def __init__(self, stop: Sequence[str], keeps: bool = False) -> None:
         """keeps: a text ends with its stop string, not before it."""
         self._stop, self._keeps = tuple(stop), keeps
+        self._begun = [BegunStop(each) for each in self._stop]
         self._held = ""
 
     def push(self, delta: str) -> StopResult:
@@ -175,7 +176,7 @@ class StopChecker:
     def pass_over(self, delta: str) -> str:
         """Add text in which no stop string may end yet. A stop string may begin at its end, which is then held back."""
         text = self._held + delta
-        keep = max((overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((begun.add(delta) for begun in self._begun), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -183,6 +184,39 @@ class StopChecker:
         """The text that was held back, when no more text follows."""
         text, self._held = self._held, ""
         return text
+
+
+class BegunStop:
+    """How much of a stop string stands at the end of a text (Knuth, Morris and Pratt 1977). A letter of the text takes
+    a constant time, also behind a stop string that repeats itself."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop, self._size = stop, 0
+        # By the letters at the beginning of the stop string, from one on: the longest part of them, not all, that they
+        # both begin and end with. As many entries as were needed so far.
+        self._borders = [0]
+
+    def add(self, text: str) -> int:
+        """Add text. Returns the length of its longest end that begins the stop string and is not all of it."""
+        stop, size = self._stop, self._size
+        for letter in text:
+            while size and stop[size] != letter:
+                size = self._border(size)
+            size += stop[size] == letter
+            if size == len(stop):
+                size = self._border(size)
+        self._size = size
+        return size
+
+    def _border(self, size: int) -> int:
+        """An entry of the borders."""
+        stop, borders = self._stop, self._borders
+        while len(borders) < size:
+            border = borders[-1]
+            while border and stop[border] != stop[len(borders)]:
+                border = borders[border - 1]
+            borders.append(border + (stop[border] == stop[len(borders)]))
+        return borders[size - 1]
 
 
 def overlap(text: str, stop: str) -> int:

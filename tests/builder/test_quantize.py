@@ -196,7 +196,7 @@ def test_parity_sees_what_is_no_number(tmp_path: Path) -> None:
         largest_difference(engine, broken)
     engine.score = lambda batch, cache: output._replace(logits=np.full_like(output.logits, np.inf))  # type: ignore[method-assign]
     output = ForwardOutput(reference.logits, None, None)
-    with pytest.raises(BundleError, match="infinite in fp32: .*--precision bf16 or fp32"):
+    with pytest.raises(BundleError, match=r"infinite in fp32: .*--precision bf16 or fp32"):
         largest_difference(engine, reference)
     name = "model.layers.0.mlp.down_proj.weight"
     edit_weights(folder, lambda tensors: tensors[name].view(-1)[:1].fill_(1e5))

@@ -101,7 +101,7 @@ def test_the_reference_has_every_option_and_field() -> None:
         assert all(f"| `{field.name}` |" in page for field in fields(settings))
     for name in runtime.__all__:
         assert f"### {name}\n" in page
-    for name in ("LLM.generate", "LLM.chat", "AsyncLLM.stream", "ChatSession.send"):
+    for name in ("LLM.generate", "LLM.chat", "AsyncLLM.generate", "ChatSession.send"):
         cls, method = name.split(".")
         assert f"| `{method}(" in page.partition(f"### {cls}\n")[2].partition("\n##")[0], name
     rows = [line for line in page.splitlines() if line.startswith("|")]

@@ -66,7 +66,7 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provid
 
     kv_cache_bytes: memory for all caches; None takes CACHE_SHARE of the memory that is available now. provider: of the
     engines; caches of another one than the CPU's lie in the memory of the first GPU. Raises ConfigError when this share
-    suffices for no request, and EngineError without a GPU.
+    suffices for no request and when more memory is asked for than is available, and EngineError without a GPU.
     """
     target = specs[0]
     longest, spare = target.capacity, target.max_width
@@ -86,6 +86,11 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provid
                 "--kv-cache-bytes"
             )
         return CacheBudget(slots, longest, spare, padding)
+    if provider == CPU and available is not None and kv_cache_bytes > available:
+        raise ConfigError(
+            f"--kv-cache-bytes of {kv_cache_bytes} is more than the {available} bytes of memory that are available: "
+            "lower it, or leave it out to take a share of these"
+        )
     return CacheBudget(kv_cache_bytes // sum(map(slot_bytes, specs)), longest, spare)
 
 

@@ -145,15 +145,16 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def sampling_params(values: Mapping[str, Any], greedy: bool) -> SamplingParams:
-    """The SamplingParams of these settings. greedy: whether a request without sampling settings is greedy, as in
-    TensorRT-LLM; in vLLM its temperature is 1."""
+    """The SamplingParams of these settings. greedy: whether a request without sampling settings is greedy and `top_p`
+    may be 0, as in TensorRT-LLM; in vLLM its temperature is 1."""
     chosen = {name: value for name, value in values.items() if name in SAMPLING}
     if chosen.get("top_k") == -1:  # vLLM's value for keeping all tokens
         chosen["top_k"] = 0
-    if chosen.get("top_p") == 0:  # TensorRT-LLM's value for greedy decoding
+    only_best = greedy and chosen.get("top_p") == 0 and not chosen.get("top_k")
+    if greedy and chosen.get("top_p") == 0:  # beside top_k it leaves nothing out
         chosen["top_p"] = 1.0
     draws = "temperature" in chosen or any(values.get(name, 0) > 0 for name in ("top_k", "top_p", "min_p"))
-    if chosen.get("top_k") == 1 or (greedy and not draws):
+    if chosen.get("top_k") == 1 or only_best or (greedy and not draws):
         chosen["temperature"] = 0.0  # the same token, without a draw
     if "end_id" in values:  # replaces the model's end tokens; -1 means that no token ends the text
         ends = () if values["end_id"] == -1 else (values["end_id"],)

@@ -81,7 +81,7 @@ def test_a_manifest_of_any_depth_is_refused(bundle: Path) -> None:
     content = (bundle / MANIFEST).read_text().rstrip()[:-1]
     for levels in range(600, 1000):
         (bundle / MANIFEST).write_text(f'{content}, "more": {"[" * levels}{"]" * levels}}}')
-        with pytest.raises(BundleError, match="changed after the build|levels|unreadable"):
+        with pytest.raises(BundleError, match=r"changed after the build|levels|unreadable"):
             EngineBundle.open(bundle)
 
 

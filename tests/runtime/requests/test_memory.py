@@ -129,6 +129,8 @@ def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(memory, "available_bytes", lambda: MIB)
     with pytest.raises(ConfigError, match="--kv-cache-bytes"):
         cache_budget(specs, None)
+    with pytest.raises(ConfigError, match=f"--kv-cache-bytes of {MIB + 1} is more than the {MIB} bytes of memory"):
+        cache_budget(specs, MIB + 1)
     monkeypatch.setattr(memory, "available_bytes", lambda: None)
     assert cache_budget(specs, None).slots is None
     monkeypatch.setattr(memory, "free_bytes", lambda: few)  # of the GPU on which caches lie

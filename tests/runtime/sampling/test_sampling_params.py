@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime.sampling.params import SamplingParams
@@ -102,6 +103,11 @@ def test_values_of_another_type_are_refused_by_name(settings: dict[str, Any], me
         ({"stop": "x"}, {"stop": ("x",)}),
         ({"stop": ["x", "yz"], "stop_token_ids": [3, 4]}, {"stop": ("x", "yz"), "stop_token_ids": (3, 4)}),
         ({"stop_token_ids": np.array([3]), "seed": np.int64(2)}, {"stop_token_ids": (3,), "seed": 2}),
+        (
+            {"stop_token_ids": torch.tensor([3]), "allowed_token_ids": [torch.tensor(4)]},
+            {"stop_token_ids": (3,), "allowed_token_ids": (4,)},
+        ),
+        ({"stop_token_ids": np.array(5)}, {"stop_token_ids": (5,)}),
         ({"temperature": np.float32(0.5), "max_tokens": np.int32(9)}, {"temperature": 0.5, "max_tokens": 9}),
         ({"temperature": 1}, {"temperature": 1.0}),
         ({"repetition_penalty": Fraction(3, 2), "top_k": np.uint8(5)}, {"repetition_penalty": 1.5, "top_k": 5}),

@@ -82,6 +82,8 @@ def test_tensors_become_sampling_params() -> None:
         ({"top_k": 5}, 1),
         ({"top_p": 0.5}, 1),
         ({"top_k": 0, "top_p": 0.0}, 0),
+        ({"top_p": 0.0, "temperature": 0.8}, 0),
+        ({"top_p": 0.0, "top_k": 5, "temperature": 0.8}, 0.8),
         ({"top_k": 1, "temperature": 0.5}, 0),
         ({"sampling_parameters": '{"max_tokens": 5}'}, 1),  # vLLM's contract, vLLM's default
         ({"sampling_parameters": '{"temperature": "0.5", "top_k": -1}'}, 0.5),
@@ -177,6 +179,7 @@ def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> No
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_p": -0.5}, "top_p"),
+        ({"sampling_parameters": '{"top_p": 0}'}, "top_p"),
         ({"bad_words": ["x" * 1001]}, "bad_words"),
         ({"sampling_parameters": "[]"}, "JSON object"),
         ({"sampling_parameters": "{"}, "not JSON"),

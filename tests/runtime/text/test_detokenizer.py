@@ -10,7 +10,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.runtime.text.detokenizer import IncrementalDetokenizer, StopChecker
+from draftwood.runtime.text.detokenizer import BegunStop, IncrementalDetokenizer, StopChecker
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 
@@ -102,6 +102,24 @@ def test_stop_strings_are_found_across_pieces(text: str, stop: list[str], sizes:
             return
     assert not any(item in text for item in stop)
     assert written + checker.finish() == text
+
+
+def test_a_letter_of_a_text_that_nearly_stops_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop string that repeats itself, and a text that is one of its beginnings again and again: the steps are as
+    many as letters, not their product."""
+    steps = 0
+    border = BegunStop._border
+
+    def counted(begun: BegunStop, size: int) -> int:
+        nonlocal steps
+        steps += 1
+        return border(begun, size)
+
+    monkeypatch.setattr(BegunStop, "_border", counted)
+    checker = StopChecker(["a" * 999 + "b", "a" * 500 + "c"])
+    text = "a" * 3000
+    assert "".join(checker.push(letter).text for letter in text) + checker.finish() == text
+    assert steps < 2 * 2 * len(text)
 
 
 def words(longest: int) -> list[str]:
