@@ -20,7 +20,7 @@ from benchmarks.precision.front_peer import Complete, Decoded, Divergence, LogPr
 from benchmarks.precision.texts import WINDOW
 from draftwood.runtime.text.tokenizer import Tokenizer
 
-FORMATS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_NL", "Q4_0")
+FORMATS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_1", "IQ4_NL", "Q4_0")
 ROOT = Path(__file__).resolve().parents[2]
 # Of llama-perplexity: divergence, best tokens in per cent, perplexity.
 SHOWN = (r"Mean\s+KLD:\s+(\S+)", r"Same top p:\s+(\S+)", r"Mean PPL\(Q\)\s+:\s+(\S+)")
