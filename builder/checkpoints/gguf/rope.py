@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....models.errors import CheckpointError
+from ....models.errors import CheckpointError, shown
 from ....models.fields import LEAST_NUMBER, MOST_NUMBER
+from ....models.rope_scaling import LINEAR, LONGROPE, YARN
 from .metadata import AGAIN, Metadata
 
 ROPE_FREQS = "rope_freqs.weight"  # a divisor for each pair's frequency: how convert_hf_to_gguf.py writes `llama3`
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+BY_LENGTH = {LONG_FACTORS: "long_factor", SHORT_FACTORS: "short_factor"}
+NONE = "none"  # GGUF's name of no scaling
 ORIGINAL_LENGTH = "scaling.original_context_length"
 ORIGINAL = 8192  # Llama 3's value: divisors give llama3's three lengths only up to a common factor
 TOLERANCE = 1e-4  # relative error of a divisor that was computed in fp32
-YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+OF_YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 
 
 def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factors: dict[str, Any]) -> dict[str, Any]:
@@ -27,33 +30,51 @@ def rope_parameters(metadata: Metadata, architecture: str, head_dim: int, factor
     theta = metadata.get(f"{prefix}freq_base", float)
     theta = 10000.0 if theta is None else theta
     parameters: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
-    kind = metadata.get(f"{prefix}scaling.type", str) or "none"
-    factor = metadata.get(f"{prefix}scaling.factor", float)
-    linear = metadata.get(f"{prefix}scale_linear", float)  # how older files write linear scaling
+    kind, factor = scaling_of(metadata, prefix)
     original = metadata.get(f"{prefix}{ORIGINAL_LENGTH}", int)
     scaled = {} if original is None else {"original_max_position_embeddings": original}
     metadata.get(f"{prefix}scaling.finetuned", bool)  # known, and without effect here
-    if LONG_FACTORS in factors or SHORT_FACTORS in factors:
-        metadata.get(f"{prefix}scaling.attn_factor", float)  # not used: it follows from the two lengths
-        for name, key in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
-            parameters[key] = factors[name].tolist() if name in factors else None
-        return parameters | scaled | {"rope_type": "longrope"}
+    if factors:
+        check_alone(metadata, factors, kind, factor)
     if ROPE_FREQS in factors:
-        if kind not in ("none", "llama3"):
-            raise CheckpointError(f"{metadata.file}: it has both {ROPE_FREQS} and rope scaling {kind!r}; {AGAIN}")
         return parameters | llama3(metadata, factors[ROPE_FREQS], theta, head_dim)
-    if kind == "none" and linear not in (None, 1.0):
-        kind, factor = "linear", linear
-    if kind == "none":
+    if factors:
+        for name, key in BY_LENGTH.items():
+            parameters[key] = factors[name].tolist() if name in factors else None
+        parameters["attention_factor"] = metadata.get(f"{prefix}scaling.attn_factor", float)
+        return parameters | scaled | {"rope_type": LONGROPE}
+    if kind == NONE:
         return parameters
     parameters |= {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
+    if kind == YARN:
         parameters |= scaled
-        for name, key in YARN.items():
+        for name, key in OF_YARN.items():
             value = metadata.get(f"{prefix}scaling.{name}", float)
             if value is not None:
                 parameters[key] = value
     return parameters
+
+
+def scaling_of(metadata: Metadata, prefix: str) -> tuple[str, float]:
+    """Kind and factor of the scaling that the metadata describes, by llama.cpp's rules: without a name the kind is
+    linear, an absent factor and 0 mean 1, and linear scaling by 1 is none. Raises CheckpointError."""
+    kind = metadata.get(f"{prefix}scaling.type", str) or LINEAR
+    factor = metadata.get(f"{prefix}scaling.factor", float)
+    older = metadata.get(f"{prefix}scale_linear", float)  # the key of older files
+    factor = (older if factor is None else factor) or 1.0
+    return (NONE, 1.0) if kind == NONE or (kind, factor) == (LINEAR, 1.0) else (kind, factor)
+
+
+def check_alone(metadata: Metadata, factors: dict[str, Any], kind: str, factor: float) -> None:
+    """Raises CheckpointError if a file has another scaling beside that of its tensors: llama.cpp computes both."""
+    name, *more = factors
+    if name == ROPE_FREQS and more:
+        other = more[0]
+    elif factor != 1 or kind not in (NONE, LONGROPE if name in BY_LENGTH else NONE):
+        other = f"rope scaling {shown(kind)} by {factor:g}"
+    else:
+        return
+    raise CheckpointError(f"{metadata.file}: it has both {name} and {other}; {AGAIN}")
 
 
 def llama3(metadata: Metadata, divisors: NDArray[Any], theta: float, head_dim: int) -> dict[str, Any]:

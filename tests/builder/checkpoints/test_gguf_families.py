@@ -137,10 +137,10 @@ def test_a_part_of_a_head_may_rotate_in_phi3_alone(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": read_shards(one_tensor(tmp_path)).tensors["token_embd.weight"]}
     assert config_of(Metadata(tmp_path, values), tensors, {})["partial_rotary_factor"] == 0.75
     factors = {"rope_factors_long.weight": np.ones(3, np.float32), "rope_factors_short.weight": np.ones(3, np.float32)}
-    values |= {"phi3.rope.scaling.attn_factor": 1.19, "phi3.rope.scaling.original_context_length": 32}
+    values |= {"phi3.rope.scaling.attn_factor": 1.25, "phi3.rope.scaling.original_context_length": 32}
     rope = config_of(Metadata(tmp_path, values), tensors, factors)["rope_parameters"]
     assert rope["rope_type"] == "longrope" and rope["long_factor"] == rope["short_factor"] == [1.0] * 3
-    assert rope["original_max_position_embeddings"] == 32
+    assert rope["original_max_position_embeddings"] == 32 and rope["attention_factor"] == 1.25
 
 
 def one_tensor(folder: Path) -> Path:
@@ -162,18 +162,78 @@ def test_granite_without_rotary_positions_is_refused(tmp_path: Path) -> None:
         config_of(Metadata(tmp_path, values), tensors, {})
 
 
-def test_yarn_is_what_config_json_would_say(tmp_path: Path) -> None:
-    values = {"general.architecture": "llama", "llama.embedding_length": 32, "llama.attention.head_count": 4}
-    values |= {"llama.feed_forward_length": 48, "llama.block_count": 1, "llama.context_length": 4096}
-    values |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.scaling.type": "yarn"}
-    values |= {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.original_context_length": 1024}
-    values |= {"llama.rope.scaling.yarn_beta_fast": 16.0, "llama.rope.scaling.yarn_attn_factor": 1.25}
-    tensors = {"token_embd.weight": read_shards(one_tensor(tmp_path)).tensors["token_embd.weight"]}
-    assert config_of(Metadata(tmp_path, values), tensors, {})["rope_parameters"] == {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 1024,
-        "beta_fast": 16.0,
-        "attention_factor": 1.25,
-    }
+LLAMA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 32,
+    "llama.attention.head_count": 4,
+    "llama.feed_forward_length": 48,
+    "llama.block_count": 1,
+    "llama.context_length": 4096,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+LONG, SHORT, FREQS = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
+
+
+def rope_of(folder: Path, settings: dict[str, Any], arrays: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The rope_parameters of a file with settings whose keys begin with `llama.rope.`, and arrays of ones."""
+    values = LLAMA | {f"llama.rope.{key}": value for key, value in settings.items()}
+    tensors = {"token_embd.weight": read_shards(one_tensor(folder)).tensors["token_embd.weight"]}
+    factors = {name: np.ones(4, np.float32) for name in arrays}
+    found: dict[str, Any] = config_of(Metadata(folder, values), tensors, factors)["rope_parameters"]
+    assert found.pop("rope_theta") == 10000.0
+    return found
+
+
+TRAINED = {"scaling.original_context_length": 1024}
+TUNED = {"scaling.yarn_beta_fast": 16.0, "scaling.yarn_attn_factor": 1.25}
+NO_SCALING = {"rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0} | TRAINED | TUNED,
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+                "beta_fast": 16.0,
+                "attention_factor": 1.25,
+            },
+        ),
+        ({"scaling.type": "yarn", "scale_linear": 4.0}, {"rope_type": "yarn", "factor": 4.0}),
+        ({"scaling.type": "yarn"}, {"rope_type": "yarn", "factor": 1.0}),
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.type": "linear"}, NO_SCALING),
+        ({"scaling.factor": 0.0, "scale_linear": 4.0}, NO_SCALING),
+        ({"scaling.type": "none", "scale_linear": 4.0}, NO_SCALING),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, NO_SCALING),
+    ],
+)
+def test_rope_scaling_is_what_llama_cpp_computes(
+    settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert rope_of(tmp_path, settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("arrays", "settings", "other"),
+    [
+        ((FREQS,), {"scaling.factor": 4.0}, "rope scaling 'linear' by 4"),
+        ((FREQS,), {"scale_linear": 0.5}, "rope scaling 'linear' by 0.5"),
+        ((FREQS,), {"scaling.type": "yarn"}, "rope scaling 'yarn' by 1"),
+        ((FREQS, LONG), {}, LONG),
+        ((LONG, SHORT), {"scaling.factor": 4.0}, "rope scaling 'linear' by 4"),
+        ((LONG, SHORT), {"scaling.type": "longrope", "scaling.factor": 4.0}, "rope scaling 'longrope' by 4"),
+    ],
+)
+def test_two_rope_scalings_are_refused(
+    arrays: tuple[str, ...], settings: dict[str, Any], other: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=f"it has both {arrays[0]} and {other}; convert the model again"):
+        rope_of(tmp_path, settings, arrays)
+    rope_of(tmp_path, {"scaling.factor": 1.0} | TRAINED, arrays[:1])
+    rope_of(tmp_path, {"scaling.type": "none", "scaling.factor": 4.0}, arrays[:1])
