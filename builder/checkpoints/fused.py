@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -28,10 +29,7 @@ class Split:
     it."""
 
     def __init__(self, source: TensorSource, config: LlamaConfig) -> None:
-        self._source, self._parts = source, dict[str, Part]()
-        for layer in network_of(config).layers:
-            for matrix, module in ((layer.qkv, QKV), (layer.gate_up, GATE_UP)):
-                self._parts |= parts_of(matrix, module)
+        self._source, self._parts = source, fused_parts(config)
 
     def stored(self, name: str) -> Stored | None:
         found, part = self._source.stored(name), self._parts.get(name)
@@ -58,12 +56,27 @@ class Split:
         return None if self._source.stored(name) is None else stored_blocks(self._source, name)
 
 
+def fused_parts(config: LlamaConfig) -> dict[str, Part]:
+    """Where each tensor of a model lies if it is part of a fused one."""
+    parts = dict[str, Part]()
+    for layer in network_of(config).layers:
+        for matrix, module in ((layer.qkv, QKV), (layer.gate_up, GATE_UP)):
+            parts |= parts_of(matrix, module)
+    return parts
+
+
+def tensors_needed(config: LlamaConfig, names: Container[str]) -> set[str]:
+    """The tensors that a file with these names should have: a fused one, where it is there, in place of its parts."""
+    parts = {name: part.tensor for name, part in fused_parts(config).items() if part.tensor in names}
+    return {parts.get(name, name) for name in network_of(config).tensors()}
+
+
 def parts_of(matrix: Matrix, module: str) -> dict[str, Part]:
     """The rows of each source of a merged matrix in the tensors of the fused module, which holds them in this order."""
     found, first, total = dict[str, Part](), 0, sum(matrix.outputs)
     for source, rows in zip(matrix.sources, matrix.outputs, strict=True):
         fused = f"{source.rpartition('.')[0]}.{module}"
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias") if matrix.bias else ("weight",):
             found[f"{source}.{kind}"] = Part(f"{fused}.{kind}", first, rows, total)
         first += rows
     return found

@@ -63,8 +63,8 @@ BIASES_FOLLOW = ("qwen2",)  # architectures that always have the same biases
 
 
 def hugging_face_names(metadata: Metadata, family: Family, layers: int, names: Iterable[str]) -> dict[str, str]:
-    """GGUF's name of each tensor, by Hugging Face's name. Raises CheckpointError for a tensor that the family does not
-    have."""
+    """GGUF's name of each tensor, by Hugging Face's name. Raises CheckpointError for a tensor of a module that the
+    family does not have."""
     found = {}
     for name in names:
         if name in FACTORS:
@@ -77,12 +77,23 @@ def hugging_face_names(metadata: Metadata, family: Family, layers: int, names: I
             if inner is not None and number in map(str, range(layers)):
                 module = f"model.layers.{number}.{inner}"
         if module is None or part not in ("weight", "bias"):
-            raise CheckpointError(
-                f"{metadata.file}: {family.name} has no tensor {shown(name)}, and computing without it would give "
-                "another model: use the model's Hugging Face folder"
-            )
+            raise unused_tensor(metadata, family, name)
         found[f"{module}.{part}"] = name
     return found
+
+
+def unused_tensor(metadata: Metadata, family: Family, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{metadata.file}: {family.name} has no tensor {shown(name)}, and computing without it would give another "
+        "model: use the model's Hugging Face folder"
+    )
+
+
+def has_bias(family: Family, part: str, tensors: Iterable[str]) -> bool:
+    """Whether any matrix of any layer's `part` has a bias."""
+    modules = family.layer.items()
+    ends = tuple(f".{stem}.bias" for stem, module in modules if module.startswith(part) and module.endswith("_proj"))
+    return any(name.endswith(ends) for name in tensors)
 
 
 def config_of(metadata: Metadata, tensors: Mapping[str, Tensor], factors: dict[str, Any]) -> dict[str, Any]:
@@ -125,8 +136,8 @@ def config_of(metadata: Metadata, tensors: Mapping[str, Tensor], factors: dict[s
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id", int),
     }
     if architecture not in BIASES_FOLLOW:
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+        config["attention_bias"] = has_bias(family, "self_attn.", tensors)
+        config["mlp_bias"] = has_bias(family, "mlp.", tensors)
     config |= further_settings(metadata, architecture, family, config)
     for key in metadata.unread(prefix):
         if key != f"{prefix}tensor_data_layout":

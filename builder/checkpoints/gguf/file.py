@@ -19,8 +19,9 @@ from ....models.errors import CheckpointError
 from ....models.fields import MOST
 from ....models.plain_files import open_plain
 from ....runtime.text.tokenizer import Tokenizer
+from ..fused import tensors_needed
 from ..source import Blocks, Stored
-from .config import FACTORS, FAMILIES, config_of, hugging_face_names, unpermuted
+from .config import FACTORS, FAMILIES, config_of, hugging_face_names, unpermuted, unused_tensor
 from .header import Header, Tensor, read_header
 from .metadata import AGAIN, Metadata
 from .tokenizer import ends_of_text, write_tokenizer
@@ -52,6 +53,8 @@ class GgufFile:
             raise CheckpointError(f"{path}: its metadata, read as a config.json, is refused: {error}") from error
         family = FAMILIES[self._metadata.need("general.architecture", str)]
         names = hugging_face_names(self._metadata, family, self.config.num_layers, header.tensors)
+        if unused := names.keys() - tensors_needed(self.config, names):
+            raise unused_tensor(self._metadata, family, names[min(unused)])
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if family.permuted else {}
         self.tensors.rename(names, heads)
 

@@ -115,6 +115,20 @@ def test_a_file_is_run_or_refused_as_its_folder_is(written: tuple[str, Path, Pat
     assert outcomes[0] == outcomes[1]
 
 
+def test_no_tensor_is_left_out(written: tuple[str, Path, Path], tmp_path: Path) -> None:
+    architecture, folder, _ = written
+    name = "blk.0.attn_q.weight" if architecture == "phi3" else "blk.4.attn_output.bias"  # beside the fused one
+    config = json.loads((folder / "config.json").read_text())
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        add_own(writer, architecture, config)
+        writer.add_tensor(name, np.zeros((32, 32) if name.endswith("weight") else 32, np.float32))
+
+    refused = rf"has no tensor '{name}'" if architecture in ("phi3", "qwen2") else r"tensor \S*_proj.bias is missing"
+    with pytest.raises(CheckpointError, match=refused):
+        Checkpoint(write_gguf(folder, tmp_path / "model.gguf", architecture=architecture, edit=edit))
+
+
 def test_tensors_are_the_folders(written: tuple[str, Path, Path]) -> None:
     """Fused ones, too, and rows that llama.cpp permutes in some of the families."""
     architecture, folder, file = written
