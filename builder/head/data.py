@@ -79,15 +79,16 @@ def collect(
     target: Llama,
     draft: Llama,
     prompts: Sequence[Sequence[int]],
+    eos: Sequence[int],
     max_new_tokens: int,
     temperature: float,
     mixing_ratio: float | None,
     generator: torch.Generator,
     kept_tokens: NDArray[np.int64] | None = None,
 ) -> Examples:
-    """All examples of one batch of prompts. mixing_ratio: r of mixed examples; None makes branched ones. kept_tokens:
-    of a trimmed draft."""
-    responses = sample_responses(target, prompts, max_new_tokens, temperature, generator)
+    """All examples of one batch of prompts. eos: ids that end a text. mixing_ratio: r of mixed examples; None makes
+    branched ones. kept_tokens: of a trimmed draft."""
+    responses = sample_responses(target, prompts, eos, max_new_tokens, temperature, generator)
     prefix, padding, x, p, valid = responses
     capacity, rows = prefix.shape[1] + x.shape[1], prefix.shape[1] + torch.arange(x.shape[1])
     # The logits for x[t] are those of the row before it.
@@ -105,14 +106,19 @@ def collect(
 
 @torch.no_grad()
 def sample_responses(
-    target: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, generator: torch.Generator
+    target: Llama,
+    prompts: Sequence[Sequence[int]],
+    eos: Sequence[int],
+    max_new_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
 ) -> Responses:
-    """Continue every prompt with the target, one token at a time, until all texts have ended. temperature: 0 is
-    greedy."""
+    """Continue every prompt with the target, one token at a time, until all texts have ended. eos: ids that end a text.
+    temperature: 0 is greedy."""
     longest = max(map(len, prompts))
     padding = torch.tensor([longest - len(prompt) for prompt in prompts])
     prefix = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    eos = torch.tensor(target.config.eos_token_ids, dtype=torch.int64)
+    ends = torch.tensor(eos, dtype=torch.int64)
     reader = Reader(target, padding, longest + max_new_tokens)
     rows, going = prefix, torch.ones(len(prompts), dtype=torch.bool)
     x, p, valid = [], [], []
@@ -125,7 +131,7 @@ def sample_responses(
         x.append(rows[:, 0])
         p.append(logits)
         valid.append(going)
-        going = going & ~torch.isin(rows[:, 0], eos)
+        going = going & ~torch.isin(rows[:, 0], ends)
         if not going.any():
             break
     return Responses(prefix, padding, torch.stack(x, 1), torch.stack(p, 1), torch.stack(valid, 1))

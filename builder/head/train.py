@@ -130,9 +130,10 @@ def gather(
     positions = max(map(len, chosen)) + options.max_new_tokens
     target, draft = (load_frozen(checkpoints[role], positions) for role in (TARGET, DRAFT))
     ratio = options.mixing_ratio if options.contexts == "mixed" and kind == TRAINING else None
+    eos, kept = checkpoints[TARGET].eos_token_ids(), checkpoints[DRAFT].kept_tokens
+    settings = eos, options.max_new_tokens, options.temperature, ratio, generator, kept
     parts = []
     for batch in batches:
-        settings = options.max_new_tokens, options.temperature, ratio, generator, checkpoints[DRAFT].kept_tokens
         parts.append(collect(target, draft, batch, *settings))
         advance()
     hidden, p_acc = (torch.cat(columns) for columns in zip(*parts, strict=True))

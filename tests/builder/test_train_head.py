@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head.calibration import calibration, fit_temperature, sigmoid
 from draftwood.builder.head.data import Examples, collect, load_frozen, mix, sample_responses, soft_labels
-from draftwood.builder.head.train import acceptance_loss, fit, judge
+from draftwood.builder.head.train import HELD_OUT, acceptance_loss, fit, gather, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.progress import Step
 from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead
 from draftwood.models.head_config import HeadConfig
 from draftwood.models.llama import Llama
+
+EOS = (2,)
 
 
 def quiet(step: Step) -> Any:
@@ -42,7 +45,7 @@ def pair(tiny_pair: Path) -> tuple[Llama, Llama]:
 def test_texts_of_a_padded_batch_are_those_the_target_writes_alone(pair: tuple[Llama, Llama]) -> None:
     """p holds the logits each token was sampled from, whatever stands beside it in the batch."""
     prompts = [[1, 5, 9], [1, 7, 30, 40, 50, 60, 70], [1]]
-    prefix, padding, x, p, valid = sample_responses(pair[0], prompts, 8, 1.0, seeded())
+    prefix, padding, x, p, valid = sample_responses(pair[0], prompts, EOS, 8, 1.0, seeded())
     assert prefix.shape == (3, 7) and padding.tolist() == [4, 0, 6] and valid[:, 0].all()
     for row, prompt in enumerate(prompts):
         text = torch.tensor([[*prompt, *x[row].tolist()]])
@@ -51,18 +54,28 @@ def test_texts_of_a_padded_batch_are_those_the_target_writes_alone(pair: tuple[L
 
 
 def test_greedy_texts_follow_the_best_token(pair: tuple[Llama, Llama]) -> None:
-    responses = sample_responses(pair[0], [[1, 5, 9]], 8, 0.0, seeded())
+    responses = sample_responses(pair[0], [[1, 5, 9]], EOS, 8, 0.0, seeded())
     assert torch.equal(responses.x, responses.p.argmax(-1))
 
 
-def test_nothing_counts_behind_the_end_of_text(pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch) -> None:
-    even = tuple(range(0, pair[0].config.vocab_size, 2))
-    monkeypatch.setattr(pair[0], "config", replace(pair[0].config, eos_token_ids=even))
-    responses = sample_responses(pair[0], [[1, 5], [1, 6, 7], [1, 8]], 20, 1.0, seeded())
+def test_nothing_counts_behind_the_end_of_text(pair: tuple[Llama, Llama]) -> None:
+    even = range(0, pair[0].config.vocab_size, 2)
+    responses = sample_responses(pair[0], [[1, 5], [1, 6, 7], [1, 8]], even, 20, 1.0, seeded())
     for x, valid in zip(responses.x, responses.valid, strict=True):
         ends = [place for place, token in enumerate(x.tolist()) if token % 2 == 0]
         last = ends[0] if ends else len(x) - 1
         assert valid.tolist() == [place <= last for place in range(len(x))]
+
+
+def test_texts_end_where_generation_config_says(tiny_pair: Path, tmp_path: Path) -> None:
+    """As those of a bundle do; config.json may know fewer ids."""
+    target = Path(shutil.copytree(tiny_pair / "target", tmp_path / "target"))
+    checkpoints = {bindings.TARGET: Checkpoint(target), bindings.DRAFT: Checkpoint(tiny_pair / "draft")}
+    every = list(range(checkpoints[bindings.TARGET].config.vocab_size))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": every}))
+    options = HeadTraining(target, tiny_pair / "draft", tmp_path / "head", max_new_tokens=8)
+    examples = gather(options, checkpoints, [[1, 5, 9], [1, 6]], 2, HELD_OUT, quiet, seeded())
+    assert len(examples.p_acc) == 2  # a token of each text
 
 
 def test_i13_labels_by_hand() -> None:
@@ -75,7 +88,7 @@ def test_i13_labels_by_hand() -> None:
 
 
 def test_i13_labels_are_probabilities(pair: tuple[Llama, Llama]) -> None:
-    examples = collect(*pair, [[1, 5, 9], [1, 6]], 12, 1.0, 0.15, seeded())
+    examples = collect(*pair, [[1, 5, 9], [1, 6]], EOS, 12, 1.0, 0.15, seeded())
     assert examples.hidden.shape == (len(examples.p_acc), pair[1].config.hidden_size)
     assert (examples.p_acc >= 0).all() and (examples.p_acc <= 1).all()
 
@@ -91,9 +104,9 @@ def test_i13_an_example_is_the_state_of_a_drafted_token_after_the_final_norm(pai
     """X positions of the mixed text are in its context and in no example: the loss cannot see them."""
     target, draft = pair
     prompt = [1, 5, 9]
-    found = collect(target, draft, [prompt], 16, 1.0, 0.5, seeded(3))
+    found = collect(target, draft, [prompt], EOS, 16, 1.0, 0.5, seeded(3))
     generator = seeded(3)
-    responses = sample_responses(target, [prompt], 16, 1.0, generator)
+    responses = sample_responses(target, [prompt], EOS, 16, 1.0, generator)
     q = draft.full(torch.cat((responses.prefix, responses.x), 1)).logits[:, len(prompt) - 1 : -1]
     y, p_acc = soft_labels(responses.p, q, generator)
     z, drafted = mix(responses.x, y, 0.5, generator)
@@ -107,9 +120,9 @@ def test_i13_an_example_is_the_state_of_a_drafted_token_after_the_final_norm(pai
 def test_a_branched_example_is_the_state_behind_the_targets_own_text(pair: tuple[Llama, Llama]) -> None:
     """Every Y_t as if the draft had read prompt + X_<t + Y_t alone, whatever the padding."""
     prompts = [[1, 5, 9, 8, 7], [1, 6]]
-    found = collect(*pair, prompts, 6, 1.0, None, seeded(3))
+    found = collect(*pair, prompts, EOS, 6, 1.0, None, seeded(3))
     generator = seeded(3)
-    _, _, x, p, valid = sample_responses(pair[0], prompts, 6, 1.0, generator)
+    _, _, x, p, valid = sample_responses(pair[0], prompts, EOS, 6, 1.0, generator)
     texts = [[*prompt, *x[row].tolist()] for row, prompt in enumerate(prompts)]
     q = torch.stack([pair[1].full(torch.tensor([text])).logits[0, -x.shape[1] - 1 : -1] for text in texts])
     y, p_acc = soft_labels(p, q, generator)
@@ -133,7 +146,7 @@ def test_loss_by_hand() -> None:
 
 def test_i13_only_the_head_learns(pair: tuple[Llama, Llama]) -> None:
     before = {name: tensor.clone() for name, tensor in pair[1].state_dict().items()}
-    examples = collect(*pair, [[1, 5, 9]], 12, 1.0, 0.15, seeded())
+    examples = collect(*pair, [[1, 5, 9]], EOS, 12, 1.0, 0.15, seeded())
     head = AcceptanceHead(HeadConfig(pair[1].config.hidden_size))
     acceptance_loss(head(examples.hidden), examples.p_acc, 6.0).backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is None for model in pair for parameter in model.parameters())

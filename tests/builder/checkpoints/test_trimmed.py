@@ -233,5 +233,7 @@ def test_a_head_is_trained_on_tokens_that_the_draft_can_draw(tmp_path: Path) -> 
             return labels
 
         patch.setattr(data, "soft_labels", recorded)
-        examples = data.collect(whole, draft, [[1, 5], [1, 9, 3]], 12, 1.0, None, generator, checkpoint.kept_tokens)
+        examples = data.collect(
+            whole, draft, [[1, 5], [1, 9, 3]], [2], 12, 1.0, None, generator, checkpoint.kept_tokens
+        )
     assert set(seen[0].flatten().tolist()) == {5, 200} and len(examples.p_acc) == 24
