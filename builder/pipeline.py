@@ -26,7 +26,7 @@ from .options import BuildOptions, SelfDraft
 from .progress import Begin, Step
 from .quantization.calibration import calibrate, read_windows
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
-from .tokenizer import check_same_vocabulary
+from .tokenizer import check_known, check_same_vocabulary
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 
@@ -133,6 +133,7 @@ def rounded_with(text: Path, view: Weights, tokenizer: Tokenizer, begin: Begin) 
     """The matrices of a view, rounded while its model reads a text."""
     assert isinstance(view, QuantizedCheckpoint)
     windows = read_windows(text, tokenizer, view.config.max_position)
+    check_known(windows.ravel().tolist(), tokenizer, view.config.vocab_size, f"the text for calibration, {text},")
     step = Step(f"Rounding with {windows.size} tokens of {text.name} in view", view.config.num_layers)
     return calibrate(view, windows, begin(step))
 
@@ -157,9 +158,12 @@ def one_vocabulary(checkpoints: Mapping[str, Checkpoint], tokenizer: Tokenizer, 
     would be cut."""
     sizes = {role: checkpoint.config.vocab_size for role, checkpoint in checkpoints.items()}
     smaller, *_, larger = sorted([*sizes, TARGET], key=lambda role: sizes[role])  # of one model both are the target
+    needed = tokenizer.num_ids
     if sizes[smaller] == sizes[larger]:
+        if needed > sizes[smaller]:
+            told = f"The tokenizer has {needed} tokens and the model {sizes[smaller]}"
+            begin(Step(f"{told}: a prompt with one of the last {needed - sizes[smaller]} will be refused", 1))()
         return dict(checkpoints)
-    needed = 1 + max(tokenizer.vocabulary().values(), default=0)
     if needed > sizes[smaller]:
         raise CheckpointError(
             f"the tokenizer has {needed} tokens, of which the {smaller} knows {sizes[smaller]} and the {larger} "

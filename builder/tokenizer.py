@@ -4,13 +4,14 @@ format."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
 
-from ..models.errors import BundleError, CheckpointError
+from ..models.errors import BundleError, CheckpointError, ConfigError, shown
 from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain
 from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
 from .sentencepiece import put_around, read_sentencepiece, tokenizer_of
@@ -59,6 +60,27 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         raise CheckpointError(
             f"the vocabularies differ in {len(different)} tokens, for instance {example!r} is {ours.get(example)} for "
             f"the target and {theirs.get(example)} for the draft: choose a draft that shares the target's tokenizer"
+        )
+
+
+def check_rows(source: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises CheckpointError if an ordinary token has no row in the model's embedding. Added tokens may have none: some
+    models were published with tokens that they were never trained on (CodeLlama-34b has four), and no text holds one of
+    these by accident."""
+    last = max(set(tokenizer.vocabulary().values()) - tokenizer.added_token_ids, default=0)
+    if last >= vocab_size:
+        raise CheckpointError(
+            f"{source}: its tokenizer has a token {last}, and the model has {vocab_size} tokens: they belong to "
+            "different models, copy the model's own tokenizer there"
+        )
+
+
+def check_known(ids: Iterable[int], tokenizer: Tokenizer, vocab_size: int, text: str) -> None:
+    """Raises ConfigError if a text has a token without a row in the model's embedding. text: what the text is."""
+    if (unknown := max(ids, default=0)) >= vocab_size:
+        raise ConfigError(
+            f"{text} holds {shown(tokenizer.decode([unknown], skip_special_tokens=False))}, which is token {unknown}, "
+            f"and the model has {vocab_size} tokens: remove it"
         )
 
 

@@ -14,6 +14,7 @@ from ...models.errors import CheckpointError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
+from ..tokenizer import check_rows
 from .folder import HuggingFaceFolder
 from .fused import Split
 from .lora import Merged
@@ -89,8 +90,11 @@ class Checkpoint:
         return sorted({*self.config.eos_token_ids, *self._files.more_eos_ids()})
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
-        """Write the tokenizer with its chat template into a folder, and open it there. Raises CheckpointError."""
-        return self._files.write_tokenizer(destination)
+        """Write the tokenizer with its chat template into a folder, and open it there. Raises CheckpointError, also for
+        the tokenizer of another model."""
+        tokenizer = self._files.write_tokenizer(destination)
+        check_rows(self.path, tokenizer, self.config.vocab_size)
+        return tokenizer
 
     def _refuse_not_finite(self, name: str, array: NDArray[Any]) -> None:
         if not is_finite(array):

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
 from ..pipeline import end_of_text
 from ..progress import Begin, Step
+from ..tokenizer import check_known
 from .acceptance import Acceptance, estimate
 from .batches import Batch, pack, training_batches
 from .card import origin_of
@@ -100,6 +102,9 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
         with open_tokenizer(folder / "target") as tokenizer:
             questions = questions_of(tokenizer, list(options.questions))
             layout = layout_of(tokenizer, asked=bool(questions))
+            check_known(chain(*questions), tokenizer, target.config.vocab_size, "a prompt")
+            template = chain(layout.before, layout.after, layout.between or ())
+            check_known(template, tokenizer, target.config.vocab_size, "the target's chat template")
         longest = watch.limits.longest(layout, questions)
         if longest > spec.capacity - spec.max_width:
             raise ConfigError(

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
@@ -32,7 +33,7 @@ from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
 from ..pipeline import one_vocabulary
 from ..progress import Begin, Step
-from ..tokenizer import check_same_vocabulary
+from ..tokenizer import check_known, check_same_vocabulary
 from .calibration import Floats, calibration, fit_temperature
 from .data import Examples, collect, load_frozen
 from .plots import training_svg
@@ -99,6 +100,7 @@ def encode(
         raise RequestError("a head needs at least 2 prompts: one to train on and one to hold out")
     if not all(encoded):
         raise RequestError("a prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
+    check_known(chain(*encoded), tokenizer, checkpoints[TARGET].config.vocab_size, "a prompt")
     return encoded
 
 

@@ -19,6 +19,8 @@ class TokenBans:
         # The sequences of several tokens, by the token before their last one.
         self._unfinished: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for *before, last in sequences:
+            if last >= vocab_size:
+                continue  # a token of the tokenizer that the model does not have is never written
             if before:
                 self._unfinished[before[-1]].append((before, last))
             else:

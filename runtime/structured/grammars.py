@@ -97,7 +97,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
         """vocab_size: of the model. eos: the tokens that end a text."""
-        self._json = tokenizer.to_json
+        self._tokenizer = tokenizer
         self._vocab_size, self._eos = vocab_size, [token for token in eos if 0 <= token < vocab_size]
         self._lock, self._opening = Lock(), Lock()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
@@ -145,12 +145,14 @@ class Grammars:
                 raise RequestError(
                     f"structured outputs need the package {LIBRARY}: install draftwood[structured] beside this model"
                 )
-            content = self._json()
-            setting = {"tokenizer": content, "vocab_size": self._vocab_size, "eos": self._eos}
+            content = self._tokenizer.to_json()
+            # The library refuses a tokenizer with more tokens than it is told of; a mask ends at the model's last one.
+            size = max(self._vocab_size, self._tokenizer.num_ids)
+            setting = {"tokenizer": content, "vocab_size": size, "eos": self._eos}
             line = (json.dumps(setting) + "\n").encode()
             pool = WorkerPool(WORKER, line, refusal, PROCESSES, COMPILE_SECONDS, CROWDED_SECONDS)
             try:
-                tokenizer = open_tokenizer(content, self._vocab_size, self._eos)
+                tokenizer = open_tokenizer(content, size, self._eos)
             except BaseException as error:
                 if not is_failure(error):
                     raise

@@ -39,6 +39,7 @@ class Tokenizer:
         self.bos_token_id: int | None = backend.token_to_id(bos) if bos is not None else next(iter(empty), None)
         self.adds_bos = bool(empty)
         added = backend.get_added_tokens_decoder()
+        self.added_token_ids = frozenset(added)  # of tokens that are found in a text as a whole, before it is split
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.byte_values = byte_values(backend)
 
@@ -119,6 +120,11 @@ class Tokenizer:
         """Every token with its id, added tokens included."""
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return tokens
+
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id of a token."""
+        return 1 + max(self.vocabulary().values(), default=-1)
 
     def apply_chat_template(
         self,
