@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,9 @@ from .token_length import BYTES, longest_token, parts
 from .tokenizer_check import check_file, check_tokenizer, is_failure
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+# A batch of one text leaves further threads nothing to do. Without this the library starts one for each core.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -75,7 +79,8 @@ class Tokenizer:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise RequestError("the text holds half of a surrogate pair, which is no character: send valid Unicode")
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch: other threads run meanwhile, while `encode` stops them, for seconds if the text is long.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
             if not is_failure(error):
                 raise
@@ -83,6 +88,7 @@ class Tokenizer:
                 f"this model's tokenizer cannot read the text ({error}): send another one, or rebuild the bundle with "
                 f"a {TOKENIZER} that knows every character"
             ) from error
+        ids: list[int] = encoding.ids
         return ids
 
     def fewest_tokens(self, text: str) -> int:

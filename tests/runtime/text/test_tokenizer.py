@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from bundling import DEMO, optional
@@ -142,3 +146,44 @@ def test_a_template_that_is_no_text_is_refused(folder: Path, template: object) -
 def test_half_a_surrogate_pair_is_a_bad_request(folder: Path) -> None:
     with pytest.raises(RequestError, match="surrogate"):
         Tokenizer.load(folder).encode("\ud83d")
+
+
+def test_other_threads_run_while_a_text_is_encoded(folder: Path) -> None:
+    """A thread takes Python's lock from another one only where that one gives it away: here, in the library."""
+    tokenizer, interval = Tokenizer.load(folder), sys.getswitchinterval()
+
+    def runs_beside() -> bool:
+        begun, ended = Event(), Event()
+
+        def encode() -> None:
+            begun.set()
+            tokenizer.encode("several words and 7 other things " * 10_000)
+            ended.set()
+
+        thread = Thread(target=encode)
+        thread.start()
+        begun.wait()
+        beside = not ended.is_set()
+        thread.join()
+        return beside
+
+    sys.setswitchinterval(3600)
+    try:
+        assert any(runs_beside() for _ in range(20))  # a busy machine may wake this thread too late
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
+def test_encoding_starts_no_threads_and_continues_behind_a_fork(folder: Path) -> None:
+    code = (
+        "import os, sys, pathlib; from draftwood.runtime.text.tokenizer import Tokenizer\n"
+        "tokenizer, threads = Tokenizer.load(pathlib.Path(sys.argv[1])), len(os.listdir('/proc/self/task'))\n"
+        "ids = tokenizer.encode('a text')\n"
+        "assert len(os.listdir('/proc/self/task')) == threads\n"
+        "if child := os.fork(): sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "os._exit(tokenizer.encode('a text') != ids)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
