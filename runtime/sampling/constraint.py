@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...models.errors import RequestError
+
 
 class Constraint(Protocol):
     """A grammar's state behind one text. At first the text is empty.
@@ -55,9 +57,13 @@ class PathMasks:
         return self._move(path) and self._constraint.ended
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Make a path of allowed tokens part of the text. Paths begin behind it from now on."""
+        """Make a path of allowed tokens part of the text. Paths begin behind it from now on. Raises RequestError if the
+        grammar refuses a token that its mask allowed."""
         if not self._move(tokens):
-            raise AssertionError(f"the constraint does not allow the committed tokens {list(tokens)}")
+            raise RequestError(
+                f"the structured output allows one of the tokens {list(tokens)}, but cannot continue behind it: "
+                "leave special tokens out of it"
+            )
         last = tuple(tokens)
         self._masks = {(): self._masks[last]} if last in self._masks else {}
         self._path = []

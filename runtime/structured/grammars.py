@@ -35,13 +35,14 @@ KEPT = 32  # most grammars that are kept
 class Grammar:
     """A compiled grammar. Requests with the same grammar share what the library learns about it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        """matcher: at its beginning. vocab_size: of the model."""
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64]) -> None:
+        """matcher: at its beginning. vocab_size: of the model. special: the special tokens, and those that end a
+        text."""
+        self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
 
     def start(self) -> MatcherConstraint:
         """The constraint of a new text."""
-        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size)
+        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self._special)
 
     @property
     def usable(self) -> bool:
@@ -54,8 +55,9 @@ class Grammar:
 class MatcherConstraint:
     """A Constraint over llguidance's matcher."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64]) -> None:
+        """See Grammar."""
+        self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
 
     @property
     def ended(self) -> bool:
@@ -67,7 +69,17 @@ class MatcherConstraint:
         """See Constraint."""
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return np.unpackbits(words, count=self._vocab_size, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(words, count=self._vocab_size, bitorder="little").view(np.bool_)
+        # The library's masks contain two kinds of tokens that it then refuses: tokens that end a text, where a grammar
+        # names them inside the text, and special tokens whose names are part of a text.
+        refused = [token for token in self._special[mask[self._special]] if not self._matcher.validate_tokens([token])]
+        mask[refused] = False
+        if refused and not mask.any():
+            raise RequestError(
+                f"the structured output demands the token {refused[0]} where it cannot stand: a token that ends the "
+                "text inside the text, or the name of a special token as text: leave it out"
+            )
+        return mask
 
     def advance(self, token: int) -> bool:
         """See Constraint."""
@@ -99,6 +111,8 @@ class Grammars:
         """vocab_size: of the model. eos: the tokens that end a text."""
         self._tokenizer = tokenizer
         self._vocab_size, self._eos = vocab_size, [token for token in eos if 0 <= token < vocab_size]
+        special = tokenizer.special_token_ids.union(self._eos)
+        self._special = np.array(sorted(token for token in special if token < vocab_size), np.int64)
         self._lock, self._opening = Lock(), Lock()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._opened: tuple[WorkerPool, LLTokenizer] | None = None
@@ -122,9 +136,11 @@ class Grammars:
         answer = workers.ask((json.dumps({"kind": form.kind, "text": form.text}) + "\n").encode(), given_up)
         if "text" not in answer:
             raise refusal(answer["error"])
-        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size)
+        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special)
         if not grammar.usable:
             raise refusal("it exceeds a limit")
+        if not (beginning := grammar.start()).ended:
+            beginning.allowed()  # raises if no text can begin
         with self._lock:
             self._kept[form] = grammar
             while len(self._kept) > KEPT:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from proposals import LEGAL, speculative
 from toy_grammars import EOS, TABLES, ToyGrammar, constrained
 
+from draftwood.models.errors import RequestError
 from draftwood.runtime.decoding.chunk import COMPLETE, STOP
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Round
@@ -101,7 +102,7 @@ class OneUnmasked(PathMasks):
     def commit(self, tokens: Sequence[int]) -> None:
         try:
             super().commit(tokens)
-        except AssertionError:
+        except RequestError:
             self.has_left = True
 
 

@@ -182,6 +182,29 @@ def test_a_grammar_that_exceeds_a_limit_in_a_text_ends_this_text(grammars: Gramm
             constraint.allowed()
 
 
+def test_special_tokens_are_allowed_only_where_the_text_can_go_on(
+    grammars: Grammars, tokenizer: Tokenizer, eos: int
+) -> None:
+    """The library's masks contain ends of texts that a grammar names, and names of special tokens that are text."""
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    name = next(text for text, token in tokenizer.vocabulary().items() if token == max(tokenizer.special_token_ids))
+    for form in (StructuredOutput(grammar=f'start: "a" <[{eos}]> "b"'), StructuredOutput(choice=(f"a{name}",))):
+        masks = PathMasks(grammars.compile(form).start())
+        masks.commit([a])
+        with pytest.raises(RequestError, match="demands the token"):
+            masks.after([])
+        with pytest.raises(RequestError, match="leave special tokens out"):
+            masks.commit([eos])
+    with pytest.raises(RequestError, match="demands the token"):
+        grammars.compile(StructuredOutput(grammar=f"start: <[{eos}]>"))
+    constraint = grammars.compile(StructuredOutput(grammar='start: <[*]> "b"')).start()
+    mask = constraint.allowed()
+    assert not mask[eos] and mask[max(tokenizer.special_token_ids)]
+    for token in np.flatnonzero(mask).tolist():
+        assert constraint.advance(token)
+        constraint.roll_back(1)
+
+
 def test_a_missing_package_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"install draftwood\[structured\]"):
