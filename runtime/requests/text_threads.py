@@ -36,6 +36,13 @@ class FairThreads:
             self._turns.submit(work, client)
             self._begin()
 
+    def withdraw(self, work: Callable[[], object]) -> None:
+        """Forget work that has not begun, and the text that it holds."""
+        with self._lock:
+            if work not in self._begun:
+                with suppress(ValueError):  # it has ended
+                    self._turns.remove(work)
+
     def close(self) -> None:
         """Work that has not begun never does."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -136,5 +143,6 @@ class TextThreads:
             return await result
         finally:
             given_up.set()
+            threads.withdraw(run)
             with self._lock:
                 self._stops.discard(stop)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from functools import partial
 from threading import Event
+from weakref import ref
 
 from together import PATIENCE_S
 
-from draftwood.runtime.requests.text_threads import FairThreads
+from draftwood.runtime.engines.shared.memory import LONG_TEXT
+from draftwood.runtime.requests.text_threads import FairThreads, TextThreads
 
 
 def test_threads_work_for_clients_in_turn() -> None:
@@ -44,3 +49,33 @@ def test_work_that_has_not_begun_never_does_after_the_end() -> None:
     go.set()
     threads._pool.shutdown(wait=True)
     assert not late.is_set()
+
+
+def test_a_text_that_is_given_up_is_forgotten_while_its_thread_works_for_others() -> None:
+    class Text:
+        pass
+
+    async def give_up() -> bool:
+        threads, go, begun, text = TextThreads(), Event(), Event(), Text()
+
+        def work() -> bool:
+            begun.set()
+            return go.wait(PATIENCE_S)
+
+        first = asyncio.ensure_future(threads.compute(work, LONG_TEXT + 1))
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        second = asyncio.ensure_future(threads.compute(partial(id, text), LONG_TEXT + 1))
+        await asyncio.sleep(0)
+        known = ref(text)
+        second.cancel()
+        await asyncio.wait((second,))
+        del second, text
+        await asyncio.sleep(0)  # asyncio lets the task go
+        gc.collect()
+        forgotten = known() is None
+        go.set()
+        await first
+        threads.close()
+        return forgotten
+
+    assert asyncio.run(give_up())
