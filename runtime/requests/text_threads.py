@@ -12,12 +12,16 @@ from typing import TypeVar
 
 from ..decoding.scheduler import Scheduler
 from ..engines.shared.memory import LONG_TEXT
+from ..structured import grammars
+from ..text import chat_template
 from .stream import ShutdownError, to_exception
 
 # Texts longer than LONG_TEXT are encoded one at a time: four million characters take ten seconds and a gigabyte.
 SHORT_THREADS, LONG_THREADS = 4, 1
-CONVERSATION_THREADS = 32  # these threads only wait for a chat template's process
-GRAMMAR_THREADS = 32  # these wait for the process that tries a grammar
+# These threads wait for a process: one for each, and the next in turn, which makes the others hurry. More would wait in
+# the order in which they came, and not in that of their clients' turns.
+CONVERSATION_THREADS = chat_template.PROCESSES + 1
+GRAMMAR_THREADS = grammars.PROCESSES + 1
 
 T = TypeVar("T")
 

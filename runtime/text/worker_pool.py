@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from threading import Condition, Event
@@ -12,8 +13,8 @@ from .worker_process import POLL_SECONDS, WorkerProcess
 
 
 class WorkerPool:
-    """May be used from several threads. Each process starts when it is needed. `close` ends the processes; so does the
-    end of the object."""
+    """May be used from several threads, which get a process in the order of their calls. Each process starts when it is
+    needed. `close` ends the processes; so does the end of the object."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class WorkerPool:
         self._changed = Condition()
         self._idle: list[WorkerProcess] = []
         self._processes: set[WorkerProcess] = set()
-        self._num_waiting = 0
+        self._waiting = deque[object]()  # one for each thread that waits for a process
         self._closed = False
         finalize(self, end_all, self._processes)
 
@@ -61,26 +62,37 @@ class WorkerPool:
 
     def _take(self, given_up: Event) -> WorkerProcess:
         """Wait for a process that no other thread uses."""
+        place = object()
         with self._changed:
-            while True:
-                if self._closed or given_up.is_set():
-                    raise self._refuse("it was given up")
-                while self._idle:
-                    process = self._idle.pop()
-                    if process.alive:
+            self._waiting.append(place)
+            try:
+                while True:
+                    if self._closed or given_up.is_set():
+                        raise self._refuse("it was given up")
+                    if self._waiting[0] is place and (process := self._free()) is not None:
                         return process
-                    self._end(process)
-                if len(self._processes) < self._most:
-                    process = WorkerProcess(self._task, self._setting, self._refuse)
-                    self._processes.add(process)
-                    return process
-                self._num_waiting += 1
-                self._changed.wait(POLL_SECONDS)
-                self._num_waiting -= 1
+                    self._changed.wait(POLL_SECONDS)
+            finally:
+                self._waiting.remove(place)
+                self._changed.notify_all()
+
+    def _free(self) -> WorkerProcess | None:
+        """An idle process or a new one; None if all are in use."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive:
+                return process
+            self._end(process)
+        if len(self._processes) == self._most:
+            return None
+        process = WorkerProcess(self._task, self._setting, self._refuse)
+        self._processes.add(process)
+        return process
 
     def _limit(self) -> float:
         """The present limit of a line, in seconds."""
-        return self._crowded_seconds if self._num_waiting > 0 else self._seconds
+        with self._changed:
+            return self._crowded_seconds if self._waiting else self._seconds
 
     def _give_back(self, process: WorkerProcess, usable: bool) -> None:
         with self._changed:
@@ -88,7 +100,7 @@ class WorkerPool:
                 self._idle.append(process)
             else:
                 self._end(process)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _end(self, process: WorkerProcess) -> None:
         process.end()

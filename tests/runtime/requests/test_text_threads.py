@@ -11,7 +11,8 @@ from weakref import ref
 from together import PATIENCE_S
 
 from draftwood.runtime.engines.shared.memory import LONG_TEXT
-from draftwood.runtime.requests.text_threads import FairThreads, TextThreads
+from draftwood.runtime.requests.text_threads import GRAMMAR_THREADS, FairThreads, TextThreads
+from draftwood.runtime.structured.grammars import PROCESSES
 
 
 def test_threads_work_for_clients_in_turn() -> None:
@@ -49,6 +50,32 @@ def test_work_that_has_not_begun_never_does_after_the_end() -> None:
     go.set()
     threads._pool.shutdown(wait=True)
     assert not late.is_set()
+
+
+def test_the_next_grammar_is_that_of_the_next_client() -> None:
+    """No more grammars begin than there are processes and one that waits: the others keep their turns."""
+
+    async def compile_all() -> list[str]:
+        threads, order = TextThreads(), list[str]()
+        goes = {name: Event() for name in ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "b")}
+
+        def work(name: str, given_up: Event) -> None:
+            order.append(name)
+            goes[name].wait(PATIENCE_S)
+
+        calls = [asyncio.ensure_future(threads.compile(partial(work, name), name[0])) for name in goes]
+        for number in range(3):
+            while len(order) < GRAMMAR_THREADS + number:
+                await asyncio.sleep(0.001)
+            goes[order[number]].set()
+        for go in goes.values():
+            go.set()
+        await asyncio.gather(*calls)
+        threads.close()
+        return order
+
+    assert GRAMMAR_THREADS == PROCESSES + 1 == 3
+    assert asyncio.run(compile_all())[:5] == ["a0", "a1", "a2", "a3", "b"]
 
 
 def test_a_text_that_is_given_up_is_forgotten_while_its_thread_works_for_others() -> None:

@@ -1,15 +1,17 @@
-"""A worker's time limit: an answer that is there counts, however late the caller looks for it."""
+"""Workers: an answer that is there counts, however late the caller looks for it; processes go to calls in turn."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 from serving import wait_for
 
 from draftwood.models.errors import RequestError
+from draftwood.runtime.text.worker_pool import WorkerPool
 from draftwood.runtime.text.worker_process import WorkerProcess
 
 TASK = """
@@ -20,27 +22,48 @@ def prepare(setting):
     return setting
 
 def outcome(prepared, line):
+    with open(prepared + "asked", "a") as asked:
+        asked.write(line.decode())
     while not os.path.exists(prepared + line.decode().strip()):
         time.sleep(0.01)
     return {"found": line.decode().strip()}
 """
 
 
+def task(folder: Path) -> tuple[Path, bytes, Callable[[str], RequestError]]:
+    """The arguments of a worker, which answers with the name of a file as soon as the file exists."""
+    (folder / "task.py").write_text(TASK)
+    setting = json.dumps(f"{folder}/").encode() + b"\n"
+    return folder / "task.py", setting, lambda reason: RequestError(f"refused: {reason}")
+
+
 def test_only_an_answer_that_is_not_there_can_be_late(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text(TASK)
-    worker = WorkerProcess(
-        tmp_path / "task.py",
-        json.dumps(f"{tmp_path}/").encode() + b"\n",
-        lambda reason: RequestError(f"refused: {reason}"),
-    )
+    worker = WorkerProcess(*task(tmp_path))
 
     def late() -> float:
-        (tmp_path / "asked").touch()
+        (tmp_path / "found").touch()
         wait_for(lambda: not worker._lines.empty())
         return -1.0
 
-    assert worker.ask(b"asked\n", late, Event()) == {"found": "asked"}
+    assert worker.ask(b"found\n", late, Event()) == {"found": "found"}
     with pytest.raises(RequestError, match="refused: it did not finish within -1 s"):
         worker.ask(b"missing\n", lambda: -1.0, Event())
     worker.end()
     assert not worker.alive
+
+
+def test_a_process_goes_to_the_call_that_has_waited_longest(tmp_path: Path) -> None:
+    """All others wait, and only then the limit is the short one."""
+    pool = WorkerPool(*task(tmp_path), processes=1, seconds=600.0, crowded_seconds=599.0)
+    names = [str(number) for number in range(12)]
+    threads = [Thread(target=pool.ask, args=(f"{name}\n".encode(),)) for name in names]
+    for number, thread in enumerate(threads):
+        thread.start()
+        wait_for(lambda number=number: len(pool._waiting) == number and bool(pool._processes))  # type: ignore[misc]
+        assert pool._limit() == (599.0 if number else 600.0)
+    for name in names:
+        (tmp_path / name).touch()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert (tmp_path / "asked").read_text().split() == names
