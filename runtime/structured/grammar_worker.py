@@ -6,7 +6,11 @@ It imports only llguidance and the standard library. The server compiles with th
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,8 +28,9 @@ def prepare(setting: dict[str, Any]) -> LLTokenizer:
 
 
 def outcome(tokenizer: LLTokenizer, line: bytes) -> dict[str, str]:
-    """{"text": the grammar in llguidance's own form}, or the reason why it cannot be used."""
-    form = json.loads(line)
+    """{"text": the grammar in llguidance's own form, "bytes": the memory that it takes}, or the reason why it cannot be
+    used."""
+    form, before = json.loads(line), resident_bytes()
     try:
         grammar = translate(form["kind"], form["text"])
         matcher = open_matcher(tokenizer, grammar)
@@ -34,7 +39,17 @@ def outcome(tokenizer: LLTokenizer, line: bytes) -> dict[str, str]:
         problem = f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"
     except Exception as error:  # the library raises several types
         problem = str(error) or type(error).__name__
-    return {"error": problem[:500]} if problem else {"text": grammar}
+    return {"error": problem[:500]} if problem else {"text": grammar, "bytes": str(max(0, resident_bytes() - before))}
+
+
+def resident_bytes() -> int:
+    """The memory of this process, without what its allocator keeps for later; 0 where the system does not tell it."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def open_tokenizer(tokenizer: str, vocab_size: int, eos: list[int]) -> LLTokenizer:

@@ -29,16 +29,17 @@ WORKER = Path(grammar_worker.__file__)
 COMPILE_SECONDS = 5.0  # time limit of one grammar; usual schemas take milliseconds
 CROWDED_SECONDS = 1.0  # the same limit while other grammars wait for a process
 PROCESSES = 2
-KEPT = 32  # most grammars that are kept
+KEPT, KEPT_BYTES = 32, 256 << 20  # most grammars that are kept, and their memory when they were compiled
 
 
 class Grammar:
     """A compiled grammar. Requests with the same grammar share what the library learns about it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64]) -> None:
-        """matcher: at its beginning. vocab_size: of the model. special: the special tokens, and those that end a
-        text."""
+    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64], num_bytes: int) -> None:
+        """matcher: at its beginning. vocab_size: of the model. special: the special tokens, and those that end a text.
+        num_bytes: of memory that the matcher takes."""
         self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
+        self.num_bytes = num_bytes
 
     def start(self) -> MatcherConstraint:
         """The constraint of a new text."""
@@ -114,7 +115,7 @@ class Grammars:
         special = tokenizer.special_token_ids.union(self._eos)
         self._special = np.array(sorted(token for token in special if token < vocab_size), np.int64)
         self._lock, self._opening = Lock(), Lock()
-        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # the least recently used one first
         self._opened: tuple[WorkerPool, LLTokenizer] | None = None
 
     def find(self, form: StructuredOutput) -> Grammar | None:
@@ -136,16 +137,24 @@ class Grammars:
         answer = workers.ask((json.dumps({"kind": form.kind, "text": form.text}) + "\n").encode(), given_up)
         if "text" not in answer:
             raise refusal(answer["error"])
-        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special)
+        num_bytes = int(answer["bytes"])
+        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special, num_bytes)
         if not grammar.usable:
             raise refusal("it exceeds a limit")
         if not (beginning := grammar.start()).ended:
             beginning.allowed()  # raises if no text can begin
+        self._keep(form, grammar)
+        return grammar
+
+    def _keep(self, form: StructuredOutput, grammar: Grammar) -> None:
+        """Keep a grammar in the place of those that were not used for the longest time. One that is too large for all
+        of the memory drives no others out."""
+        if grammar.num_bytes > KEPT_BYTES:
+            return
         with self._lock:
             self._kept[form] = grammar
-            while len(self._kept) > KEPT:
+            while len(self._kept) > KEPT or sum(kept.num_bytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
-        return grammar
 
     def close(self) -> None:
         """End the processes."""

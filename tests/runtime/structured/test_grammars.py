@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +168,23 @@ def test_the_number_of_kept_grammars_is_bounded(grammars: Grammars) -> None:
         grammars.compile(StructuredOutput(regex=f"b{{{count + 1}}}"))
     assert len(grammars._kept) == KEPT
     assert grammars.compile(StructuredOutput(regex="a")) is not first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the memory of a process")
+def test_the_memory_of_kept_grammars_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = [StructuredOutput(json={"multipleOf": number}) for number in (19997, 19991)]
+    first, second = map(grammars.compile, forms)
+    least, most = sorted((first.num_bytes, second.num_bytes))
+    assert least > 4 << 20 and all(map(grammars.find, forms))
+    monkeypatch.setattr(module, "KEPT_BYTES", most)
+    grammars._keep(forms[1], second)
+    assert list(grammars._kept) == [forms[1]]
+    monkeypatch.setattr(module, "KEPT_BYTES", least - 1)
+    grammars._kept.clear()
+    small = StructuredOutput(regex="small")
+    kept = grammars.compile(small)
+    grammars._keep(forms[0], first)
+    assert grammars.find(small) is kept and grammars.find(forms[0]) is None
 
 
 def test_a_grammar_that_exceeds_a_limit_in_a_text_ends_this_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
