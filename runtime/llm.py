@@ -28,17 +28,17 @@ from .engines.base import Engine
 from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine
+from .prepared import Prepared
 from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
 from .request_engines import Engines, SharedEngines
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler
-from .sampling.structured import StructuredOutput
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.cost import CostModel
 from .speculation.planning.drift import Drift
 from .speculation.planning.experience import Experience
-from .structured.grammars import Grammar, Grammars
+from .structured.grammars import Grammars
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
 from .text.result import RequestOutput
@@ -132,15 +132,15 @@ class LLM:
         observe: Observer | None = None,
         speculative: Speculation = "own",
         engines: Engines | None = None,
-        grammar: Grammar | None = None,
+        prepared: Prepared | None = None,
     ) -> Job[StreamChunk]:
-        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. grammar:
-        that of `params.structured`, if the caller has compiled it."""
+        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. prepared:
+        what `prepare` returns for `params`, if the caller has called it."""
         if (params := params_of(params, 1)[0]).n != 1:
             raise RequestError(f"a stream has one text, and n is {params.n}: leave n out, or call LLM.generate")
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
-        sampler = self.sampler(params, tokens, grammar)
+        sampler = self.sampler(params, tokens, prepared)
         stats = SpecDecodeStats()
         steps = self._rounds(tokens, sampler, stats, config, observe, engines)
 
@@ -150,17 +150,17 @@ class LLM:
 
         return Job(steps=steps, write=lambda chunk: writer().write(chunk, stats), stats=stats)
 
-    def sampler(self, params: SamplingParams, prompt: Sequence[int], grammar: Grammar | None = None) -> Sampler:
-        """The sampler of a request. grammar: see `job`. Raises RequestError."""
-        if grammar is None and params.structured is not None:
-            grammar = self.compile(params.structured)
+    def sampler(self, params: SamplingParams, prompt: Sequence[int], prepared: Prepared | None = None) -> Sampler:
+        """The sampler of a request. prepared: see `job`. Raises RequestError."""
+        grammar, bad_words = prepared or self.prepare(params)
         constraint = None if grammar is None else grammar.start()
         eos, vocab_size = self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size
-        return Sampler(params, prompt, eos, vocab_size, constraint, token_sequences(self.tokenizer, params.bad_words))
+        return Sampler(params, prompt, eos, vocab_size, constraint, bad_words)
 
-    def compile(self, structured: StructuredOutput, given_up: Event | None = None) -> Grammar:
-        """The grammar of a structured output, see Grammars.compile."""
-        return self.grammars.compile(structured, given_up)
+    def prepare(self, params: SamplingParams) -> Prepared:
+        """The grammar and the banned tokens of a request. Raises RequestError."""
+        grammar = None if params.structured is None else self.grammars.compile(params.structured)
+        return Prepared(grammar, token_sequences(self.tokenizer, params.bad_words))
 
     def resolved(self, speculative: Speculation) -> SpeculativeConfig | None:
         """The configuration of a request, with limits that fit the engines. "own" is the LLM's. Raises ConfigError."""

@@ -98,7 +98,7 @@ def speed(llm: LLM, prompts: tuple[str, ...], form: str, way: str, temperature: 
 def time_grammar(llm: LLM, form: StructuredOutput) -> dict[str, Any]:
     """Microseconds per node along a greedy text, with a sibling beside each node. The first pass over a new grammar
     computes the library's tables; later ones find them. All times are of the thread, not of the clock."""
-    grammar = llm.compile(form)
+    grammar = llm.grammars.compile(form)
     messages = [{"role": "user", "content": "Describe a teacher in Paris as a JSON object."}]
     params = SamplingParams(MAX_TOKENS, 0, structured=form)
     tokens = llm.generate(llm.encode_chat(messages), params)[0].token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -18,14 +19,14 @@ from ..decoding.pace import MAX_PAUSE_MS, Pace
 from ..decoding.round import Observer
 from ..decoding.scheduler import QueueFullError, Scheduler
 from ..llm import LLM, Speculation
+from ..prepared import Prepared
 from ..prompt import PromptType, plain_prompt
 from ..request_engines import PREFIX_CACHE_SLOTS
 from ..sampling.params import SamplingParams
-from ..sampling.structured import StructuredOutput
 from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.drift import Drift
-from ..structured.grammars import Grammar
 from ..text.conversation import ASKED, ChatSettings
+from ..text.tokenizer import token_sequences
 from ..text.writer import StreamChunk
 from .engine_thread import EngineThread
 from .metrics import GAUGES
@@ -134,12 +135,16 @@ class AsyncLLM(EngineThread):
         text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings), client)
         return await self._texts.compute(lambda: self.llm.encode_written(text), len(text), client)
 
-    async def compile(self, structured: StructuredOutput | None, client: str | None = None) -> Grammar | None:
-        """LLM.compile in another thread; None for None. Cancelling the task gives the grammar up."""
-        if structured is None:
-            return None
-        known = self.llm.grammars.find(structured)
-        return known or await self._texts.compile(lambda given_up: self.llm.compile(structured, given_up), client)
+    async def prepare(self, params: SamplingParams, client: str | None = None) -> Prepared:
+        """LLM.prepare in other threads, for all choices of a call. Cancelling the task gives the grammar up."""
+        words, form = params.bad_words, params.structured
+        sequences, grammar = list[list[int]](), None
+        if words:
+            tokenized = partial(token_sequences, self.llm.tokenizer, words)
+            sequences = await self._texts.compute(tokenized, sum(map(len, words)), client)
+        if form is not None and (grammar := self.llm.grammars.find(form)) is None:
+            grammar = await self._texts.compile(partial(self.llm.grammars.compile, form), client)
+        return Prepared(grammar, sequences)
 
     @property
     def texts(self) -> TextThreads:
@@ -163,7 +168,7 @@ class AsyncLLM(EngineThread):
         user: str | None = None,
         cache_salt: str | None = None,
         call: Hashable = None,
-        grammar: Grammar | None = None,
+        prepared: Prepared | None = None,
         observe: Observer | None = None,
     ) -> RequestStream:
         """Queue a request; returns an iterator over its chunks, one per round. Needs a running event loop.
@@ -173,8 +178,8 @@ class AsyncLLM(EngineThread):
         earlier than this call. client, user: the sender of the request, and the
         sender's user, see Scheduler.submit. cache_salt: the request shares cache rows only with requests of the same
         salt. A client without the salt then cannot infer earlier prompts from response times or token counts. call: an
-        identifier of the API call; failures of the requests of one call count once. grammar: what `compile` returned
-        for `sampling_params.structured`; without it, this call compiles and the event loop waits. observe: see
+        identifier of the API call; failures of the requests of one call count once. prepared: what `prepare` returned
+        for `sampling_params`; without it, this call prepares them and the event loop waits. observe: see
         LLM.generate; the engine's thread calls it. Errors before the request is queued: RequestError or ConfigError for
         bad input and for a request that needs more memory than there is, QueueFullError when no place is left,
         ShutdownError while draining or closed.
@@ -187,7 +192,7 @@ class AsyncLLM(EngineThread):
         (sampling_params,) = params_of(sampling_params, 1)
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
-        job = self.llm.job(tokens, sampling_params, observe, speculative, self._engines, grammar)
+        job = self.llm.job(tokens, sampling_params, observe, speculative, self._engines, prepared)
         request = Request(
             id=name,
             steps=job.steps,

@@ -19,11 +19,11 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ....models.errors import DraftwoodError, RequestError, shown
 from ...decoding.scheduler import max_client_places
+from ...prepared import Prepared
 from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
-from ...structured.grammars import Grammar
 from ...text.writer import StreamChunk
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
@@ -224,11 +224,11 @@ class OpenAIApi:
         params = params if use is None else use.applied(params)
         request.state.params = params
         try:
-            compiling = self._async_llm.compile(params.structured, request.state.client)
-            grammar = await while_connected(request, compiling, limit)
+            preparing = self._async_llm.prepare(params, request.state.client)
+            prepared = await while_connected(request, preparing, limit)
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        streams = await self._submit(body, request.state.client, limit, prompts, config, params, grammar)
+        streams = await self._submit(body, request.state.client, limit, prompts, config, params, prepared)
         proposal = 0 if config is None else config.max_tokens
         echoed = [echo for echo in echoes for _ in range(body.num_choices)]
         best = None if body.num_choices == body.n else body.n
@@ -255,7 +255,7 @@ class OpenAIApi:
         prompts: Sequence[list[int]],
         config: SpeculativeConfig | None,
         params: SamplingParams,
-        grammar: Grammar | None,
+        prepared: Prepared,
     ) -> list[RequestStream]:
         """Queue all choices, or none."""
         streams: list[RequestStream] = []
@@ -273,7 +273,7 @@ class OpenAIApi:
                         user=body.client,
                         cache_salt=body.cache_salt,
                         call=call,
-                        grammar=grammar,
+                        prepared=prepared,
                     )
                     streams.append(stream)
         except DraftwoodError:

@@ -84,7 +84,7 @@ class ExplainApi:
         if not 1 <= params.max_tokens <= MAX_TOKENS:
             raise RequestError(f"max_tokens: an explanation has at least one and at most {MAX_TOKENS} tokens")
         config = self._llm.resolved(body.speculation())
-        grammar = await self._async_llm.compile(params.structured, client)
+        prepared = await self._async_llm.prepare(params, client)
         recorder = RoundRecorder(self._text_of)
         drawn = 0
 
@@ -103,7 +103,7 @@ class ExplainApi:
             client=client,
             user=body.client,
             cache_salt=body.cache_salt,
-            grammar=grammar,
+            prepared=prepared,
             observe=observe,
         )
         try:

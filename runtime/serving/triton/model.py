@@ -137,7 +137,7 @@ class Call:
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
         deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's, microseconds or 0
         prompt = await engine.encode(parsed.prompt)
-        grammar = await engine.compile(parsed.params.structured)
+        prepared = await engine.prepare(parsed.params)
         sequence = self._request.correlation_id()  # 0 and "" for none
         stream = engine.generate(
             prompt,
@@ -146,7 +146,7 @@ class Call:
             deadline_s=deadline,
             client=parsed.client or (str(sequence) if sequence else NAMELESS),
             cache_salt=parsed.cache_salt,
-            grammar=grammar,
+            prepared=prepared,
         )
         self._metrics.record_start(stream.num_prompt_tokens)
         writer = ResponseWriter(parsed, stream.num_prompt_tokens)

@@ -7,19 +7,28 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
 
 from draftwood.runtime import LLM
 from draftwood.runtime.requests.async_llm import AsyncLLM
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 from draftwood.runtime.serving.http.guard import Limits  # noqa: E402
 from draftwood.runtime.serving.openai.app import create_app  # noqa: E402 - only where fastapi is installed
 
-BODY = {"model": "m", "prompt": "hello", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "speculative": None}
+BODY: dict[str, Any] = {
+    "model": "m",
+    "prompt": "hello",
+    "max_tokens": 20,
+    "temperature": 0,
+    "ignore_eos": True,
+    "speculative": None,
+}
 
 
 @pytest.fixture
@@ -50,7 +59,7 @@ async def post(llm: LLM, body: dict[str, Any], request_seconds: float | None = N
             return answer.status_code, answer.text
 
 
-@pytest.mark.parametrize("slow", ["encode", "compile"])
+@pytest.mark.parametrize("slow", ["encode", "prepare"])
 def test_the_time_limit_covers_what_happens_before_a_request_is_queued(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
@@ -123,3 +132,18 @@ def test_when_the_engine_breaks_everybody_learns_it_and_so_does_health(
                     assert (await client.get(path)).status_code == 503
 
     asyncio.run(broken())
+
+
+def test_bad_words_are_tokenized_once_for_all_choices_beside_the_event_loop(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, read = Tokenizer.encode, list[tuple[str, bool]]()
+
+    def noted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append((text, current_thread() is main_thread()))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    status, _ = asyncio.run(post(llm, {**BODY, "n": 3, "bad_words": ["one", "two"]}))
+    assert status == 200
+    assert sorted(read) == [(text, False) for text in sorted([BODY["prompt"], "one", " one", "two", " two"])]
