@@ -73,8 +73,8 @@ def refusal_of(error: Exception) -> Refusal:
 
 def invalid(error: RequestValidationError) -> Refusal:
     """The error of a body. Of several errors, and of the branches of a union, the most specific one is reported: an
-    error of a present value of the right type."""
-    worst = max(error.errors(), key=lambda item: (len(item["loc"]), specific(item["type"])))
+    error of a present value of the right type. What is too long was not read to its end."""
+    worst = max(error.errors(), key=lambda it: (it["type"] == "too_long", len(it["loc"]), specific(it["type"])))
     if worst["type"] == "json_invalid":
         return Refusal(400, f"the body is not valid JSON: {worst['ctx']['error']}")
     names = [name if isinstance(name, int) else name[:MAX_NAME] for name in worst["loc"]]

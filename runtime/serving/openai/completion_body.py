@@ -11,6 +11,7 @@ from ...prompt import Prompt, is_batch
 from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS
 from .protocol import MAX_CHOICES, NEUTRAL, GenerationBody, TokenIds
 
+MAX_PROMPTS = 4096  # as many as a conversation may have messages
 COMPLETION_TOKENS = 16  # the default max_tokens of OpenAI's /v1/completions
 
 
@@ -22,8 +23,8 @@ class CompletionBody(GenerationBody):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(fail_fast=True, min_length=1)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: int | None = Field(
         None, ge=0, le=LARGEST_COUNT, description="default 16, as OpenAI's; 0 reads the prompt alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -13,7 +14,11 @@ MAX_NAME = 64  # characters of a schema's name
 
 
 class Strict(BaseModel):
-    """Strict JSON types: no "1" for 1, no 1 for true, no NaN. A field that is null counts as left out."""
+    """Strict JSON types: no "1" for 1, no 1 for true, no NaN. A field that is null counts as left out.
+
+    Of several unknown fields only the first one is an error: those of a long body would take seconds, in which the
+    event loop serves nobody.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -22,11 +27,26 @@ class Strict(BaseModel):
     def _drop_neutral(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
-        return {name: value for name, value in content.items() if not cls._is_neutral(name, value)}
+        known = names_of(cls)
+        if content.keys() <= known and None not in content.values():
+            return content
+        kept, unknown = {}, False
+        for name, value in content.items():
+            is_known = name in known
+            if (is_known or not unknown) and not cls._is_neutral(name, value):
+                kept[name] = value
+                unknown = unknown or not is_known
+        return kept
 
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
         return value is None
+
+
+@cache
+def names_of(model: type[BaseModel]) -> frozenset[str]:
+    """The names of a model's fields in JSON."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 class ResponseSchema(Strict):

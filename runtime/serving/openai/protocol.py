@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator
+from pydantic_core import PydanticKnownError
 
 from ....models.errors import RequestError, shown
 from ...llm import Speculation
@@ -78,6 +79,17 @@ MAX_USER = 512  # characters
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 User = Annotated[str, StringConstraints(max_length=MAX_USER)]
+
+
+def no_long_dictionary(value: Any) -> Any:
+    """Refuse too many biases before any is checked: a dictionary has no fail_fast."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        limits = {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", limits)
+    return value
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(no_long_dictionary), Field(max_length=MAX_BIASES)]
 # Without fail_fast a wrong list would produce one error message per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 AllowedTokens = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKENS)]
@@ -92,8 +104,9 @@ class Body(Strict):
     def _is_neutral(cls, name: str, value: Any) -> bool:
         if name == "speculative":
             return False  # null is not neutral: it turns speculation off
-        neutral = name in IGNORED or any(same(value, each) for each in cls.neutral.get(name, ()))
-        return value is None or (neutral and name not in cls.model_fields)
+        if value is None or name in cls.model_fields:
+            return value is None
+        return name in IGNORED or any(same(value, each) for each in cls.neutral.get(name, ()))
 
 
 class StreamOptions(Strict):
@@ -123,9 +136,7 @@ class GenerationBody(Body, ABC):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = Field(
-        None, description="token id -> bias added to its logit, -100 to 100"
-    )
+    logit_bias: Biases | None = Field(None, description="token id -> bias added to its logit, -100 to 100")
     # Fields that OpenAI's API does not have, with vLLM's names.
     allowed_token_ids: AllowedTokens | None = Field(None, description="all other tokens are never chosen")
     bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(None, description="never generated")
@@ -240,9 +251,10 @@ def same(value: Any, neutral: Any) -> bool:
 
 def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     """A SpeculativeConfig from JSON. Raises RequestError, or ConfigError if it is not lossless."""
-    unknown = sorted(set(values) - {field.name for field in fields(SpeculativeConfig)})
-    if unknown:
-        name = f"speculative.{unknown[0]:.100}"
+    known = {field.name for field in fields(SpeculativeConfig)}
+    unknown = next((name for name in values if name not in known), None)
+    if unknown is not None:
+        name = f"speculative.{unknown:.100}"
         raise RequestError(f"{name} is unknown: it takes the fields of SpeculativeConfig")
     check_bounds(values, RequestError, "speculative.")
     return SpeculativeConfig(**values)
