@@ -116,8 +116,8 @@ class SpeculativeDecoder:
     ) -> Iterator[TokenChunk]:
         """Yield one chunk per round until the text ends. `stats` is updated before each chunk is yielded.
 
-        observe: called with every round before its tokens are committed. It consumes no randomness, and its time is not
-        part of `stats`.
+        observe: called with every round before its tokens are committed, until it returns True. It consumes no
+        randomness, and its time is not part of `stats`.
         """
         steps = self.steps(prompt, sampler, streams, stats, observe)
         return drive(Job(steps=steps, write=lambda chunk: chunk, stats=stats))
@@ -146,8 +146,8 @@ class SpeculativeDecoder:
                 rows = (0, *outcome.acceptance.rows)[:kept]
                 logprobs = output_logprobs(outcome.logits, rows, outcome.token_ids[:kept], sampler)
                 self._record(stats, request, outcome)
-            if observe is not None:
-                observe(self._describe_round(request, outcome, kept, finish_reason, decoding))
+            if observe is not None and observe(self._describe_round(request, outcome, kept, finish_reason, decoding)):
+                observe = None
             with decoding:
                 request.commit(outcome.token_ids, kept)
                 stats.num_tokens += kept

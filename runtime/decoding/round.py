@@ -69,7 +69,7 @@ class Round(NamedTuple):
     host_seconds: float
 
 
-Observer = Callable[[Round], None]
+Observer = Callable[[Round], bool | None]  # True if it needs no further round of this text
 
 
 def target_probabilities(

@@ -102,14 +102,20 @@ class Explanation(NamedTuple):
 class RoundRecorder:
     """Collects the rounds of one request. Pass `observe` to `LLM.generate` or `LLM.stream`."""
 
-    def __init__(self, text_of: Callable[[int], str]) -> None:
-        """text_of: a token's text by its id, see `token_texts`."""
+    def __init__(self, text_of: Callable[[int], str], max_nodes: float = math.inf) -> None:
+        """text_of: a token's text by its id, see `token_texts`. max_nodes: later rounds are left out, and the settings
+        of the explanation say so."""
         self._text_of = text_of
+        self._nodes_left = max_nodes
         self.rounds: list[ExplainedRound] = []
 
-    def observe(self, round: Round) -> None:
-        """Add a round. Only numbers of its nodes are kept, no distributions."""
+    def observe(self, round: Round) -> bool:
+        """Add a round. Only numbers of its nodes are kept, no distributions. Returns whether further rounds are left
+        out."""
         tree, graph = round.proposal.tree, round.proposal.graph
+        self._nodes_left -= len(graph.tokens)
+        if self._nodes_left < 0:
+            return True
         above = [round.target_probs.get(parent) for parent in tree.parents]  # None: nothing may follow the parent
         probs = [0.0 if p is None else float(p[token]) for p, token in zip(above, tree.token_ids, strict=True)]
         # An edge leads to one row per path over it. The accepted row is shown, or else the first one.
@@ -152,12 +158,14 @@ class RoundRecorder:
                 host_ms=1000 * round.host_seconds,
             )
         )
+        return False
 
     def explanation(
         self, prompt: str, config: SpeculativeConfig | None, params: SamplingParams, stats: SpecDecodeStats
     ) -> Explanation:
         """The collected rounds and the settings of their request."""
-        return Explanation(prompt, settings(config, params), stats.to_dict(), list(self.rounds))
+        cut = {"rounds": f"the first {len(self.rounds)}"} if self._nodes_left < 0 else {}
+        return Explanation(prompt, settings(config, params) | cut, stats.to_dict(), list(self.rounds))
 
 
 def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) -> float | None:

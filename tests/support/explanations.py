@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fakes import FakeEngine, mixture, random_head, random_model
 
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -50,14 +52,17 @@ def decode(
 
 
 def explained(
-    config: SpeculativeConfig | None, params: SamplingParams, costs: CostModel | None = None
+    config: SpeculativeConfig | None,
+    params: SamplingParams,
+    costs: CostModel | None = None,
+    max_nodes: float = math.inf,
 ) -> tuple[Explanation, list[Round]]:
     """The explanation of such a text, and the rounds that the recorder observed."""
-    recorder, rounds = RoundRecorder(lambda token: EVIL if token == 0 else f"w{token} "), list[Round]()
+    recorder, rounds = RoundRecorder(lambda token: EVIL if token == 0 else f"w{token} ", max_nodes), list[Round]()
 
-    def observe(round: Round) -> None:
-        recorder.observe(round)
+    def observe(round: Round) -> bool:
         rounds.append(round)
+        return recorder.observe(round)
 
     decode(config, params, observe, costs)
     return recorder.explanation("a < b", config, params, SpecDecodeStats()), rounds

@@ -9,7 +9,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ....models.errors import RequestError
-from ...decoding.round import Round
 from ...inspection.explain import RoundRecorder
 from ...inspection.explain_html import to_html
 from ...requests.async_llm import AsyncLLM
@@ -85,15 +84,7 @@ class ExplainApi:
             raise RequestError(f"max_tokens: an explanation has at least one and at most {MAX_TOKENS} tokens")
         config = self._llm.resolved(body.speculation())
         prepared = await self._async_llm.prepare(params, client)
-        recorder = RoundRecorder(self._text_of)
-        drawn = 0
-
-        def observe(round: Round) -> None:
-            nonlocal drawn
-            drawn += len(round.proposal.graph.tokens)
-            if drawn <= MAX_NODES:
-                recorder.observe(round)
-
+        recorder = RoundRecorder(self._text_of, MAX_NODES)
         stream = self._async_llm.generate(
             list(prompt),
             params,
@@ -104,7 +95,7 @@ class ExplainApi:
             user=body.client,
             cache_salt=body.cache_salt,
             prepared=prepared,
-            observe=observe,
+            observe=recorder.observe,
         )
         try:
             async for chunk in stream:
@@ -112,15 +103,11 @@ class ExplainApi:
         finally:
             await stream.aclose()
 
-        def written() -> str:
+        def written() -> Response:
             text = self._llm.tokenizer.decode(prompt, skip_special_tokens=False)
-            explanation = recorder.explanation(text, config, params, stats)
-            if drawn > MAX_NODES:
-                cut = {"rounds": f"the first {len(recorder.rounds)}"}
-                explanation = explanation._replace(settings={**explanation.settings, **cut})
-            return to_html(explanation)
+            return page(to_html(recorder.explanation(text, config, params, stats)))
 
-        return page(await self._async_llm.texts.compute(written, len(prompt), client))
+        return await self._async_llm.texts.compute(written, len(prompt), client)
 
 
 def add_explanations(app: FastAPI, api: ExplainApi) -> None:

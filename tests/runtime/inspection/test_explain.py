@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from draftwood.runtime.decoding.round import (
     PLANNED,
     TOKEN_BUDGET,
     Round,
+    target_probabilities,
 )
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.inspection.explain import ExplainedRound
@@ -42,6 +44,26 @@ def test_observing_changes_no_token(config: SpeculativeConfig | None, params: Sa
     assert [token for round in rounds for token in round.token_ids] == tokens
     assert [round.finish_reason for round in rounds][-1] == "length"
     assert all(min(round.draft_seconds, round.target_seconds, round.host_seconds) >= 0 for round in rounds)
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_full_recorder_costs_nothing_in_later_rounds(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread describes no round that nobody looks at: each would take softmaxes over the vocabulary."""
+    config, described = SpeculativeConfig("topk"), []
+    whole, rounds = explained(config, params)
+    sizes = [len(round.proposal.graph.tokens) for round in rounds]
+
+    def counted(*row: Any) -> Any:
+        described.append(row)
+        return target_probabilities(*row)
+
+    monkeypatch.setattr("draftwood.runtime.decoding.decoder.target_probabilities", counted)
+    cut, seen = explained(config, params, max_nodes=sum(sizes[:2]))
+    assert len(rounds) > 3 and len(seen) == len(described) == 3 and len(cut.rounds) == 2
+    assert cut.settings == {**whole.settings, "rounds": "the first 2"} and "rounds" not in whole.settings
+    exact, seen = explained(config, params, max_nodes=sum(sizes))
+    assert len(exact.rounds) == len(seen) == len(rounds) and exact.settings == whole.settings
+    assert decode(config, params, lambda round: True) == decode(config, params)
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
