@@ -274,9 +274,12 @@ def read_prompts(file: Path) -> list[str]:
     for number, line in lines_of(read(file, "--prompts")):
         try:
             row = json.loads(line)
-            prompts.append(str(row["prompt"] if "prompt" in row else row["turns"][0]))
-        except (ValueError, TypeError, LookupError) as error:
-            raise RequestError(f'{file}, line {number}: expected an object with a "prompt"') from error
+            prompt = row["prompt"] if "prompt" in row else row["turns"][0]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise RequestError(f'{file}, line {number}: expected an object with a "prompt", which is text')
+        prompts.append(prompt)
     if not prompts:
         raise RequestError(f"{file} holds no prompts")
     return prompts

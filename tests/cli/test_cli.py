@@ -242,6 +242,9 @@ def test_bench_refuses_what_changes_no_figure(
         ("{", "line 1"),
         ('{"prompt": "x\u2028y"}\n\n[]', "line 3"),  # JSON may hold what else ends a line in Python
         ('{"text": "x"}', "line 1"),
+        ('{"prompt": "x"}\n{"prompt": null}', "line 2"),
+        ('{"turns": [5]}', "line 1"),
+        pytest.param("[" * 100_000, "line 1", id="deep"),
         (json.dumps({"prompt": 9999 * "x"}), "shorten it"),
     ],
 )
