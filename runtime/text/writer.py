@@ -24,7 +24,8 @@ class StreamChunk(NamedTuple):
     """The text of one round. `text` may be empty while a character or a possible stop string is incomplete.
 
     finish_reason: None before the last chunk, else "stop" or "length". stats: the request's; later rounds change it.
-    prompt_logprobs: see TokenChunk.
+    prompt_logprobs: see TokenChunk. num_drafted: how many of `token_ids` the draft proposed. num_proposed: all tokens
+    that the round proposed.
     """
 
     text: str
@@ -34,6 +35,8 @@ class StreamChunk(NamedTuple):
     finish_reason: str | None
     stats: SpecDecodeStats
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_drafted: int = 0
+    num_proposed: int = 0
 
 
 class TextWriter:
@@ -44,7 +47,7 @@ class TextWriter:
         self._keeps_stop = params.include_stop_str_in_output
         self._stop = StopChecker(params.stop, self._keeps_stop)
         self._min_tokens = params.min_tokens
-        self._count = 0
+        self._count = self._num_proposed = 0
         self._held: deque[TextPiece] = deque()  # decoded text that may be the beginning of a stop string
 
     def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
@@ -67,8 +70,18 @@ class TextWriter:
                 reason = STOP if stopped else reason
         stats.num_tokens -= len(chunk.token_ids) - kept
         pieces = list(self._take(len(released)))
-        logprobs = chunk.logprobs[:kept]
-        return StreamChunk(released, chunk.token_ids[:kept], pieces, logprobs, reason, stats, chunk.prompt_logprobs)
+        proposed, self._num_proposed = stats.num_draft_tokens - self._num_proposed, stats.num_draft_tokens
+        return StreamChunk(
+            text=released,
+            token_ids=chunk.token_ids[:kept],
+            pieces=pieces,
+            logprobs=chunk.logprobs[:kept],
+            finish_reason=reason,
+            stats=stats,
+            prompt_logprobs=chunk.prompt_logprobs,
+            num_drafted=min(kept, chunk.num_drafted),
+            num_proposed=proposed,
+        )
 
     def _check(self, piece: TextPiece) -> StopResult:
         """The final text, and whether a stop string ends the text, which is possible only after `min_tokens`."""

@@ -21,7 +21,8 @@ from .formats import AnswerFormat, Part, TokenTexts
 @dataclass(slots=True)
 class Choice:
     """The content of one choice so far. echo: text of the prompt that the next chunk begins with; None without one.
-    texts: of its chunks. logprob: of all its tokens together, as far as the request has log-probabilities."""
+    texts: of its chunks. logprob: of all its tokens together, as far as the request has log-probabilities. num_drafted,
+    num_proposed: sums over its chunks; `stats` may be ahead of them, and counts accepted tokens behind a stop, too."""
 
     echo: str | None = None
     texts: list[str] = field(default_factory=list)
@@ -29,6 +30,8 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     logprob: float = 0.0
     num_tokens: int = 0
+    num_drafted: int = 0
+    num_proposed: int = 0
     finish_reason: str | None = None
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     offset: int = 0  # characters of its tokens' texts
@@ -79,6 +82,8 @@ class Answer:
         choice = self.choices[index]
         part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
         choice.num_tokens += len(chunk.token_ids)
+        choice.num_drafted += chunk.num_drafted
+        choice.num_proposed += chunk.num_proposed
         self.first_token_at = self.first_token_at or time.perf_counter()
         choice.logprob += sum(item.logprob for item in chunk.logprobs)
         choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
@@ -149,9 +154,9 @@ class Answer:
         }
         if not self._proposal:
             return used
-        accepted = sum(choice.stats.num_accepted_tokens for choice in self.choices)
-        drafted = sum(choice.stats.num_draft_tokens for choice in self.choices)
-        predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        accepted = sum(choice.num_drafted for choice in self.choices)
+        proposed = sum(choice.num_proposed for choice in self.choices)
+        predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
         return {**used, "completion_tokens_details": predicted}
 
     def account(self) -> dict[str, Any]:

@@ -149,6 +149,21 @@ def test_a_wrong_body_is_refused_for_few_reasons(model: type[BaseModel], body: d
     assert len(errors) <= 4 and named in invalid(RequestValidationError(errors)).message
 
 
+def test_usage_is_that_of_the_chunks_so_far() -> None:
+    """`stats` belongs to the engine's thread: it may be ahead, and counts accepted tokens that a stop string cut."""
+    stats = SpecDecodeStats(num_drafts=9, num_draft_tokens=54, num_accepted_tokens=40)
+    answer = Answer(SHAPES[0], TEXTS, "m", [[1]], [None], 6)
+    used = []
+    for tokens, num_drafted in (([1, 2, 3], 2), ([4], 1)):
+        part = chunk(tokens, 0)._replace(stats=stats, num_drafted=num_drafted, num_proposed=6)
+        answer.add(0, part)
+        used.append(answer.usage())
+    assert [each["completion_tokens"] for each in used] == [3, 4]
+    assert [list(each["completion_tokens_details"].values()) for each in used] == [[2, 4], [3, 9]]
+    done = answer.account()["metrics"]["speculative_decoding"]
+    assert (done["num_accepted_draft_tokens"], done["num_draft_tokens"]) == (40, 54)
+
+
 @pytest.mark.parametrize("count", [0, 1, AT_A_TIME, AT_A_TIME + 1, 3 * AT_A_TIME])
 def test_pieces_are_the_whole(count: int) -> None:
     items: list[Any] = [{"a": number, "b": [None, "é\n", {}]} for number in range(count)]

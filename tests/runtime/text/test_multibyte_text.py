@@ -231,6 +231,16 @@ def test_each_piece_knows_whether_the_draft_proposed_it(byte_level: Cut) -> None
     assert drafted == [*((letter, True) for letter in "abcd"), *((letter, False) for letter in "efg\ufffd")]
 
 
+def test_drafted_tokens_behind_a_stop_are_no_part_of_the_text(byte_level: Cut) -> None:
+    writer, stats = TextWriter(byte_level.tokenizer, [], SamplingParams(stop=("e",))), SpecDecodeStats()
+    counts = []
+    for text, accepted, reason in (("abc", 2, None), ("defgh", 4, "length")):
+        stats.record_round(6, accepted)
+        chunk = writer.write(TokenChunk(byte_level.ids(text), accepted, [], reason), stats)
+        counts.append((len(chunk.token_ids), chunk.num_drafted, chunk.num_proposed))
+    assert counts == [(3, 2, 6), (2, 2, 6)] and stats.num_accepted_tokens == 6
+
+
 @pytest.mark.parametrize(("min_tokens", "expected"), [(0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (4, "abab")])
 def test_a_stop_string_ends_a_text_behind_min_tokens(byte_level: Cut, min_tokens: int, expected: str) -> None:
     params = SamplingParams(stop=("b",), min_tokens=min_tokens, max_tokens=4)
