@@ -12,9 +12,8 @@ from .detokenizer import overlap
 from .tools import ToolFormat
 
 STRING = r'"(?:[^"\\]|\\.)*"'
-HEAD = re.compile(
-    rf'\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*({STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
-)
+NAMED = re.compile(rf'\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*({STRING})')
+HEAD = re.compile(NAMED.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 PARTS = re.compile(rf'{STRING}|"(?:[^"\\]|\\.)*\\?$|\S')
 NAME = [("{",), ('"name"',), (":",), None, (",",), ('"arguments"', '"parameters"'), (":",), ("{",)]
 BEGINNINGS = (NAME, [NAME[0], ('"type"',), (":",), ('"function"',), (",",), *NAME[1:]])
@@ -64,7 +63,10 @@ class ToolCallReader:
 
     def finish(self) -> list[str | CallPart]:
         """What is left at the end of the answer. An unfinished call stays a call if its name was complete."""
-        if self._state in (TEXT, BEGINNING, REST):
+        name = self._name_of(NAMED.match(self._held)) if self._state == BEGINNING else None
+        if name is not None:
+            self._open_call(name)
+        elif self._state in (TEXT, BEGINNING, REST):
             self._write(self._raw + self._held)
         if self._blanks:
             self._found.append(self._blanks)
@@ -90,12 +92,10 @@ class ToolCallReader:
         self._raw += skipped[0]
         self._held = self._held[skipped.end() :]
         head = HEAD.match(self._held)
-        name = None if head is None else text_of(head[1])
-        if head is not None and name in self._names:
-            self._held, self._raw, self._blanks = self._held[head.end() :], "", ""
-            self._state, self._depth, self._behind_call = ARGUMENTS, 0, True
-            self._add(f"call_{uuid4().hex[:24]}", name, "")
-            self.num_calls += 1
+        name = self._name_of(head)
+        if head is not None and name is not None:
+            self._held = self._held[head.end() :]
+            self._open_call(name)
             return True
         if head is None and len(self._held) < LONGEST_HEAD and may_begin_call(self._held):
             return False
@@ -105,6 +105,17 @@ class ToolCallReader:
             self._held = self._raw + self._held
         self._raw, self._state = "", TEXT if self._format.opens else REST
         return True
+
+    def _name_of(self, head: re.Match[str] | None) -> str | None:
+        """The known tool that the beginning of a call names."""
+        name = None if head is None else text_of(head[1])
+        return name if name in self._names else None
+
+    def _open_call(self, name: str) -> None:
+        self._raw = self._blanks = ""
+        self._state, self._depth, self._behind_call = ARGUMENTS, 0, True
+        self._add(f"call_{uuid4().hex[:24]}", name, "")
+        self.num_calls += 1
 
     def _read_arguments(self) -> bool:
         """Up to the brace that closes the object."""

@@ -26,6 +26,19 @@ SAMPLES: list[tuple[ToolFormat, str, Read | None]] = [
     ),
     (HERMES, '<tool_call>{"name": "f", "parameters": {}}</tool_call>', ("", [("f", "{}")])),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', ("", [("f", '{"a": 1')])),
+    *(
+        (HERMES, f'{{}}<tool_call>\n{{"name": "f"{cut}', ("{}", [("f", "")]))  # its name is complete
+        for cut in ("", ",", ', "argum', ', "arguments": ')
+    ),
+    (LLAMA, '{"name": "f", "param', ("", [("f", "")])),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {}}\n{"type": "function", "name": "g"',
+        ("", [("f", "{}"), ("g", "")]),
+    ),
+    (HERMES, '<tool_call>{"name": "f', None),
+    (HERMES, '<tool_call>{"name": "h"', None),
+    (HERMES, '<tool_call>{"name": "f"}', None),
     (HERMES, '<tool_call>{"name": "f", "arguments": {}} and so on', ("and so on", [("f", "{}")])),
     (HERMES, '<tool_call>{"name": "h", "arguments": {}}</tool_call>', None),
     (HERMES, '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', None),
