@@ -78,7 +78,8 @@ class Answer:
         choice.logprobs += part.logprobs
 
     def _begin(self, index: int, chunk: StreamChunk) -> Part:
-        """Count a chunk. Returns its text and log-probabilities, behind those of the echo in the first chunk."""
+        """Count a chunk. Returns its text and log-probabilities, behind those of the echo in the first chunk. The echo
+        of a chat is one message, which has none: the prompt's tokens are more than its text."""
         choice = self.choices[index]
         part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
         choice.num_tokens += len(chunk.token_ids)
@@ -91,9 +92,11 @@ class Answer:
         if choice.echo is None:
             return part
         echo, choice.echo = choice.echo, None
-        known = [item for item in chunk.prompt_logprobs or () if item is not None]
+        if not (chunk.prompt_logprobs and self._format.has_prompts):
+            return part._replace(text=echo + part.text)
+        known = [item for item in chunk.prompt_logprobs if item is not None]
         first = self._prompts[index * len(self._prompts) // len(self.choices)][0]
-        before = [TokenLogprob(first, math.nan, {}), *known] if chunk.prompt_logprobs else []
+        before = [TokenLogprob(first, math.nan, {}), *known]
         return part._replace(text=echo + part.text, logprobs=[*before, *part.logprobs])
 
     def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:

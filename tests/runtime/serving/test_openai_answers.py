@@ -149,6 +149,20 @@ def test_a_wrong_body_is_refused_for_few_reasons(model: type[BaseModel], body: d
     assert len(errors) <= 4 and named in invalid(RequestValidationError(errors)).message
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_echo_has_the_log_probabilities_of_a_prompt_that_it_is(shape: AnswerFormat) -> None:
+    """In a chat it is the last message, and the prompt is the whole conversation in the template's words."""
+    first = chunk([8, 9], 1, "length")._replace(prompt_logprobs=[None, TokenLogprob(5, -2.0, {})])
+    answer = Answer(shape, TEXTS, "m", [[4, 5]], ["x"], 0)
+    answer.note(0, first)
+    (choice,) = json.loads(bytes(answer.whole().body))["choices"]
+    if shape.has_prompts:
+        assert choice["text"] == "xxx" and choice["logprobs"]["tokens"] == list("efij")
+        return
+    assert choice["message"]["content"] == "xxx"
+    assert [each["token"] for each in choice["logprobs"]["content"]] == list("ij")
+
+
 def test_usage_is_that_of_the_chunks_so_far() -> None:
     """`stats` belongs to the engine's thread: it may be ahead, and counts accepted tokens that a stop string cut."""
     stats = SpecDecodeStats(num_drafts=9, num_draft_tokens=54, num_accepted_tokens=40)
