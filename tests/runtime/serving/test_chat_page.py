@@ -139,17 +139,30 @@ def test_stopping_an_answer_ends_its_request(browser: Browser) -> None:
         assert ask(page, "the server still answers") == "aa"
 
 
+def test_a_new_conversation_has_nothing_of_the_answer_that_it_ended(browser: Browser) -> None:
+    with hostile("a") as server:
+        page = browser.open(server.address)
+        fill(page, prompt=ENDLESS)
+        submit(page, "ask")
+        page.wait("document.querySelector('.assistant') && document.querySelector('.assistant').textContent === 'aa'")
+        page.run("document.getElementById('clear').click()")
+        page.wait("document.getElementById('stop').hidden")
+        assert ask(page, "hello") == "aa" and server.asked[-1] == [{"role": "user", "content": "hello"}]
+        assert ask(page, "again") == "aa" and [each["content"] for each in server.asked[-1]] == ["hello", "aa", "again"]
+
+
 class Hostile(NamedTuple):
-    """left: set when the browser has ended the answer to ENDLESS."""
+    """left: set when the browser has ended the answer to ENDLESS. asked: the messages of each request."""
 
     address: str
     left: Event
+    asked: list[list[dict[str, str]]]
 
 
 @contextmanager
 def hostile(piece: str) -> Iterator[Hostile]:
     """A server with the real page, whose model, answers and errors are `piece`."""
-    left = Event()
+    left, asked = Event(), list[list[dict[str, str]]]()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -163,6 +176,7 @@ def hostile(piece: str) -> Iterator[Hostile]:
                 return self.reply(200, (), b"{}")
             if "stream" not in body:
                 return self.reply(400, (), json.dumps({"error": {"message": piece}}).encode())
+            asked.append(body["messages"])
             choice = {"pieces": [{"text": piece, "drafted": True}, {"text": piece, "drafted": False}]}
             event = {"model": piece, "choices": [choice], "usage": {"completion_tokens": 1}}
             events = f"data: {json.dumps(event)}\n\n".encode()
@@ -189,7 +203,7 @@ def hostile(piece: str) -> Iterator[Hostile]:
         thread = Thread(target=running.serve_forever)
         thread.start()
         try:
-            yield Hostile(f"http://127.0.0.1:{running.server_port}/", left)
+            yield Hostile(f"http://127.0.0.1:{running.server_port}/", left, asked)
         finally:
             running.shutdown()
             thread.join()
