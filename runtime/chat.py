@@ -141,12 +141,12 @@ class ChatSession:
         self, text: str, num_before: int, params: SamplingParams, speculative: Speculation, stop: Event
     ) -> Iterator[StreamChunk]:
         """The answer to a message behind the first `num_before` turns; it replaces those behind them."""
-        self.last = None
         prompt = self._fit(text, num_before, params.max_tokens, stop)
         budget = self._shared.budget
         params = replace(params, max_tokens=min(params.max_tokens, budget.tokens_behind(len(prompt))))
         job = self._llm.job(prompt, params, speculative=speculative, engines=self._shared.engines)
         job.num_slots = budget.needed(len(prompt), params.max_tokens)
+        self.last = None  # a message that was refused above leaves it
         return self._answer(job, text, num_before, prompt, stop)
 
     def _fit(self, text: str, num_before: int, max_tokens: int, stop: Event) -> list[int]:

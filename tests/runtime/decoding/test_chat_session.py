@@ -153,9 +153,10 @@ def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -
         assert len(session.turns) == 12
         whole = text_of(session.send("x" * 900, GREEDY))  # alone longer than half of the context
         assert whole and session.num_left_out == 12
+        last = session.last
         with pytest.raises(RequestError, match="shorten it"):
             session.send("x" * 1500, GREEDY)
-        assert len(session.turns) == 13
+        assert len(session.turns) == 13 and session.last is last is not None
         for _ in range(13):
             assert session.undo() is not None
         assert session.undo() is None and session.num_left_out == 0
