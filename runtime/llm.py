@@ -105,8 +105,8 @@ class LLM:
         checked first.
 
         sampling_params: for all prompts, or a list with one for each. use_tqdm: show a progress bar. observe: called
-        with every round (`round.Round`) of a text, until it returns True; it changes no token. The texts are then
-        written one after another. Raises RequestError when a prompt is empty, too long, or contains a token that the model does not have.
+        with every round (`round.Round`) until it returns True; it changes no token. The texts are written one by one.
+        Raises RequestError when a prompt is empty, too long, or contains a token that the model does not have.
         """
         given = prompts if is_batch(prompts) else [cast(PromptType, prompts)]
         plain = [plain_prompt(prompt) for prompt in given]
@@ -292,7 +292,7 @@ class LLM:
     def encode(self, prompt: PromptType) -> list[int]:
         """The tokens of a prompt. Raises RequestError like `generate`."""
         plain = plain_prompt(prompt)
-        return self._encode(plain) if isinstance(plain, str) else check_prompt(list(plain), self.bundle)
+        return self._encode(plain) if isinstance(plain, str) else check_prompt(plain, self.bundle)
 
     @cached_property
     def token_text(self) -> Callable[[int], str]:

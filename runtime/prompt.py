@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import TypedDict, TypeGuard, cast
+from typing import Any, TypedDict, TypeGuard
 
 from ..models.bindings import TARGET
 from ..models.errors import RequestError, shown
@@ -32,18 +32,32 @@ class PromptTooLongError(RequestError):
 
 
 def plain_prompt(prompt: PromptType) -> Prompt:
-    """The text or the token ids of a prompt. Raises RequestError for a mapping without exactly one of them, and for
-    what is neither; the numbers of bytes are no token ids."""
+    """The text of a prompt, or a list of its token ids, which are not checked yet. Raises RequestError for a mapping
+    without exactly one of them, and for what is neither; the numbers of bytes are no token ids."""
     if not isinstance(prompt, Mapping):
-        if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Iterable):
+        found = prompt if isinstance(prompt, str) else listed(prompt)
+        if found is None:
             raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}")
-        return prompt
+        return found
     (name, value), *others = prompt.items() or [("", None)]
-    if others or (name, isinstance(value, str)) not in (("prompt", True), ("prompt_token_ids", False)):
+    found = None
+    if not others and name == ("prompt" if isinstance(value, str) else "prompt_token_ids"):
+        found = value if isinstance(value, str) else listed(value)
+    if found is None:
         raise RequestError(
             f'a prompt is {{"prompt": text}} or {{"prompt_token_ids": token ids}}, not {shown(dict(prompt))}'
         )
-    return cast(Prompt, value)
+    return found
+
+
+def listed(token_ids: object) -> list[Any] | None:
+    """The items of a list, an array or a generator; None for anything else."""
+    if isinstance(token_ids, (bytes, bytearray, memoryview, Mapping)) or not isinstance(token_ids, Iterable):
+        return None
+    try:
+        return token_ids if isinstance(token_ids, list) else list(token_ids)
+    except TypeError:  # an array without axes
+        return None
 
 
 def is_batch(prompts: object) -> TypeGuard[Sequence[PromptType]]:

@@ -7,9 +7,17 @@ from collections.abc import Hashable, Iterator
 from itertools import chain
 from typing import Generic, TypeVar
 
-from ...models.errors import ConfigError, DraftwoodError
+from ...models.errors import ConfigError, DraftwoodError, RequestError, shown
 
 R = TypeVar("R")
+
+
+def check_hashable(name: str, value: object) -> None:
+    """Raises RequestError for a value that cannot tell requests apart."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise RequestError(f"{name} must be hashable, such as text, not {shown(value)}") from error
 
 
 class QueueFullError(DraftwoodError):
@@ -69,8 +77,10 @@ class Scheduler(Generic[R]):
 
         client: the sender of the request; None stands for all senders together and may take every place. user: the
         client's user that the request belongs to. Raises QueueFullError when all places, or all that this client may
-        use, are taken.
+        use, are taken, and RequestError for a client or user that is not hashable.
         """
+        check_hashable("client", client)
+        check_hashable("user", user)
         if self.num_running == self.max_running:
             self._check_room(client)
         self._waiting.setdefault(client, {}).setdefault(user, deque()).append(request)

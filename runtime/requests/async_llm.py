@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-from ...models.errors import ConfigError, RequestError
+from ...models.errors import ConfigError, RequestError, shown
 from ..batch import params_of
 from ..bundle.watch import BundleWatch
 from ..decoding.loop import MAX_RUNNING, Loop
 from ..decoding.pace import MAX_PAUSE_MS, Pace
 from ..decoding.round import Observer
-from ..decoding.scheduler import QueueFullError, Scheduler
+from ..decoding.scheduler import QueueFullError, Scheduler, check_hashable
 from ..llm import LLM, Speculation
 from ..prepared import Prepared
 from ..prompt import PromptType, plain_prompt
 from ..request_engines import PREFIX_CACHE_SLOTS
-from ..sampling.params import SamplingParams
+from ..sampling.params import SamplingParams, as_float
 from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.drift import Drift
 from ..text.conversation import ASKED, ChatSettings
@@ -185,8 +186,10 @@ class AsyncLLM(EngineThread):
         ShutdownError while draining or closed.
         """
         arrived = monotonic() if arrived is None else arrived
-        if deadline_s is not None and not deadline_s > 0:
-            raise RequestError(f"deadline_s must be positive, not {deadline_s!r}")
+        deadline_s = None if deadline_s is None else checked_seconds(deadline_s)
+        check_hashable("call", call)
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be text, not {shown(cache_salt)}")
         if cache_salt == "":
             raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
         (sampling_params,) = params_of(sampling_params, 1)
@@ -256,6 +259,15 @@ class AsyncLLM(EngineThread):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def checked_seconds(deadline_s: Any) -> float:
+    """The deadline as a Python number. Raises RequestError."""
+    number = isinstance(deadline_s, Real) and not isinstance(deadline_s, bool)
+    seconds = as_float(deadline_s) if number else None
+    if not isinstance(seconds, float) or not seconds > 0:
+        raise RequestError(f"deadline_s must be positive seconds, not {shown(deadline_s)}")
+    return seconds
 
 
 def count_affordable(llm: LLM, kv_cache_bytes: int) -> int:

@@ -192,8 +192,9 @@ def biases(value: Any) -> dict[int, float]:
     found = {token_id(token): bias for token, bias in value.items()}
     require("logit_bias", value, all(token >= 0 for token in found), "a number by token id")
     for token, bias in found.items():
-        number = isinstance(bias, Real) and not isinstance(bias, bool) and abs(float(bias)) <= LARGEST_BIAS
-        require(f"logit_bias of token {token}", bias, number, f"between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}")
+        value = as_float(bias) if isinstance(bias, Real) and not isinstance(bias, bool) else None
+        in_range = isinstance(value, float) and abs(value) <= LARGEST_BIAS
+        require(f"logit_bias of token {token}", bias, in_range, f"between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}")
     return {token: float(bias) for token, bias in found.items()}
 
 

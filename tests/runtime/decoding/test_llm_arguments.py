@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftwood.runtime import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams, SpeculativeConfig
@@ -25,6 +26,25 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
         llm.generate(prompt, ONE)
 
 
+@pytest.mark.parametrize("given", [5, None, 1.5, b"abc", np.array(5), {"prompt": "x"}, {"prompt_token_ids": [1]}, "x"])
+def test_what_a_mapping_holds_is_checked_like_a_prompt(llm: LLM, given: Any) -> None:
+    prompt: Any = {"prompt_token_ids": given}
+    for call in (llm.generate, llm.stream, llm.encode):
+        with pytest.raises(RequestError, match=r'a prompt is {"prompt": text} or {"prompt_token_ids": token ids}, not'):
+            call(prompt)
+    with AsyncLLM(llm) as served:
+        for reading in (served.encode(prompt), asynchronous(served, ONE, prompt)):
+            with pytest.raises(RequestError, match="a prompt is"):
+                asyncio.run(reading)
+
+
+def test_token_ids_are_a_list_of_any_kind(llm: LLM) -> None:
+    for given in ((1, 2), np.array([1, 2]), {"prompt_token_ids": np.array([1, 2])}):
+        assert llm.encode(given) == [1, 2]  # type: ignore[arg-type]
+    with AsyncLLM(llm) as served:
+        assert asyncio.run(served.encode(number for number in (1, 2))) == [1, 2]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("given", [{"max_tokens": 4}, "greedy", 4, [ONE, ONE]])
 def test_settings_of_a_stream_are_checked_like_those_of_a_call(llm: LLM, given: Any) -> None:
     for call in (llm.generate, llm.stream):
@@ -34,8 +54,8 @@ def test_settings_of_a_stream_are_checked_like_those_of_a_call(llm: LLM, given: 
         asyncio.run(asynchronous(served, given))
 
 
-async def asynchronous(served: AsyncLLM, given: Any) -> None:
-    served.generate("hello", given)
+async def asynchronous(served: AsyncLLM, given: Any, prompt: Any = "hello") -> None:
+    served.generate(prompt, given)
 
 
 def test_no_settings_of_a_stream_are_the_defaults(llm: LLM) -> None:

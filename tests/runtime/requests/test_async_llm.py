@@ -121,6 +121,12 @@ def test_a_full_queue_refuses_at_once(llm: LLM) -> None:
         ("x", {"sampling_params": SamplingParams(stop_token_ids=(10**6,))}, RequestError, "stop_token_ids"),
         ("x", {"speculative": SpeculativeConfig("topk", max_total_draft_tokens=64)}, ConfigError, "widest pass"),
         ("x", {"deadline_s": 0}, RequestError, "deadline_s"),
+        ("x", {"deadline_s": "5"}, RequestError, "deadline_s must be positive seconds, not '5'"),
+        ("x", {"deadline_s": 10**400}, RequestError, "deadline_s"),
+        ("x", {"client": ["x"]}, RequestError, "client must be hashable"),
+        ("x", {"user": ["x"]}, RequestError, "user must be hashable"),
+        ("x", {"call": ["x"]}, RequestError, "call must be hashable"),
+        ("x", {"cache_salt": ["x"]}, RequestError, "cache_salt must be text"),
     ],
 )
 def test_bad_input_is_refused_before_it_is_queued(

@@ -51,6 +51,7 @@ from draftwood.runtime.sampling.sampler import Sampler
         ({"logit_bias": {3: "x"}}, "logit_bias of token 3 must be between -100 and 100, not 'x'"),
         ({"logit_bias": {3: True}}, "logit_bias of token 3 must be between"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias of token 3 must be between"),
+        ({"logit_bias": {3: 10**400}}, "logit_bias of token 3 must be between"),
         ({"logit_bias": {3: 100.1}}, "logit_bias of token 3 must be between"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias must be of at most 1024 tokens"),
         ({"allowed_token_ids": []}, "allowed_token_ids must be None or between 1 and 16384 token ids"),
