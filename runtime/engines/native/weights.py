@@ -37,6 +37,7 @@ ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensor
 ALIGNMENT = 64  # bytes of a vector
 LARGE_PAGE = 1 << 21  # bytes
 MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+MOST_DIMENSIONS, MOST_BYTES = 8, 1 << 53  # of a tensor: a product of so few numbers of this size costs nothing
 MOST_BLOCKS = 64  # blocks of an acceptance head; those of SpecDec++ have 0 to 4
 
 Weights = dict[str, NDArray[Any]]
@@ -219,7 +220,8 @@ def place_of(name: str, entry: Any) -> Place:
     lists = all(isinstance(fields.get(field), list) for field in ("shape", "data_offsets"))
     numbers: list[Any] = [*fields["shape"], *fields["data_offsets"]] if lists else [None]
     known = isinstance(fields.get("dtype"), str) and fields["dtype"] in DTYPES
-    if not known or any(type(number) is not int or number < 0 for number in numbers):
+    known = known and len(numbers) <= MOST_DIMENSIONS + 2
+    if not known or any(type(number) is not int or not 0 <= number <= MOST_BYTES for number in numbers):
         raise ValueError(f"tensor {name!r} is not described")
     stored = Stored(fields["dtype"], tuple(fields["shape"]))
     begin, end = fields["data_offsets"] if len(fields["data_offsets"]) == 2 else (0, -1)
