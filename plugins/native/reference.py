@@ -19,11 +19,15 @@ class Rounded(NamedTuple):
 
 
 def rounded(rows: NDArray[np.float32], block: int) -> Rounded:
-    """Each block of a row divided by its largest magnitude / 127 and rounded, ties to even."""
+    """Each block of a row divided by its largest magnitude / 127 and rounded, ties to even. Where a number of a block is
+    infinite or none, its codes are 0, and its scale is no number."""
     blocks = rows.reshape(len(rows), -1, block)
+    finite = np.isfinite(blocks).all(-1, keepdims=True)
+    blocks = np.where(finite, blocks, np.float32(0))
     peaks = np.abs(blocks).max(-1)
     steps = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 1e-30)
-    return Rounded(np.rint(blocks * steps[..., None]).astype(np.int32), peaks / np.float32(127))
+    scales = np.where(finite[..., 0], peaks / np.float32(127), np.float32(np.nan))
+    return Rounded(np.rint(blocks * steps[..., None]).astype(np.int32), scales)
 
 
 def linear(

@@ -162,6 +162,24 @@ def test_extreme_rows_stay_finite(library: NativeLibrary) -> None:
         np.testing.assert_allclose(found[2], 64e30, rtol=0.01)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_none_in_every_output(number: float, precision: str, library: NativeLibrary) -> None:
+    """Of its row alone, wherever it is: rounded to codes it became a number, another one on each processor."""
+    rng = np.random.default_rng(5)
+    x, packed = random_rows(rng, 3, 128), Packed(rng.normal(size=(40, 128)).astype(np.float32), precision)
+    expected = packed.times(x, library)
+    for place in (0, 3, 31, 64, 127):
+        broken = x.copy()
+        broken[1, place] = number
+        found = packed.times(broken, library)
+        assert not np.isfinite(found[1]).any()
+        np.testing.assert_array_equal(found[::2], expected[::2])
+        if packed.codes is not None and packed.scales is not None:
+            oracle = linear(broken, packed.codes, packed.scales, packed.offsets)
+            np.testing.assert_array_equal(np.isnan(found), np.isnan(oracle))
+
+
 def test_packing_puts_every_number_where_the_kernels_look() -> None:
     codes = np.arange(16, dtype=np.int8).repeat(24).reshape(16, 24)
     codes[3] = np.arange(24) % 16

@@ -132,6 +132,12 @@ static void check_linear(int outputs, int inputs, int rows, enum format format) 
     float *values = numbers((size_t)rows * inputs), *result = malloc((size_t)rows * outputs * sizeof(float));
     check(!draftwood_linear(&matrix, values, rows, result), "linear", outputs);
     for (int at = 0; at < rows * outputs; at++) check(isfinite(result[at]), "products", outputs);
+    float *broken = malloc((size_t)rows * inputs * sizeof(float)), *none = malloc((size_t)rows * outputs * sizeof(float));
+    memcpy(broken, values, (size_t)rows * inputs * sizeof(float));
+    broken[inputs / 2] = outputs % 2 ? NAN : -INFINITY;
+    check(!draftwood_linear(&matrix, broken, rows, none), "linear", outputs);
+    for (int at = 0; at < outputs && format >= INT8; at++) check(isnan(none[at]), "products of no number", outputs);
+    free(broken), free(none);
     if (format == FP32)
         for (int row = 0; row < rows; row++)
             for (int output = 0; output < outputs; output++) {

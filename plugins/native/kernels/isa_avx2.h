@@ -26,6 +26,8 @@ INLINE f32 load_some(const float *from, int size, float rest) {
 INLINE f32 larger(f32 a, f32 b) { return (f32)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm256_min_ps((__m256)a, (__m256)b); }
 
+INLINE i32 larger_integer(i32 a, i32 b) { return (i32)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+
 /* The value in lanes whose bit is set, elsewhere LEAST. */
 INLINE f32 only(uint16_t bits, f32 value) {
     const i32 each = {1, 2, 4, 8, 16, 32, 64, 128}, mask = (((i32){0} + bits) & each) == each;

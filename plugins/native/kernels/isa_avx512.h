@@ -21,6 +21,8 @@ INLINE f32 load_some(const float *from, int size, float rest) {
 INLINE f32 larger(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm512_min_ps((__m512)a, (__m512)b); }
 
+INLINE i32 larger_integer(i32 a, i32 b) { return (i32)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+
 /* The value in lanes whose bit is set, elsewhere LEAST. */
 INLINE f32 only(uint16_t bits, f32 value) {
     return (f32)_mm512_mask_mov_ps((__m512)splat(LEAST), bits, (__m512)value);

@@ -7,6 +7,7 @@
 #include "bf16.h"
 
 #define CODE_BLOCK 32 /* inputs that share a scale: of integers */
+#define INFINITE 0x7f800000 /* the bits of infinity; those of what is no number are larger */
 #define ROUNDED 32    /* inputs that are rounded at once, whole blocks of codes and of bf16 */
 #if !defined(MOST_ROWS_INT4)
 #define MOST_ROWS_INT4 MOST_ROWS
@@ -310,21 +311,29 @@ static void round_to_halves(const struct rows *x, int row, int from, int end) {
     }
 }
 
-/* Codes of inputs of one row: each block is divided by its largest magnitude / 127 and rounded. Filling is zero. */
+/* Codes of inputs of one row: each block is divided by its largest magnitude / 127 and rounded. Filling is zero. Where a
+ * number of a block is infinite or none, the block's scale is none, and so are all products with it. */
 static void round_to_codes(const struct rows *x, int row, int from, int end) {
     const int blocks = x->stride / CODE_BLOCK;
     for (int b = from / CODE_BLOCK; b < end / CODE_BLOCK; b++) {
         const float *values = x->values + (size_t)row * x->stride + b * CODE_BLOCK;
-        f32 most = {0};
-        for (int k = 0; k < CODE_BLOCK; k += WIDTH) {
-            f32 value = load(values + k);
-            most = larger(most, larger(value, -value));
+        int8_t *codes = x->codes + (size_t)row * x->stride + b * CODE_BLOCK;
+        i32 most = {0}, sum = {0}; /* magnitudes have the order of their bits, and what is no number is the largest */
+        for (int k = 0; k < CODE_BLOCK; k += WIDTH)
+            most = larger_integer(most, (i32)load(values + k) & 0x7fffffff);
+        const int32_t bits = largest_integer(most);
+        if (bits >= INFINITE) {
+            memset(codes, 0, CODE_BLOCK);
+            x->starts[row * blocks + b] = 0;
+            x->scales[row * blocks + b] = x->totals[row * blocks + b] = __builtin_nanf("");
+            continue;
         }
-        float peak = largest(most), step = peak > 1e-30f ? 127.0f / peak : 0.0f;
-        i32 sum = {0};
+        float peak;
+        memcpy(&peak, &bits, sizeof peak);
+        const float step = peak > 1e-30f ? 127.0f / peak : 0.0f;
         for (int k = 0; k < CODE_BLOCK; k += WIDTH) {
             i32 code = nearest(load(values + k) * step);
-            store_bytes(x->codes + (size_t)row * x->stride + b * CODE_BLOCK + k, code);
+            store_bytes(codes + k, code);
             sum += code;
         }
         x->scales[row * blocks + b] = peak / 127.0f;

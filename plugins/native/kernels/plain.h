@@ -30,6 +30,8 @@ INLINE f32 from_bytes(const int8_t *at) {
 INLINE f32 larger(f32 a, f32 b) { return choose(a > b, a, b); }
 INLINE f32 smaller(f32 a, f32 b) { return choose(a < b, a, b); }
 
+INLINE i32 larger_integer(i32 a, i32 b) { return (i32)choose(a > b, (f32)a, (f32)b); }
+
 /* The value in lanes whose bit is set, elsewhere LEAST. */
 INLINE f32 only(uint16_t bits, f32 value) {
     return choose((((i32){0} + bits) >> numbered() & 1) != 0, value, splat(LEAST));

@@ -85,6 +85,13 @@ INLINE float largest(f32 value) {
     return larger(SWAPPED(value, 1), value)[0];
 }
 
+INLINE int32_t largest_integer(i32 value) {
+    if (WIDTH > 8) value = larger_integer(SWAPPED(value, 8), value);
+    if (WIDTH > 4) value = larger_integer(SWAPPED(value, 4), value);
+    value = larger_integer(SWAPPED(value, 2), value);
+    return larger_integer(SWAPPED(value, 1), value)[0];
+}
+
 INLINE int32_t sum_of_lanes(i32 value) {
     if (WIDTH > 8) value += SWAPPED(value, 8);
     if (WIDTH > 4) value += SWAPPED(value, 4);
