@@ -27,6 +27,7 @@ REFUSALS = {  # of draftwood_forward
     5: "a pass has no rows, or more than the engine",
 }
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
+STRIDE = 128  # numbers, to whose multiples rows of activations are filled up: kernels/engine.h
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
 FEW = 4096  # likely tokens; a flat distribution has thousands
 RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h

@@ -19,8 +19,8 @@ class Rounded(NamedTuple):
 
 
 def rounded(rows: NDArray[np.float32], block: int) -> Rounded:
-    """Each block of a row divided by its largest magnitude / 127 and rounded, ties to even. Where a number of a block is
-    infinite or none, its codes are 0, and its scale is no number."""
+    """Each block of a row divided by its largest magnitude / 127 and rounded, ties to even. Where a number of a block
+    is infinite or none, its codes are 0, and its scale is no number."""
     blocks = rows.reshape(len(rows), -1, block)
     finite = np.isfinite(blocks).all(-1, keepdims=True)
     blocks = np.where(finite, blocks, np.float32(0))

@@ -16,6 +16,7 @@ from ...models.config import LEAST_DRAFT_CONTEXT, LlamaConfig
 from ...models.errors import BundleError
 from ...models.fields import MOST_NUMBER
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
+from ...plugins.native.library import STRIDE
 from ..engines.backends import BACKENDS, COMPILED, REMOVED
 from ..engines.base import EngineSpec
 from ..engines.compatibility import TensorRTPlan
@@ -28,7 +29,7 @@ EXECUTABLE = (".so", ".dylib", ".dll", ".pyd", ".py")
 MOST_FILES = 1000
 # Orders of magnitude larger than any model or machine of today; small enough for 32-bit arithmetic.
 MOST_LAYERS, MOST_SIZE, MOST_SLOTS, MOST_ROWS, MOST_BATCH = 4096, 1 << 24, 1 << 24, 1 << 14, 1 << 12
-LARGEST_ROW = (1 << 31) - 1  # most elements of one row
+MOST_NUMBERS = (1 << 31) - 1  # of the rows of a pass: the kernels count them in 32 bits
 
 
 class Unsound(ValueError):
@@ -99,6 +100,9 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     check_kept_tokens(role, spec)
     require(ascending(widths) and bool(spec.widths) and widths[0] >= 1, f"the {role}'s widths do not ascend from 1")
     require(widths[-1] <= MOST_ROWS, f"the {role}'s passes have {widths[-1]} rows")
+    longest = max(model.hidden_size, model.intermediate_size, model.query_size + 2 * model.kv_size) + STRIDE
+    fits = widths[-1] * longest <= MOST_NUMBERS  # and so do heads times rows
+    require(fits, f"the {role}'s passes have {widths[-1]} rows of up to {longest - STRIDE} numbers")
     least = manifest.max_length + 2 * spec.max_width
     require(least <= spec.capacity <= MOST_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
     for limit, tokens in model.limits.items():
@@ -127,7 +131,6 @@ def check_model(role: str, model: LlamaConfig) -> None:
     require(model.max_position >= 1, f"the {role}'s max_position is {model.max_position}")
     require(model.num_heads % model.num_kv_heads == 0, f"the {role}'s heads do not share its KV heads evenly")
     require(model.head_dim % 2 == 0, f"the {role}'s head_dim {model.head_dim} is odd")
-    require(model.query_size + 2 * model.kv_size <= LARGEST_ROW, f"the {role}'s heads are too many")
     require(0 < model.norm_eps <= MOST_NUMBER, f"the {role}'s norm_eps is {model.norm_eps}")
     require(model.rope_theta > 0, f"the {role}'s rope_theta is {model.rope_theta}")
     variant, rotary_size = model.variant, model.rotary_size

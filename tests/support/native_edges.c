@@ -305,6 +305,8 @@ int main(void) {
     check_passes(shapes[3], 33, 640, 2); /* wider than a tile of matrix registers */
     for (int size = LANES; size <= 4 * LANES; size += LANES) check_acceptance(size);
     for (int size = 1; size <= 70; size += 3) check_storing(size);
+    const struct model headed = {.heads = 1 << 17};
+    check(queries_at_once(&headed, 1 << 14, 2) == MOST_QUERIES, "heads of all rows", headed.heads);
     struct model model = model_of(shapes[0]);
     for (int more = 0; more < 2; more++) { /* the most layers, and one more; the most threads, and more */
         model.layers = (MOST_PHASES - PHASES_BESIDE) / PHASES_OF_LAYER + more;

@@ -82,8 +82,9 @@ static float *queries_of(const struct engine *engine, int rows, int head) {
 
 /* How many queries a unit of attention has at most: many, which read the cache seldom, as long as every thread has some. */
 static int queries_at_once(const struct model *model, int rows, int threads) {
-    const int tiles = (rows * model->heads / (threads * SHARES) + MOST_ROWS - 1) / MOST_ROWS;
-    return tiles * MOST_ROWS > MOST_QUERIES ? MOST_QUERIES : tiles < 1 ? MOST_ROWS : tiles * MOST_ROWS;
+    const int64_t each = (int64_t)rows * model->heads / (threads * SHARES);
+    if (each > MOST_QUERIES - MOST_ROWS) return MOST_QUERIES;
+    return each < 1 ? MOST_ROWS : ((int)each + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
 }
 
 /* halves: whether instructions for bf16 meet the rows. */

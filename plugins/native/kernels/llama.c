@@ -74,7 +74,7 @@ INLINE struct division cut_panels(const struct matrix *matrix, const enum ending
 
 /* The first panel of a unit. */
 INLINE int unit_panel(const struct division *of, int unit) {
-    const int panel = of->pieces * unit / of->units * of->size;
+    const int panel = (int)((int64_t)of->pieces * unit / of->units) * of->size;
     return panel < of->panels ? panel : of->panels;
 }
 

@@ -4,8 +4,11 @@
 
 /* How many of the queries of a kv head a unit has at most: each thread gets as many units, where fewer than twice the
  * least number suffice, or two units of a tile instead of one are worth another phase. */
-static int queries_of_unit(const struct model *model, int rows, int threads, int panels) {
-    const int most = queries_at_once(model, rows, threads), queries = rows * model->heads / model->kv_heads;
+static int queries_of_unit(const struct engine *engine, int rows, int panels) {
+    const struct model *model = &engine->model;
+    const int threads = engine->team->threads, wanted = queries_at_once(model, rows, threads);
+    const int most = wanted < engine->most_queries ? wanted : engine->most_queries; /* there is room for */
+    const int queries = rows * (model->heads / model->kv_heads);
     const int least = (queries + most - 1) / most;
     const int halves = least == 1 && queries > MOST_ROWS && queries * panels >= LEAST_SHARED;
     for (int units = least; units < 2 * least + halves; units++)
@@ -18,7 +21,7 @@ static int queries_of_unit(const struct model *model, int rows, int threads, int
 static void cut(struct engine *engine, int rows) {
     const struct model *model = &engine->model;
     const int group = model->heads / model->kv_heads, threads = engine->team->threads;
-    const int panels = engine->mask.panels, most = queries_of_unit(model, rows, threads, panels);
+    const int panels = engine->mask.panels, most = queries_of_unit(engine, rows, panels);
     int count = most, first = 0;
     engine->num_units = 0;
     for (int query = 0; query < rows * group; query++, count++) {
@@ -33,7 +36,8 @@ static void cut(struct engine *engine, int rows) {
     }
     engine->units[engine->num_units] = rows * group;
     const int units = model->kv_heads * engine->num_units, wanted = (threads * PARTS_OF_SCORES + units - 1) / units;
-    const int few = units % threads && units < threads * SHARES && rows * model->heads <= threads * engine->most_queries;
+    const int held = (int64_t)rows * model->heads <= threads * engine->most_queries; /* all scores at a time */
+    const int few = units % threads && units < threads * SHARES && held;
     engine->parts = !few || panels < 2 * LEAST_PART ? 1 : wanted < panels / LEAST_PART ? wanted : panels / LEAST_PART;
 }
 

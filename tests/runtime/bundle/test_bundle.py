@@ -37,6 +37,17 @@ def rewrite(bundle: Path, change: Callable[[dict[str, Any]], object], sign: bool
     (bundle / MANIFEST).write_text(json.dumps(content))
 
 
+def wider(rows: int, **sizes: int) -> Callable[[dict[str, Any]], object]:
+    """Larger passes of a target with larger sizes."""
+
+    def change(content: dict[str, Any]) -> None:
+        target = content["engines"]["target"]
+        target.update(widths=[1, rows], prompt_widths=[], capacity=1 << 20)
+        target["model"].update(sizes)
+
+    return change
+
+
 def test_a_bundle_reads_back_what_was_written(tiny_bundle: Path) -> None:
     bundle = EngineBundle.open(tiny_bundle)
     assert set(bundle.manifest.engines) == {"target", "draft"}
@@ -65,6 +76,8 @@ def test_a_bundle_reads_back_what_was_written(tiny_bundle: Path) -> None:
         (lambda b: rewrite(b, lambda m: m["engines"].pop("draft")), "draft.*rebuild"),
         (lambda b: rewrite(b, lambda m: m["engines"]["draft"].update(extra=1)), "rebuild"),
         (lambda b: rewrite(b, lambda m: m["engines"]["draft"].update(file="../x")), "file is '../x' instead of"),
+        (lambda b: rewrite(b, wider(128, intermediate_size=1 << 24)), "128 rows of up to 16777216 numbers"),
+        (lambda b: rewrite(b, wider(16384, num_heads=1 << 17, num_kv_heads=1, head_dim=2)), "rows of up to 262148"),
         (lambda b: rewrite(b, lambda m: m["files"].update({"../x": m["files"]["draft.onnx"]})), "leaves the bundle"),
         (lambda b: rewrite(b, lambda m: m["files"].update({"/etc/passwd": m["files"]["draft.onnx"]})), "leaves"),
         (lambda b: rewrite(b, lambda m: m["files"].update({"..\\x": m["files"]["draft.onnx"]})), "leaves"),
