@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .packing import PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
@@ -85,6 +86,19 @@ class Model(Structure):
         ("block", POINTER(Matrix)),
         ("head", Matrix),
     ]
+
+
+def row_bytes(model: Model, rows: int) -> int:
+    """The bytes of memory that `draftwood_open` takes for passes of up to `rows` rows, see allocate_rows in
+    kernels/engine.h."""
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden, normed, merged, attended, gated = (
+        -(-size // STRIDE) * STRIDE for size in (model.hidden, model.hidden, query + 2 * key, query, model.inner)
+    )
+    numbers = (4 + 1) * (hidden + normed + merged + attended + gated)  # and codes
+    of_blocks = 3 * 4 * (hidden + normed + merged + attended + gated) // PANEL
+    halves = 2 * (normed + attended + gated) if FORMATS[model.head.format] == "bf16" else 0
+    return int(rows * (numbers + of_blocks + halves + 4 * query + 4 * model.heads // model.kv_heads))
 
 
 class Cache(Structure):

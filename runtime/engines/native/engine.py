@@ -19,12 +19,13 @@ from ....models.bindings import INTEGERS
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
-from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address
+from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address, row_bytes
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
 from ..base import Ahead, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import cores
+from ..shared.memory import available_bytes
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 
@@ -97,7 +98,8 @@ class NativeEngine(SoloEngine):
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
         """path: a file of weights. threads: 0 takes one for each core. private: see `read_weights`. Raises EngineError
-        when the weights are unusable, or when this machine has no kernels and cannot compile them."""
+        when the weights are unusable, when the rows of the widest pass do not fit the memory that is left, or when this
+        machine has no kernels and cannot compile them."""
         if threads < 0:
             raise EngineError(f"threads must be 0, for one on each core, or more, not {threads}")
         self._handle: int | None = None
@@ -109,6 +111,7 @@ class NativeEngine(SoloEngine):
             self._library = open_kernels()
             self.softmax = NativeSoftmax(self._library)
             self._model = native_model(spec, self._weights)
+            check_rows(spec, self._model)
             self._handle = self._library.open(self._model, spec.pass_widths[-1], threads or cores())
         except (KernelError, CompilerError) as error:
             raise EngineError(str(error)) from error
@@ -201,6 +204,17 @@ def check_ahead(batch: TokenBatch, ahead: Ahead, spec: EngineSpec) -> None:
         raise EngineError(
             f"{ahead.rows} rows ahead need a last row that is the only output row, no slots, and top_ids or as many "
             "numbers and the likely tokens"
+        )
+
+
+def check_rows(spec: EngineSpec, model: Model) -> None:
+    """Raises EngineError when the memory that is left does not suffice for the rows of the widest pass, which the
+    kernels take when they are opened."""
+    rows, available = spec.pass_widths[-1], available_bytes()
+    if available is not None and (needed := row_bytes(model, rows)) > available:
+        raise EngineError(
+            f"the {spec.role}'s passes of up to {rows} rows take {needed >> 20} MiB of memory, and {available >> 20} "
+            "are left: rebuild the bundle with smaller --widths, free some, or raise the limit of this process"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,10 @@ from native_parts import held, spec_of
 
 from draftwood.builder.engines.native import write_weights
 from draftwood.models.errors import EngineError
+from draftwood.plugins.native.library import row_bytes
 from draftwood.runtime.engines.base import EngineSpec
+from draftwood.runtime.engines.native import engine as native
+from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.weights import read_weights
 
 ENGINES = 8
@@ -83,6 +87,26 @@ def test_processes_share_one_copy(file: File) -> None:
     for each in started:
         each.join()
     assert sum(shares) < 1.5 * file.size
+
+
+@needs_smaps
+def test_rows_take_as_many_bytes_as_is_said_and_are_refused_without_them(
+    file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a manifest says of them: the system ends a process that takes more than there is."""
+    spec = replace(file.spec, widths=(1, 4096))
+    NativeEngine(file.path, file.spec).close()
+    own = memory("Anonymous")
+    engine = NativeEngine(file.path, spec, 1)
+    needed = row_bytes(engine._model, 4096)
+    assert needed > 50_000_000
+    assert memory("Anonymous") - own == pytest.approx(needed, rel=0.1)
+    engine.close()
+    monkeypatch.setattr(native, "available_bytes", lambda: needed)
+    NativeEngine(file.path, spec, 1).close()
+    monkeypatch.setattr(native, "available_bytes", lambda: needed - 1)
+    with pytest.raises(EngineError, match=r"passes of up to 4096 rows take \d+ MiB .*: rebuild .* smaller --widths"):
+        NativeEngine(file.path, spec, 1)
 
 
 def test_mapped_and_private_weights_are_the_same(file: File) -> None:
