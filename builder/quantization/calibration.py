@@ -24,7 +24,7 @@ from ...plugins.native.library import BLOCK, NativeLibrary, empty_codes
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..reference import load_layer
-from .formats import Quantized, QuantizedCheckpoint, rounding_kernels
+from .formats import Quantized, QuantizedCheckpoint, WeightFormat, rounding_kernels
 
 MOST_BYTES = 64 << 20  # of a text
 MOST_LETTERS = 1 << 17  # that are read of it
@@ -56,7 +56,7 @@ def calibrate(
     view; the vocabulary projection has more bits and needs no text. advance: called after each layer. Raises
     CheckpointError as the source does, KernelError and CompilerError."""
     network, config = network_of(view.config), view.config
-    rounding = Rounding(rounding_kernels())
+    rounding = Rounding(rounding_kernels(), view.form)
     tables = (torch.from_numpy(table) for table in rope_tables(config, windows.shape[1]))
     rotary = Rotary._make(table[None, None] for table in tables)
     rows = torch.from_numpy(view.stored(network.embedding.weights[0])[windows])
@@ -75,9 +75,9 @@ def calibrate(
 class Rounding:
     """Matrices as they are reached."""
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeLibrary, form: WeightFormat) -> None:
         self.results: dict[str, Quantized] = {}
-        self._library = library
+        self._library, self._form = library, form
         self._rows: Tensor | None = None  # q, k and v have the same, and so have gate and up
         self._feedback = np.empty((0, 0), np.float32)
 
@@ -95,6 +95,7 @@ class Rounding:
         """A matrix [N, K] for rows [..., K]."""
         if rows is not self._rows:
             self._rows, self._feedback = rows, feedback_of(rows.flatten(0, -2))
+        self._form.check_size(name, weight.numpy())
         self.results[name] = round_in_turn(weight.numpy(), self._feedback, self._library)
         return self.results[name]
 

@@ -38,7 +38,7 @@ from ..checkpoints.source import Blocks
 from ..parallel import in_parts
 
 CLIPPING = np.linspace(0.7, 1.0, 13, dtype=np.float32)  # shares of a block's largest magnitude that are tried
-LARGEST_E4M3 = 448
+LARGEST_E4M3, LARGEST_FP16 = 448, 65504
 HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)), strict=True))
 
 
@@ -99,6 +99,21 @@ class WeightFormat:
             "build this model with --precision fp32"
         )
 
+    @property
+    def largest(self) -> float:
+        """The largest weight that every block can hold, by its scale and offset in fp16."""
+        if self.floating:
+            return LARGEST_E4M3 * LARGEST_FP16
+        if self.scale_bytes != 2:
+            return np.inf
+        return LARGEST_FP16 if self.offset else (2 ** (self.bits - 1) - 1) * LARGEST_FP16
+
+    def check_size(self, name: str, part: NDArray[np.float32]) -> None:
+        """Raises CheckpointError for rows of a matrix with a weight that the format cannot hold."""
+        if max(part.max(initial=0), -part.min(initial=0)) > self.largest:
+            precision = "fp8" if self.floating else f"int{self.bits}"
+            raise CheckpointError(f"{name} has weights too large for {precision}: build with --precision bf16 or fp32")
+
     def keep(self, blocks: Blocks, block: int) -> Quantized | None:
         """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
         other blocks, or no room for the offsets."""
@@ -114,8 +129,8 @@ class WeightFormat:
 
     def quantize(self, name: str, matrix: NDArray[Any]) -> Quantized:
         """Round a matrix of floats [N, K] to codes. Each block takes the scale, and the offset where the format has
-        one, among a few, that leave the smallest square error. Raises ConfigError where the native kernels cannot be
-        had, which round to their own formats."""
+        one, among a few, that leave the smallest square error. Raises CheckpointError where a weight is too large for
+        the format, and ConfigError where the native kernels cannot be had, which round to their own formats."""
         rows, inputs = matrix.shape
         block = self.block_of(name, inputs)
         shape = (rows, inputs // block)
@@ -132,7 +147,9 @@ class WeightFormat:
             return Quantized(*(library.round_to_codes(part) if self.offset else library.round_to_bytes(part)))
 
         def fill(part: slice) -> None:
-            found = rounded(matrix[part].astype(np.float32, copy=False))
+            weights = matrix[part].astype(np.float32, copy=False)
+            self.check_size(name, weights)
+            found = rounded(weights)
             for whole, own in zip(result, found, strict=True):
                 if whole is not None and own is not None:
                     whole[part] = own

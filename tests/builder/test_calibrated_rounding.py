@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bundling import DEMO
 from checkpoints import write_checkpoint
 from numpy.typing import NDArray
@@ -15,11 +16,18 @@ from benchmarks.precision.quality import Reading, make_spec, read_held_out, scor
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.quantization.calibration import LENGTH, MOST_WINDOWS, calibrate, feedback_of, read_windows
-from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
+from draftwood.builder.quantization.calibration import (
+    LENGTH,
+    MOST_WINDOWS,
+    Rounding,
+    calibrate,
+    feedback_of,
+    read_windows,
+)
+from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, rounding_kernels
 from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT
-from draftwood.models.errors import ConfigError
+from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -142,3 +150,13 @@ def test_a_text_for_what_is_not_calibrated_is_refused(
     folders = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--output", str(tmp_path / "out")]
     assert main(["build", *folders, *options, "--calibration", str(text)]) == 2
     assert "--calibration is for int4 on the native backend" in capsys.readouterr().err
+
+
+def test_a_weight_beyond_fp16_is_refused() -> None:
+    """As without a text: a block's offset would be another number."""
+    weight = torch.full((16, 64), 65504.0)
+    rounding = Rounding(rounding_kernels(), FORMATS["native", "int4"])
+    assert np.array_equal(rounding.round("matrix", weight, torch.ones(4, 64)).dequantized(), weight.numpy())
+    weight[3, 5] = 65536.0
+    with pytest.raises(CheckpointError, match="matrix has weights too large for int4: build with --precision bf16 or"):
+        rounding.round("matrix", weight, torch.ones(4, 64))

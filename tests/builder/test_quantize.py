@@ -13,7 +13,7 @@ import pytest
 import torch
 from bundling import DEMO
 from checkpoints import edit_weights, write_checkpoint
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from lowbit import assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
 from numpy.typing import NDArray
@@ -95,21 +95,39 @@ def test_fp8_errs_by_half_a_step_of_its_mantissa_or_of_its_smallest_numbers(matr
 
 
 @settings(max_examples=40)
-@given(matrix=matrices(), exponent=st.sampled_from([-40, -20, -9, 0]))
+@given(matrix=matrices(), exponent=st.sampled_from([-40, -20, -17, -14, -9, 0]))
+@example(matrix=np.linspace(-1, 1, 128, dtype=np.float32).reshape(1, -1), exponent=-17)  # weights near 1e-5
 def test_the_kernels_round_to_8_bits_as_numpy_does(matrix: NDArray[np.float32], exponent: int) -> None:
-    """Bit for bit: a block's scale is the fp16 number nearest to its peak over 127. Also of blocks that fp16 can hardly
-    tell from zero: there a code is worth its smallest number."""
+    """Bit for bit: a block's scale is the fp16 number nearest to its peak over 127, or the next one where the peak's
+    code would exceed 127. Also of blocks that fp16 can hardly tell from zero: a code is worth its smallest number."""
     matrix = np.ldexp(matrix, exponent)
     assume(np.abs(matrix).max() < np.finfo(np.float16).max)
     found = FORMATS["native", "int8"].quantize("matrix", matrix)
     blocks = matrix.reshape(len(matrix), -1, 32)
     peaks = np.abs(blocks).max(-1)
     scales = np.where(peaks > 0, peaks / np.float32(127), np.float32(1)).clip(2.0**-24, 65504.0)
-    scales = scales.astype(np.float16).astype(np.float32)
+    scales = scales.astype(np.float16)
+    beyond = np.rint(peaks / scales.astype(np.float32)) > 127
+    scales = np.where(beyond, np.nextafter(scales, np.float16(np.inf)), scales).astype(np.float32)
     np.testing.assert_array_equal(found.scales, scales)
+    assert (np.abs(found.dequantized() - matrix) <= 0.501 * scales.repeat(32, 1)).all()
     codes = np.rint(blocks / scales[..., None]).clip(-128, 127)
     np.testing.assert_array_equal(found.codes, codes.reshape(matrix.shape))
     assert found.offsets is None
+
+
+@pytest.mark.parametrize(
+    ("key", "most"), [(("native", "int8"), 127), (("native", "int4"), 1), (("tensorrt", "fp8"), 448)]
+)
+def test_a_weight_beyond_a_format_is_refused(key: tuple[str, str], most: float) -> None:
+    """It became the largest number, in silence."""
+    matrix = np.full((2, 256), -65504 * most, np.float32)
+    np.testing.assert_array_equal(FORMATS[key].quantize("matrix", matrix).dequantized(), matrix)
+    matrix[1, 3] *= np.float32(1.001)
+    with pytest.raises(
+        CheckpointError, match=f"matrix has weights too large for {key[1]}: build with --precision bf16"
+    ):
+        FORMATS[key].quantize("matrix", matrix)
 
 
 @pytest.mark.parametrize("key", FORMATS, ids="-".join)

@@ -76,6 +76,17 @@ INLINE void gather_block(const float *weights, int lanes, int inputs, f32 *block
         for (int k = 0; k < CODE_BLOCK; k++) block[k][lane] = weights[(size_t)lane * inputs + k];
 }
 
+/* The next larger fp16 numbers, of positive ones: subnormal ones are multiples of the smallest, the others have 10 bits
+ * behind the first. */
+INLINE f32 next_fp16(f32 value) { return larger(value + splat(SMALLEST_SCALE), (f32)((u32)value + 0x2000)); }
+
+/* The scale of blocks by which their largest weights, positive ones, have codes up to 127. The nearest fp16 number may
+ * be too small where it is subnormal. */
+INLINE f32 scale_of(f32 peak) {
+    const f32 near = larger(rounded_fp16(choose(peak > 0, peak / 127.0f, splat(1))), splat(SMALLEST_SCALE));
+    return choose(whole(smaller(peak / near, splat(200))) > 127, smaller(next_fp16(near), splat(65504)), near);
+}
+
 /* A matrix of floats [outputs][inputs] as codes [outputs][inputs] from -128 to 127, with scales [outputs][inputs / 32]
  * of fp16 numbers. */
 void draftwood_round8(const float *weights, int outputs, int inputs, int8_t *codes, float *scales) {
@@ -87,7 +98,7 @@ void draftwood_round8(const float *weights, int outputs, int inputs, int8_t *cod
             f32 block[CODE_BLOCK], peak = {0};
             gather_block(weights + first, lanes, inputs, block);
             for (int k = 0; k < CODE_BLOCK; k++) peak = larger(peak, larger(block[k], -block[k]));
-            const f32 scale = larger(rounded_fp16(choose(peak > 0, peak / 127.0f, splat(1))), splat(SMALLEST_SCALE));
+            const f32 scale = scale_of(peak);
             for (int k = 0; k < CODE_BLOCK; k++) {
                 const f32 code = whole(smaller(larger(block[k] / scale, splat(-128)), splat(127)));
                 for (int lane = 0; lane < lanes; lane++) codes[first + (size_t)lane * inputs + k] = (int8_t)code[lane];
