@@ -1,14 +1,17 @@
-"""What the system allows a process: the folders of its control groups, and processor cores."""
+"""What the system allows a process, and its control groups: processor cores and memory."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 UNIFIED = ""  # the controllers of version 2 of control groups
 SYSTEM = Path("/")
+OLDER_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # of cgroup v1
+UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 def cores(root: Path = SYSTEM) -> int:
@@ -35,6 +38,38 @@ def quotas(root: Path) -> Iterator[float]:
             quota, period = line[0].split() if line else (read_lines(folder / name)[0] for name in names)
             if int(quota) > 0:
                 yield int(quota) / int(period)
+
+
+def available_bytes(root: Path = SYSTEM) -> int | None:
+    """The memory that this process may still allocate, by the limits of the machine, of its control groups and of the
+    process. None where the system reports no limit. root: of the file system with /proc and /sys."""
+    return min(read_limits(root), default=None)
+
+
+def read_limits(root: Path) -> Iterator[int]:
+    """The bytes that are left under each known limit."""
+    for line in read_lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+    for folder in group_folders(root, "memory"):
+        for names in (("memory.max", "memory.current", "inactive_file"), OLDER_NAMES):
+            yield from read_group_limit(folder, *names)
+    if sys.platform != "win32":
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+        sizes = [line.split()[0] for line in read_lines(root / "proc/self/statm")]
+        if soft != resource.RLIM_INFINITY and sizes:
+            yield max(0, soft - int(sizes[0]) * resource.getpagesize())
+
+
+def read_group_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+    """The bytes that are left in a control group, if it has a limit."""
+    with suppress(ValueError, IndexError):  # the limit is "max", or the file is missing
+        most, used = int(read_lines(folder / limit)[0]), int(read_lines(folder / usage)[0])
+        cached = [line.split()[1] for line in read_lines(folder / "memory.stat") if line.startswith(f"{reclaimable} ")]
+        if most < UNLIMITED:
+            yield max(0, most - used + int(cached[0] if cached else 0))
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:

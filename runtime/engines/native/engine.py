@@ -24,8 +24,7 @@ from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
 from ..base import Ahead, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
-from ..limits import cores
-from ..shared.memory import available_bytes
+from ..limits import available_bytes, cores
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 

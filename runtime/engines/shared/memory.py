@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from ....models.errors import ConfigError, DraftwoodError, RequestError
 from ..backends import CPU, slot_bytes
 from ..base import EngineSpec
 from ..gpus import free_bytes
-from ..limits import SYSTEM, group_folders, read_lines
+from ..limits import available_bytes
 
 CACHE_SHARE = 0.4  # share of the available memory for caches: a growing cache is copied, so it needs its size twice
 RESERVE = 128 << 20  # bytes for texts, threads and answers
@@ -20,8 +19,6 @@ LONG_TEXT = 1 << 16  # characters; the reserve covers the encoding of shorter te
 # Bytes of memory that the tokenizers library takes per byte of text. It ends the process when an allocation fails.
 BYTES_PER_BYTE = 256
 M_ARENA_MAX = -8  # a parameter of mallopt, from malloc.h
-OLDER_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # of cgroup v1
-UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 class OutOfMemoryError(DraftwoodError):
@@ -128,35 +125,3 @@ def check_text_memory(text: str) -> None:
             f"to read a text of {len(text)} characters takes {needed >> 20} MiB of memory, and {available >> 20} are "
             "left: shorten it, or send it again later"
         )
-
-
-def available_bytes(root: Path = SYSTEM) -> int | None:
-    """The memory that this process may still allocate, by the limits of the machine, of its control groups and of the
-    process. None where the system reports no limit. root: of the file system with /proc and /sys."""
-    return min(read_limits(root), default=None)
-
-
-def read_limits(root: Path) -> Iterator[int]:
-    """The bytes that are left under each known limit."""
-    for line in read_lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
-    for folder in group_folders(root, "memory"):
-        for names in (("memory.max", "memory.current", "inactive_file"), OLDER_NAMES):
-            yield from read_group_limit(folder, *names)
-    if sys.platform != "win32":
-        import resource
-
-        soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-        sizes = [line.split()[0] for line in read_lines(root / "proc/self/statm")]
-        if soft != resource.RLIM_INFINITY and sizes:
-            yield max(0, soft - int(sizes[0]) * resource.getpagesize())
-
-
-def read_group_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """The bytes that are left in a control group, if it has a limit."""
-    with suppress(ValueError, IndexError):  # the limit is "max", or the file is missing
-        most, used = int(read_lines(folder / limit)[0]), int(read_lines(folder / usage)[0])
-        cached = [line.split()[1] for line in read_lines(folder / "memory.stat") if line.startswith(f"{reclaimable} ")]
-        if most < UNLIMITED:
-            yield max(0, most - used + int(cached[0] if cached else 0))

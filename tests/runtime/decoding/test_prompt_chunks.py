@@ -83,7 +83,7 @@ def test_wide_chunks_change_no_bit(opened: Open) -> None:
         np.testing.assert_array_equal(narrow, wide)
 
 
-@given(widths=st.sets(st.integers(2, 80), max_size=4), length=st.integers(2, 600), data=st.data())
+@given(widths=st.sets(st.integers(2, 80), min_size=1, max_size=4), length=st.integers(2, 600), data=st.data())
 def test_every_prompt_fits_however_narrow_the_passes(widths: set[int], length: int, data: st.DataObject) -> None:
     """Behind the longest text there is room for the padding of any chunk, also of one that is cut off at the front."""
     options = BuildOptions(Path(), Path(), Path(), widths=(1, *sorted(widths)), max_length=length)

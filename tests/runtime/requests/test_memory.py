@@ -30,13 +30,13 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.backends import BACKENDS, slot_bytes
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.engines.cache import StackedKVCache
+from draftwood.runtime.engines.limits import available_bytes
 from draftwood.runtime.engines.passes import Steps
 from draftwood.runtime.engines.shared import memory
 from draftwood.runtime.engines.shared.memory import (
     CACHE_SHARE,
     CacheBudget,
     OutOfMemoryError,
-    available_bytes,
     cache_budget,
 )
 from draftwood.runtime.engines.shared.pool import PooledEngine
