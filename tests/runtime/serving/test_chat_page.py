@@ -127,12 +127,18 @@ def test_a_text_is_continued(server: Served, browser: Browser) -> None:
     assert page.run("document.getElementById('log').children.length") == 0
 
 
+def open_answering(browser: Browser, address: str) -> Page:
+    """The page while it receives an answer that does not end."""
+    page = browser.open(address)
+    fill(page, prompt=ENDLESS)
+    submit(page, "ask")
+    page.wait("document.querySelector('.assistant') && document.querySelector('.assistant').textContent === 'aa'")
+    return page
+
+
 def test_stopping_an_answer_ends_its_request(browser: Browser) -> None:
     with hostile("a") as server:
-        page = browser.open(server.address)
-        fill(page, prompt=ENDLESS)
-        submit(page, "ask")
-        page.wait("document.querySelector('.assistant') && document.querySelector('.assistant').textContent === 'aa'")
+        page = open_answering(browser, server.address)
         page.run("document.getElementById('stop').click()")
         assert server.left.wait(60)
         page.wait("document.getElementById('stop').hidden && document.querySelector('button.explain')")
@@ -141,10 +147,7 @@ def test_stopping_an_answer_ends_its_request(browser: Browser) -> None:
 
 def test_a_new_conversation_has_nothing_of_the_answer_that_it_ended(browser: Browser) -> None:
     with hostile("a") as server:
-        page = browser.open(server.address)
-        fill(page, prompt=ENDLESS)
-        submit(page, "ask")
-        page.wait("document.querySelector('.assistant') && document.querySelector('.assistant').textContent === 'aa'")
+        page = open_answering(browser, server.address)
         page.run("document.getElementById('clear').click()")
         page.wait("document.getElementById('stop').hidden")
         assert ask(page, "hello") == "aa" and server.asked[-1] == [{"role": "user", "content": "hello"}]
