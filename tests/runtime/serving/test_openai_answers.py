@@ -21,7 +21,7 @@ from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
 from draftwood.runtime.serving.openai.answers import Answer
 from draftwood.runtime.serving.openai.app import collected
-from draftwood.runtime.serving.openai.chat_body import ChatBody
+from draftwood.runtime.serving.openai.chat_body import MAX_PARTS, ChatBody
 from draftwood.runtime.serving.openai.completion_body import MAX_PROMPTS, CompletionBody
 from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
 from draftwood.runtime.serving.openai.streams import Numbered
@@ -126,6 +126,7 @@ def test_a_stream_holds_what_the_whole_answer_does(shape: AnswerFormat) -> None:
 MANY = 5000
 UNKNOWN = {f"a{number}": number for number in range(MANY)}
 USER = {"role": "user", "content": "x"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}
 UNKNOWN_FIRST = "a0 is not supported by this server"
 
 
@@ -136,6 +137,8 @@ UNKNOWN_FIRST = "a0 is not supported by this server"
         (TokenizeBody, {"prompt": "x", **UNKNOWN}, UNKNOWN_FIRST),
         (ChatBody, {"messages": [USER | UNKNOWN]}, UNKNOWN_FIRST),
         (ChatBody, {"messages": [USER], "response_format": {"type": "text", **UNKNOWN}}, UNKNOWN_FIRST),
+        (ChatBody, {"messages": [PARTS] * 20}, f"at most {MAX_PARTS} items"),
+        (ChatBody, {"messages": [{**USER, "tool_calls": [None] * MANY}] * 4}, f"at most {MAX_PARTS} items"),
         (CompletionBody, {"prompt": "x", "logit_bias": dict.fromkeys(UNKNOWN, "")}, "logit_bias: Dictionary should"),
         (CompletionBody, {"prompt": [[1]] * MANY}, f"prompt: List should have at most {MAX_PROMPTS}"),
         (CompletionBody, {"prompt": ["x"] * MANY}, f"prompt: List should have at most {MAX_PROMPTS}"),
