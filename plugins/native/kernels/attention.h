@@ -121,7 +121,7 @@ static void products(int count, int panels, const float *rows, size_t apart, int
             const struct ahead ahead = share(then, size * of_input, of_input, tile, tiles);
             for (int p = 0, step; p < panels; p += step) {
                 f32 *to = sums[first] + p * PARTS;
-                step = panels_at_once(some, panels - p);
+                step = panels_at_once(MOST_SUMS, some, panels - p);
                 if (tiles >= NEAR_TILES)
                     near_products(some, step, values, apart, near + p * NEAREST * LANES, size, to);
                 else

@@ -75,6 +75,7 @@ INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) { a
 INLINE i32 small_sums(i32 sum) { return sum; }
 #else
 #define BYTE_ZERO 128
+#define MOST_SUMS_CODES 4 /* of a tile over codes: the signs of a code and its size need registers, too */
 /* In a register at this place: a compiler would compute the products of a whole block first and store them. */
 INLINE i32 at_once(__m256i value) { __asm__("" : "+x"(value)); return (i32)value; }
 

@@ -12,6 +12,9 @@
 #if !defined(MOST_ROWS_INT4)
 #define MOST_ROWS_INT4 MOST_ROWS
 #endif
+#if !defined(MOST_SUMS_CODES)
+#define MOST_SUMS_CODES MOST_SUMS
+#endif
 
 /* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes (see
  * plugins/native/packing.py) in panels of [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in
@@ -177,9 +180,9 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
         for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
 }
 
-/* Panels that a tile of so many rows takes at once: their sums must fit the registers. */
-INLINE int panels_at_once(int rows, int panels) {
-    return panels > 1 && rows * VECTORS <= MOST_SUMS ? MOST_PANELS : 1;
+/* Panels that a tile of so many rows takes at once: their sums, at most `most`, must fit the registers. */
+INLINE int panels_at_once(int most, int rows, int panels) {
+    return panels > 1 && rows * VECTORS <= most ? MOST_PANELS : 1;
 }
 
 /* Call with every number of rows and panels as constants, so that a tile's sums stay in registers. */
@@ -272,11 +275,11 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     const char *weights = (const char *)matrix->weights + panel * bytes;
     /* Floats of one row and one panel would wait for each other's sums; several tiles share what is near by now. */
     const int stream = rows <= ROWS_OF_STREAM && tiles == 1 && matrix->format >= BF16;
-    const int most = stream ? 1 : panels;
+    const int most = stream ? 1 : panels, sums_of_tile = matrix->format < INT8 ? MOST_SUMS : MOST_SUMS_CODES;
     const char *next = weights + most * bytes;
     for (int p = 0, step; p < panels; p += step, weights += step * bytes, next += step * bytes, sums += step * PARTS) {
         const struct ahead ahead = share(next, bytes, step_bytes(matrix->format), tile, tiles);
-        step = panels_at_once(rows, most < panels - p ? most : panels - p);
+        step = panels_at_once(sums_of_tile, rows, most < panels - p ? most : panels - p);
 #define BF16_TILE(R, P) { half_tile(R, P, 0, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
 #define PAIR_TILE(R, P) { half_tile(R, P, 1, pairs, x->stride / 2, weights, bytes, ahead, matrix->inputs, sums); }
 #define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
