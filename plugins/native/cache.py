@@ -25,7 +25,7 @@ from pathlib import Path
 
 from .compile import FLAGS, SOURCE, CompilerError, compile_kernels, compiler, compiler_version
 from .library import INTERFACE, NativeLibrary
-from .processor import CPUINFO, WITHOUT, KernelError, check_processor
+from .processor import CPUINFO, VECTORS, WITHOUT, KernelError, check_processor
 
 CACHE = "DRAFTWOOD_CACHE"  # the environment variable that names another folder
 PROCESSOR = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features", "isa")
@@ -43,8 +43,8 @@ def open_kernels() -> NativeLibrary:
         with suppress(OSError):
             path.unlink()
         library = NativeLibrary(kernels())
-    if not library.instructions:  # a system that does not list its processor's
-        raise KernelError(f"the compiler finds no vectors on this processor, {WITHOUT}")
+    if VECTORS.isdisjoint(library.instructions):  # a system that does not list its processor's
+        raise KernelError(f"the compiler finds too few instructions on this processor, {WITHOUT}")
     return library
 
 

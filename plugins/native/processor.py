@@ -8,6 +8,7 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("x86_64", "AMD64")  # names of the machine
 FUSED = frozenset(("avx2", "fma", "f16c"))  # what the kernels need of x86; every 64-bit ARM has its like
+VECTORS = frozenset(("avx2", "asimd"))  # a compiler that used neither found a lesser processor
 WITHOUT = (
     "and the native kernels need AVX2 with FMA and F16C, or 64-bit ARM: run the bundle on such a processor, or build "
     "it with --backend onnxruntime"
