@@ -43,6 +43,7 @@ from .options import add_engines, add_quiet, add_sampling, integers, positive, r
 
 PLAIN = "plain"
 SIZES = {"chain": "max_draft_len", LOOKUP: "lookup_len"}  # the setting that a grower's size is; else of a tree
+SHAPES = {"k-ary": "branching=4-2-1", "static": "topology=0-0-1"}  # growers whose size a setting fixes, and an example
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
 RESAMPLES = 2000  # of the bootstrap
 CONFIGS, WITHOUT_DRAFT = "plain,chain:4,topk:12,auto", "plain,lookup:8,auto"
@@ -241,6 +242,8 @@ def parse_config(text: str) -> SpeculativeConfig | None:
     try:
         if not grow:
             raise ValueError("no grower")
+        if size and grow in SHAPES:
+            raise ValueError(f"the size of {grow} is that of its shape: write {grow}/{SHAPES[grow]}")
         if size:
             values[SIZES.get(grow, "max_total_draft_tokens")] = int(size)
         for setting in settings:

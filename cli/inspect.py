@@ -44,7 +44,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--requests",
         type=positive,
-        default=REQUESTS,
         metavar="N",
         help=f"show the memory that N requests at a time need (default {REQUESTS})",
     )
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError(f"{bundle.folder} has no chat template: its model completes texts")
         print(printable(template))
         return 0
-    attempt = open_once if args.open else compare
+    attempt, requests = open_once if args.open else compare, args.requests or REQUESTS
     trials = {role: attempt(bundle, role) for role in bundle.manifest.engines}
     costs = costs_of(bundle)
     if args.json:
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             "formats": {role: format_of_weight(spec) for role, spec in specs.items()},
             "draft_vocabulary": specs[DRAFT].model.num_logits if bundle.has_draft else None,
             "chat_template": template,
-            "memory_of_requests": {role: full_bytes(bundle, role, args.requests) for role in specs},
+            "memory_of_requests": {role: full_bytes(bundle, role, requests) for role in specs},
             "obstacles": obstacles,
             "memory": memory,
             "costs": costs._asdict() | {"compared": None if costs.compared is None else asdict(costs.compared)},
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(bundle.manifest.to_json() | shown))
         return 0
     console = Console()
-    console.print(describe(bundle, args.requests))
+    console.print(describe(bundle, requests))
     for role, trial in trials.items():
         fits = " runs here" if args.open else " fits this machine"
         words = fits if trial.obstacle is None else f": {trial.obstacle}"
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 def show_machine(args: argparse.Namespace) -> int:
     """What this machine can run. Raises ConfigError for options that need a bundle."""
     given = [name for name, value in (("--open", args.open), ("--chat-template", args.chat_template)) if value]
-    if given or args.requests != REQUESTS:
+    if given or args.requests is not None:
         raise ConfigError(f"{(*given, '--requests')[0]} needs a bundle: draftwood inspect BUNDLE")
     found = abilities(look_around())
     if args.json:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..models.errors import ConfigError, EngineError
 from ..runtime.decoding.loop import MAX_RUNNING
+from ..runtime.decoding.pace import MAX_PAUSE_MS
 from ..runtime.request_engines import PREFIX_CACHE_SLOTS
 from ..runtime.requests.async_llm import MAX_WAITING
 from ..runtime.serving.triton.contract import ModelSettings
@@ -54,6 +55,19 @@ def add_parser(commands: Any) -> None:
         metavar="SLOTS",
         help=f"slots for prompts of ended requests, which others reuse; 0: no reuse (default {PREFIX_CACHE_SLOTS})",
     )
+    limits.add_argument(
+        "--max-pause-ms",
+        type=float,
+        default=MAX_PAUSE_MS,
+        metavar="MS",
+        help="the most time that a running text waits for the prompts of others between two of its chunks, by the "
+        f"measured costs of the bundle (default {MAX_PAUSE_MS:g})",
+    )
+    limits.add_argument(
+        "--private-weights",
+        action="store_true",
+        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach the model",
+    )
     local = parser.add_argument_group("local server")
     local.add_argument("--run", dest="start", action="store_true", help="start tritonserver and serve until Ctrl-C")
     local.add_argument("--host", help=f"address to listen on (default {HOST})")
@@ -78,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         kv_cache_bytes=args.kv_cache_bytes,
         prefix_cache_slots=args.prefix_cache_slots,
+        max_pause_ms=args.max_pause_ms,
+        private_weights=args.private_weights,
     )
     placement = Placement(args.instances, args.gpus)
     if args.start:

@@ -52,8 +52,15 @@ class Split:
         return self._source.tensor(part.tensor)[part.first : part.first + part.rows]
 
     def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks. None for a matrix that is part of a fused tensor."""
-        return None if self._source.stored(name) is None else stored_blocks(self._source, name)
+        """See BlockSource.blocks."""
+        part = self._parts.get(name)
+        if part is None or self._source.stored(name) is not None:
+            return stored_blocks(self._source, name)
+        whole = stored_blocks(self._source, part.tensor)
+        if whole is None:
+            return None
+        rows = slice(part.first, part.first + part.rows)
+        return Blocks(whole.bits, whole.codes[rows], whole.scales[rows], whole.offsets[rows])
 
 
 def fused_parts(config: LlamaConfig) -> dict[str, Part]:

@@ -22,7 +22,7 @@ from ...models.fields import brief
 from ..tokenizer import TOKENIZER_FILES
 from .json_file import read_json
 from .safetensors import Safetensors, open_safetensors
-from .source import Stored, TensorSource
+from .source import Blocks, Stored, TensorSource, stored_blocks
 
 SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of every tensor's name; what follows is the model's own
@@ -101,6 +101,11 @@ class Merged:
             change *= np.float32(self._scales.scale_of(module))
             change += array
         return change
+
+    def blocks(self, name: str) -> Blocks | None:
+        """See BlockSource.blocks. None for a tensor that the adapter changes."""
+        changed = name in self._whole or (name.endswith(WEIGHT) and name.removesuffix(WEIGHT) in self._modules)
+        return None if changed else stored_blocks(self._source, name)
 
     def _own_name(self, name: str) -> str:
         """The model's name of an adapter's tensor."""

@@ -43,8 +43,8 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class BlockSource(TensorSource, Protocol):
-    """A TensorSource that can also return a matrix as its file stores it, in blocks. A source that changes the tensors
-    of another one is not a BlockSource."""
+    """A TensorSource that can also return a matrix as its file stores it, in blocks. A source that changes a tensor
+    of another one has no blocks of it."""
 
     def blocks(self, name: str) -> Blocks | None:
         """The codes, scales and offsets of a matrix; None for a tensor that is not stored in blocks. Raises

@@ -5,7 +5,7 @@
 
 fp8 is the first one with floating-point codes (E4M3: 3 bits of mantissa, up to 448), for GPUs that multiply them.
 
-On a CPU activations, cache, norms, biases and the embedding stay fp32; on a GPU they, and the scales, are fp16. There
+On a CPU activations, norms, biases and the embedding stay fp32; on a GPU they, and the scales, are fp16. There
 is no per-tensor dynamic int8 (one scale for all rows of a pass): a row's logits would depend on its siblings, by 10 %,
 and a verified token would no longer be the one that plain decoding gives.
 

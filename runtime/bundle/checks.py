@@ -53,7 +53,7 @@ def check_names(files: Iterable[str]) -> None:
         if PurePosixPath(name).parts != (name,) or name == ".." or "\\" in name or ":" in name:
             raise BundleError(f"the manifest names the file {name!r}, which leaves the bundle: do not use this bundle")
         if name.lower().endswith(EXECUTABLE):
-            raise BundleError(f"{name!r} is executable code of an older release, and bundles hold none: rebuild it")
+            raise BundleError(f"{name!r} is executable code, which no bundle holds: do not use this one, or rebuild it")
 
 
 def check_numbers(manifest: Manifest) -> None:

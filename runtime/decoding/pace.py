@@ -15,6 +15,12 @@ LEAST_ROWS = 2.0  # passes of one row: a shorter pause would make prompts take a
 J = TypeVar("J")
 
 
+def check_pause(milliseconds: float) -> None:
+    """Raises ConfigError for a pause that is no positive number."""
+    if not milliseconds > 0:
+        raise ConfigError(f"max_pause_ms must be above 0, not {milliseconds!r}")
+
+
 class Pace:
     """Between two chunks of a text, passes over prompts of others take at most so long, by the cost model: prompts are
     read in chunks that fit, and wait where no time is left. So does a draft that begins to read a running text. Where
@@ -23,9 +29,8 @@ class Pace:
     It depends on the cost model alone, never on a clock."""
 
     def __init__(self, costs: CostModel, milliseconds: float) -> None:
-        """Raises ConfigError for a pause that is no positive number."""
-        if not milliseconds > 0:
-            raise ConfigError(f"max_pause_ms must be above 0, not {milliseconds!r}")
+        """Raises as `check_pause` does."""
+        check_pause(milliseconds)
         self._costs = costs
         self._seconds = milliseconds / 1000
 

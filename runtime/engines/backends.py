@@ -271,8 +271,8 @@ def choose_backend(compared: Callable[[], Comparison]) -> Choice:
         return Choice(ONNXRUNTIME.name, f"this processor has no {', '.join(sorted(missing))}")
     try:
         check_native(None)
-    except EngineError:
-        return Choice(ONNXRUNTIME.name, "there is no C compiler: pip install 'draftwood[native]' brings one")
+    except EngineError as error:
+        return Choice(ONNXRUNTIME.name, f"the native kernels cannot be used here ({error})")
     if known:
         return Choice(NATIVE.name, "there is a C compiler, and the processor has AVX2 or more")
     try:

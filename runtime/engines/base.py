@@ -123,7 +123,7 @@ class TokenBatch:
         wanted: tuple[Wanted | None, ...] = (),
         ahead: Ahead | None = None,
     ) -> TokenBatch:
-        """Pad n rows with mask [n, s + n] to `width` rows. No other function pads rows. last_only: the last real row is
+        """Pad n rows with mask [n, s + n] to `width` rows. last_only: the last real row is
         the only output row; else all rows are.
 
         A padding row attends to no speculative slot, and no row attends to it. The next pass overwrites its cache slot.

@@ -1,4 +1,4 @@
-"""The torch engine: the parity reference on any machine, and an engine for GPUs that TensorRT does not support.
+"""The torch engine: it computes a checkpoint on any machine, also on GPUs that TensorRT does not support.
 
 On a CPU a pass computes in fp32 over a growing cache. On CUDA a pass is a CUDA graph over a cache of fixed size, with
 the plugin's attention kernel, so the speed of the runtime and the kernel can be measured on any GPU. No other file of

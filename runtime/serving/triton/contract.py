@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 from ....models.errors import ConfigError
 from ...decoding.loop import MAX_RUNNING
+from ...decoding.pace import MAX_PAUSE_MS, check_pause
 from ...decoding.scheduler import Scheduler
 from ...request_engines import PREFIX_CACHE_SLOTS
 from ...requests.async_llm import MAX_WAITING
 from ...speculation.config import SpeculativeConfig
 
 VARIABLE = (-1,)
+BOOLEANS = {"True": True, "False": False}  # as `to_parameters` writes them
 
 
 class TensorSpec(NamedTuple):
@@ -83,7 +85,7 @@ class ModelSettings:
     bundle: its folder, absolute or relative to the model's folder. speculative: default settings of speculation; None
     does not open the draft. threads, draft_threads, provider: see LLM. max_running: most requests that are decoded at
     the same time. max_waiting: most requests that wait; further ones are refused. kv_cache_bytes, prefix_cache_slots:
-    see AsyncLLM; 0 bytes mean its default. Raises ConfigError.
+    see AsyncLLM; 0 bytes mean its default. max_pause_ms: see AsyncLLM. private_weights: see LLM. Raises ConfigError.
     """
 
     bundle: str
@@ -95,9 +97,12 @@ class ModelSettings:
     max_waiting: int = MAX_WAITING
     kv_cache_bytes: int = 0
     prefix_cache_slots: int = PREFIX_CACHE_SLOTS
+    max_pause_ms: float = MAX_PAUSE_MS
+    private_weights: bool = False
 
     def __post_init__(self) -> None:
         Scheduler(self.max_running, self.max_waiting)  # refuses limits under which no request could run
+        check_pause(self.max_pause_ms)
 
     def to_parameters(self) -> dict[str, str]:
         """Every field as a text for config.pbtxt."""
@@ -115,6 +120,10 @@ class ModelSettings:
                     values[name] = int(parameters[name])
             if "provider" in parameters:
                 values["provider"] = parameters["provider"]
+            if "max_pause_ms" in parameters:
+                values["max_pause_ms"] = float(parameters["max_pause_ms"])
+            if "private_weights" in parameters:
+                values["private_weights"] = BOOLEANS[parameters["private_weights"]]
             if "speculative" in parameters:
                 values["speculative"] = changed_from(json.loads(parameters["speculative"]))
         except (KeyError, TypeError, ValueError) as error:

@@ -56,7 +56,8 @@ class TritonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         settings = ModelSettings.from_parameters({name: value["string_value"] for name, value in parameters.items()})
         bundle = Path(args["model_repository"]) / settings.bundle
-        self._llm = LLM(bundle, settings.speculative, settings.threads, settings.draft_threads, settings.provider)
+        threads = settings.threads, settings.draft_threads
+        self._llm = LLM(bundle, settings.speculative, *threads, settings.provider, settings.private_weights)
         self._llm.generate("0", WARM_UP)
         self._engine = AsyncLLM(
             self._llm,
@@ -64,6 +65,7 @@ class TritonModel:
             max_waiting=settings.max_waiting,
             kv_cache_bytes=settings.kv_cache_bytes or None,
             prefix_cache_slots=settings.prefix_cache_slots,
+            max_pause_ms=settings.max_pause_ms,
         )
         labels = {
             "model": args["model_name"],

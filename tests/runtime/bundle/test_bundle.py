@@ -143,7 +143,7 @@ def test_code_in_a_bundle_is_refused(bundle: Path, name: str) -> None:
     """As older native bundles had it: a replaced kernels.so with a re-signed manifest was executed."""
     (bundle / name).write_bytes(b"")
     resigned(bundle)
-    with pytest.raises(BundleError, match=f"'{name}' is executable code of an older release.*: rebuild it"):
+    with pytest.raises(BundleError, match=f"'{name}' is executable code, which no bundle holds.*rebuild it"):
         EngineBundle.open(bundle)
 
 
