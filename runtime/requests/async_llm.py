@@ -93,10 +93,30 @@ class AsyncLLM(EngineThread):
 
     @classmethod
     def open(
-        cls, model: str | Path, *, max_running: int = MAX_RUNNING, max_waiting: int = MAX_WAITING, **options: Any
+        cls,
+        model: str | Path,
+        *,
+        max_running: int = MAX_RUNNING,
+        max_waiting: int = MAX_WAITING,
+        kv_cache_bytes: int | None = None,
+        prefix_cache_slots: int = PREFIX_CACHE_SLOTS,
+        max_pause_ms: float = MAX_PAUSE_MS,
+        **options: Any,
     ) -> AsyncLLM:
-        """Open a bundle as an LLM, which `close` closes too. options: of LLM."""
-        async_llm = cls(LLM(model, **options), max_running=max_running, max_waiting=max_waiting)
+        """Open a bundle as an LLM, which `close` closes too. options: of LLM; the others are those of AsyncLLM."""
+        llm = LLM(model, **options)
+        try:
+            async_llm = cls(
+                llm,
+                max_running=max_running,
+                max_waiting=max_waiting,
+                kv_cache_bytes=kv_cache_bytes,
+                prefix_cache_slots=prefix_cache_slots,
+                max_pause_ms=max_pause_ms,
+            )
+        except BaseException:
+            llm.close()
+            raise
         async_llm._owns_llm = True
         return async_llm
 

@@ -70,7 +70,8 @@ class Sampler:
         self._softmax: Softmax = NumpySoftmax()
         self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length
         # Asked for every row: whether tokens are left out, whether by their order, and the least share of likely ones.
-        self.truncates_by_order = params.top_k > 0 or params.top_p < 1
+        self._top_k = params.top_k if params.top_k < vocab_size else 0  # 0: every token
+        self.truncates_by_order = self._top_k > 0 or params.top_p < 1
         self._truncates = self.truncates_by_order or params.min_p > 0
         self._least = max(params.min_p, NEGLIGIBLE)
 
@@ -102,7 +103,7 @@ class Sampler:
         if params.greedy:
             return Wanted(0.0, False, 0.0)
         share = params.min_p or (NEGLIGIBLE if self._truncates else 0.0)
-        return Wanted(params.temperature, not (params.min_p > 0 or params.top_k > 0), share)
+        return Wanted(params.temperature, not (params.min_p > 0 or self._top_k > 0), share)
 
     @property
     def drawn(self) -> Wanted | None:
@@ -205,10 +206,10 @@ class Sampler:
         if params.min_p > 0:
             return self._cut(*used.likely(scores, params.temperature, params.min_p))
         ids, weights = used.likely(scores, params.temperature, NEGLIGIBLE)
-        if params.top_k > 0:
-            if len(ids) < params.top_k:
+        if self._top_k > 0:
+            if len(ids) < self._top_k:
                 ids, _ = used.likely(scores, params.temperature, NEGLIGIBLE**2)
-            ids = top(scores, ids, params.top_k)
+            ids = top(scores, ids, self._top_k)
             return self._cut(ids, np.exp((scores[ids].astype(np.float64) - scores[ids].max()) / params.temperature))
         every = used.weights(scores, params.temperature, self._buffer(path))
         if weights.sum() < params.top_p * every.total:
@@ -220,8 +221,8 @@ class Sampler:
         """The distribution over only these tokens [K], after top-k and top-p."""
         if self.truncates_by_order:
             params = self.params
-            if 0 < params.top_k < len(ids):
-                kept = at_least(weights, np.sort(weights)[-params.top_k], params.top_k)
+            if 0 < self._top_k < len(ids):
+                kept = at_least(weights, np.sort(weights)[-self._top_k], self._top_k)
                 ids, weights = ids[kept], weights[kept]
             if params.top_p < 1:
                 kept = nucleus(weights, params.top_p * weights.sum())

@@ -40,17 +40,19 @@ class StructuredOutput:
             raise RequestError(f"a structured output needs exactly one of {names}, not {', '.join(given) or 'none'}")
         if self.json is not None:
             object.__setattr__(self, "json", schema_text(self.json))
+        if isinstance(self.choice, tuple) and len(self.choice) > MAX_CHOICES:
+            raise RequestError(f"choice has {len(self.choice)} texts and may have {MAX_CHOICES}")
         if not isinstance(self.choice, tuple) or not all(isinstance(each, str) and each for each in self.choice):
             raise RequestError(f"choice must be a list of texts that are not empty, not {shown(self.choice)}")
-        if len(self.choice) > MAX_CHOICES:
-            raise RequestError(f"choice has {len(self.choice)} texts and may have {MAX_CHOICES}")
+        if (size := sum(map(len, self.choice))) > MAX_FORM:
+            raise too_long_error("choice", size)
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise RequestError(f"{name} must be text, not {shown(getattr(self, name))}")
         if not (text := self.text):
             raise RequestError(f"{self.kind} must not be empty")
         if len(text) > MAX_FORM:
-            raise RequestError(f"{self.kind} has {len(text)} characters and may have {MAX_FORM}: shorten it")
+            raise too_long_error(self.kind, len(text))
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             raise RequestError(f"{self.kind} holds half of a surrogate pair, which is no character: send valid Unicode")
 
@@ -67,8 +69,14 @@ class StructuredOutput:
         return '{"type": "object"}' if self.json_object else str(self.json or self.regex or self.grammar or "")
 
 
+def too_long_error(kind: str, size: int) -> RequestError:
+    return RequestError(f"{kind} has {size} characters and may have {MAX_FORM}: shorten it")
+
+
 def schema_text(schema: Any) -> str:
     """A JSON schema as text. Raises RequestError if it is no JSON object."""
+    if isinstance(schema, str) and len(schema) > MAX_FORM:
+        raise too_long_error("json", len(schema))
     try:
         content = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(content, Mapping):

@@ -202,6 +202,7 @@ def test_bench_counts_every_request_from_zero(
         ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "grow must be one of"),
         ("bench BUNDLE --prompts PROMPTS --configs auto,", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs k-ary/branching=x", "chain:4"),
+        ("bench BUNDLE --prompts PROMPTS --configs k-ary:16", "write k-ary/branching=4-2-1"),
         ("bench BUNDLE --prompts PROMPTS --configs chain:4/colour=red", "colour"),
         ("build --target nowhere --draft nowhere --output OUT", "checkpoint folder"),
         ("build --target PAIR/target --draft PAIR/draft --output OUT --backend abacus", "abacus"),

@@ -29,7 +29,7 @@ from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
 from ..http.pages import add_pages
 from ..json_text import pieces
-from .answers import Answer, as_json
+from .answers import Answer, as_json, check_log_probabilities
 from .chat_body import ChatBody
 from .completion_body import COMPLETION_TOKENS, CompletionBody
 from .explain import ExplainApi, add_explanations
@@ -222,6 +222,7 @@ class OpenAIApi:
         """Generate the choices of each prompt, and send them whole or as a stream."""
         params = body.sampling_params(default_max_tokens)
         params = params if use is None else use.applied(params)
+        check_log_probabilities(params, body.num_choices, [len(prompt) for prompt in prompts], self._max_length)
         request.state.params = params
         try:
             preparing = self._async_llm.prepare(params, request.state.client)
@@ -257,7 +258,7 @@ class OpenAIApi:
         params: SamplingParams,
         prepared: Prepared,
     ) -> list[RequestStream]:
-        """Queue all choices, or none."""
+        """Queue all choices, or none. Others have their turn between two of them, whose settings take time."""
         streams: list[RequestStream] = []
         choices, call = replace(params, n=body.num_choices).choices(), object()
         try:
@@ -276,7 +277,8 @@ class OpenAIApi:
                         prepared=prepared,
                     )
                     streams.append(stream)
-        except DraftwoodError:
+                    await asyncio.sleep(0)
+        except BaseException:
             for stream in streams:
                 await stream.aclose()
             raise

@@ -17,6 +17,7 @@ from quantised import compressed
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.fused import Split
 from draftwood.builder.checkpoints.safetensors import Safetensors
+from draftwood.builder.checkpoints.source import Blocks
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 
@@ -49,6 +50,27 @@ def test_what_is_not_fused_is_read_as_it_is(tmp_path: Path) -> None:
         assert split.stored(name) == plain.stored(name)
         np.testing.assert_array_equal(split.tensor(name), plain.tensor(name))
     assert split.stored("no.such.weight") is None
+
+
+class InBlocks(Safetensors):
+    """A file whose matrices are stored in blocks: their codes are the numbers of their places."""
+
+    def blocks(self, name: str) -> Blocks | None:
+        shape = self.tensor(name).shape
+        codes = np.arange(np.prod(shape)).reshape(shape).astype(np.int8)
+        scales = np.arange(shape[0], dtype=np.float32)[:, None]
+        return Blocks(8, codes, scales, -scales)
+
+
+def test_blocks_of_a_fused_matrix_are_those_of_its_parts(folder: Path) -> None:
+    split, whole = Split(InBlocks(folder), Checkpoint(folder).config), InBlocks(folder).blocks(QKV)
+    parts = [split.blocks(f"{LAYER}.self_attn.{part}.weight") for part in ("q_proj", "k_proj", "v_proj")]
+    assert whole is not None
+    for index in range(1, len(whole)):
+        found = np.concatenate([part[index] for part in parts if part is not None])
+        np.testing.assert_array_equal(found, whole[index])
+    plain = f"{LAYER}.self_attn.o_proj.weight"
+    assert split.blocks(plain) is not None and split.blocks(plain)[1].shape == split.tensor(plain).shape
 
 
 @pytest.mark.parametrize("fused", [QKV, GATE_UP])

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from adapters import write_adapter
 from bundling import built
 from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
@@ -110,6 +111,18 @@ def test_blocks_that_a_format_holds_are_not_rounded_twice(
                 kept = view.tensor(HEAD_WEIGHT if "embed" in name else name)[: shape[0], : shape[1]]
                 step = np.abs(model.tensor(name)).max() / 127 if "embed" in name and kind == Kind.Q4_1 else 0
                 np.testing.assert_allclose(kept, model.tensor(name), rtol=0, atol=step)
+
+
+def test_blocks_that_an_adapter_leaves_alone_are_kept(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "folder", num_key_value_heads=2, **SHAPE)
+    file = write_gguf(folder, tmp_path / "model.gguf", Kind.Q8_0)
+    write_adapter(tmp_path / "lora", folder, ("q_proj",))
+    plain, adapted = Checkpoint(file), Checkpoint(file, tmp_path / "lora")
+    for name, shape in network_of(plain.config).tensors().items():
+        before, after = plain.blocks(name), adapted.blocks(name)
+        assert (before is None) == (len(shape) < 2) and (after is None) == (before is None or "q_proj" in name)
+        if before is not None and after is not None:
+            np.testing.assert_array_equal(after.codes, before.codes)
 
 
 def test_blocks_of_q4_k_keep_their_codes(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_the_command_shows_engines_and_fixes(
     found = {each["engine"]: each for each in json.loads(capsys.readouterr().out)}
     assert found["native"] == {"engine": "native", "runs": True, "found": "CPU", "obstacles": []}
     assert not found["tensorrt-rtx"]["runs"] and found["tensorrt"]["runs"]
-    for option in (["--open"], ["--chat-template"], ["--requests", "3"]):
+    for option in (["--open"], ["--chat-template"], ["--requests", "8"]):
         assert main(["inspect", *option]) == 2
         assert f"{option[0]} needs a bundle: draftwood inspect BUNDLE" in capsys.readouterr().err
 

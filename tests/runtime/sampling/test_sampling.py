@@ -65,7 +65,7 @@ def plainly_truncated(scores: NDArray[np.float32], top_k: int, top_p: float, min
 @given(
     seed=st.integers(0, 10_000),
     spread=st.sampled_from((0.01, 1.0, 30.0)),
-    top_k=st.sampled_from((0, 1, 5, 60)),
+    top_k=st.sampled_from((0, 1, 5, 60, 120, 121)),
     top_p=st.sampled_from((0.05, 0.5, 0.9, 0.99999)),
     min_p=st.sampled_from((0.0, 0.03, 1.0)),
 )

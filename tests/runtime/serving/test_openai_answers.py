@@ -15,11 +15,13 @@ pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
+from draftwood.models.errors import RequestError
 from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
-from draftwood.runtime.serving.openai.answers import Answer
+from draftwood.runtime.serving.openai.answers import MOST_LOGPROBS, Answer, check_log_probabilities
 from draftwood.runtime.serving.openai.app import collected
 from draftwood.runtime.serving.openai.chat_body import MAX_PARTS, ChatBody
 from draftwood.runtime.serving.openai.completion_body import MAX_PROMPTS, CompletionBody
@@ -150,6 +152,28 @@ def test_a_wrong_body_is_refused_for_few_reasons(model: type[BaseModel], body: d
         model.model_validate(body)
     errors = [{**error, "loc": ("body", *error["loc"])} for error in refused.value.errors()]
     assert len(errors) <= 4 and named in invalid(RequestValidationError(errors)).message
+
+
+@pytest.mark.parametrize(
+    ("asked", "choices", "lengths", "count"),
+    [
+        ({"logprobs": 20, "max_tokens": 8192}, 1, [100], 0),
+        ({"logprobs": 20, "max_tokens": 8192}, 2, [100], 2 * 21 * 8092),
+        ({"logprobs": 0, "max_tokens": 1}, 65, [1] * 5000, 65 * 5000),
+        ({"prompt_logprobs": 1, "max_tokens": 1}, 1, [8000] * 17, 2 * 17 * 8000),
+        ({"max_tokens": 8192}, 128, [1], 0),
+    ],
+)
+def test_the_log_probabilities_of_an_answer_are_bounded(
+    asked: dict[str, Any], choices: int, lengths: list[int], count: int
+) -> None:
+    """They are held until the client has read them."""
+    params = SamplingParams(**asked)
+    if not count:
+        check_log_probabilities(params, choices, lengths, 8192)
+        return
+    with pytest.raises(RequestError, match=f"could have {count} .*may have {MOST_LOGPROBS}.*a smaller max_tokens"):
+        check_log_probabilities(params, choices, lengths, 8192)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -247,6 +247,8 @@ def test_a_missing_package_is_named(tokenizer: Tokenizer, monkeypatch: pytest.Mo
         ({"choice": ["", "a"]}, "texts that are not empty"),
         ({"choice": "yes"}, "must be a list"),
         ({"choice": ["a"] * 1025}, "may have 1024"),
+        ({"choice": ["a" * MAX_FORM, "b"]}, f"choice has {MAX_FORM + 1} characters"),
+        ({"json": "[" * (MAX_FORM + 1)}, f"json has {MAX_FORM + 1} characters"),  # before it is parsed
     ],
 )
 def test_wrong_fields_are_refused(fields: dict[str, object], reason: str) -> None:
