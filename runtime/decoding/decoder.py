@@ -242,9 +242,10 @@ class SpeculativeDecoder:
         if controller is None or max_depth < 1:
             return None
         sharing = request.sharing()
-        drafted, unread = (0, 1) if self._proposer is None else (max_depth, self._proposer.unread)
+        drafted = 0 if self._proposer is None else max_depth
         plan = controller.held(drafted, sharing)
         if plan is None:
+            unread = 1 if self._proposer is None else self._proposer.unread
             plan = controller.plan(request.length, drafted, sharing, unread)
         if not self._looks_up(request) or not controller.considers_lookups(plan):
             request.match = NO_MATCH
