@@ -81,8 +81,8 @@ class SpeculativeConfig:
     that is expected to be faster, with budget="cost" and otherwise default settings; "off" leaves it to the draft.
 
     budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by the measured costs of both
-    engines, up to the limits below. "fixed" always proposes up to the limits. "dyspec-heap" is fixed above temperature 0,
-    because its depth cannot be planned.
+    engines, up to the limits below. "fixed" always proposes up to the limits. "dyspec-heap" is fixed above temperature
+    0, because its depth cannot be planned.
 
     max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes that
     the draft scores in one pass of a tree, and the most children of a node with "topk". draft_threshold: least value

@@ -70,7 +70,7 @@ def test_blocks_of_a_fused_matrix_are_those_of_its_parts(folder: Path) -> None:
         found = np.concatenate([part[index] for part in parts if part is not None])
         np.testing.assert_array_equal(found, whole[index])
     plain = f"{LAYER}.self_attn.o_proj.weight"
-    assert split.blocks(plain) is not None and split.blocks(plain)[1].shape == split.tensor(plain).shape
+    assert (kept := split.blocks(plain)) is not None and kept.codes.shape == split.tensor(plain).shape
 
 
 @pytest.mark.parametrize("fused", [QKV, GATE_UP])

@@ -311,4 +311,4 @@ def test_a_bundle_is_opened_and_closed_with_it(tiny_bundle: Path) -> None:
         assert asyncio.run(one()) == llm.generate("hello", GREEDY)[0].token_ids
     for wrong in ({"max_pause_ms": 0}, {"prefix_cache_slots": -1}, {"kv_cache_bytes": 1}):
         with pytest.raises(ConfigError):
-            AsyncLLM.open(tiny_bundle, **wrong)  # type: ignore[arg-type]
+            AsyncLLM.open(tiny_bundle, **wrong)
