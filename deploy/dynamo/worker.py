@@ -88,7 +88,9 @@ class DraftwoodEngine(LLMEngine):
     async def health_check_payload(self) -> dict[str, Any]:
         """One token: only an engine whose thread runs can answer it. Sent when DYN_HEALTH_CHECK_ENABLED is set."""
         assert self._engine is not None, "health_check_payload() before start()"
-        payload: dict[str, Any] = build_health_check_payload(self._engine.llm.tokenizer.encode("")[0])
+        encode = self._engine.llm.tokenizer.encode
+        (token, *_) = encode("") or encode("a")  # not every tokenizer adds a begin-of-text token
+        payload: dict[str, Any] = build_health_check_payload(token)
         return payload
 
     async def register_prometheus(self, metrics: Any) -> None:

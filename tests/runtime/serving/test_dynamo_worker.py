@@ -133,6 +133,13 @@ def test_errors_say_whose_fault_they_are(worker: Any, tiny_bundle: Path) -> None
     asyncio.run(refuses())
 
 
+def test_health_is_checked_with_a_token_where_nothing_begins_a_text(worker: Any) -> None:
+    engine = worker.DraftwoodEngine(None)
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    engine._engine = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer))
+    assert asyncio.run(engine.health_check_payload()) == {"token_ids": [ord("a")]}
+
+
 def test_cleanup_finishes_what_was_accepted(worker: Any, tiny_bundle: Path) -> None:
     async def last() -> str:
         engine = await started(worker, tiny_bundle)
