@@ -76,8 +76,12 @@ class Tokenizer:
         Raises RequestError for half of a surrogate pair, which JSON can express and UTF-8 cannot, and for a text at
         which this tokenizer fails.
         """
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise RequestError("the text holds half of a surrogate pair, which is no character: send valid Unicode")
+        try:
+            text.encode()  # half of a surrogate pair, found faster than by any loop
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "the text holds half of a surrogate pair, which is no character: send valid Unicode"
+            ) from error
         try:
             # As a batch: other threads run meanwhile, while `encode` stops them, for seconds if the text is long.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
