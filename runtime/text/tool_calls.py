@@ -45,8 +45,9 @@ class ToolCallReader:
         self._format, self._names, self._parallel = format, names, parallel
         self.num_calls = 0
         self._state = TEXT if format.opens else BEGINNING
-        self._held = ""  # text of which it is not known yet what it is
-        self._raw = ""  # the text of the call's beginning before `_held`
+        self._held = ""  # text of which it is not known yet what it is, from `_start` on
+        self._start = 0  # an index, because a copy of the rest behind every mark would take quadratic time
+        self._raw = ""  # the text of the call's beginning before `_start`
         self._blanks = ""  # at the end of the text so far
         self._behind_call = False  # whether there was no text since the last call
         self._found: list[str | CallPart] = []
@@ -58,6 +59,7 @@ class ToolCallReader:
         steps = (self._read_text, self._begin_call, self._read_arguments, self._leave_call, self._read_rest)
         while steps[self._state]():
             pass
+        self._held, self._start = self._held[self._start :], 0
         found, self._found = self._found, []
         return found
 
@@ -76,33 +78,35 @@ class ToolCallReader:
 
     def _read_text(self) -> bool:
         """Each of these methods reads what it can, and returns whether the next one can go on."""
-        before, opened, behind = self._held.partition(self._format.opens)
-        if not opened:
-            kept = overlap(self._held, self._format.opens)
-            before, behind = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        self._write(before)
-        self._held = behind
-        if opened:
-            self._raw, self._state = opened, BEGINNING
-        return bool(opened)
+        opens = self._format.opens
+        place = self._held.find(opens, self._start)
+        if place >= 0:
+            self._write_held(place)
+            self._start += len(opens)
+            self._raw, self._state = opens, BEGINNING
+            return True
+        kept = overlap(self._held[max(self._start, len(self._held) - len(opens)) :], opens)
+        self._write_held(len(self._held) - kept)
+        return False
 
     def _begin_call(self) -> bool:
-        skipped = BEFORE_CALL.match(self._held)
+        skipped = BEFORE_CALL.match(self._held, self._start)
         assert skipped is not None  # it matches the empty text
         self._raw += skipped[0]
-        self._held = self._held[skipped.end() :]
-        head = HEAD.match(self._held)
+        self._start = skipped.end()
+        head = HEAD.match(self._held, self._start)
         name = self._name_of(head)
         if head is not None and name is not None:
-            self._held = self._held[head.end() :]
+            self._start = head.end()
             self._open_call(name)
             return True
-        if head is None and len(self._held) < LONGEST_HEAD and may_begin_call(self._held):
+        is_short = len(self._held) - self._start < LONGEST_HEAD
+        if head is None and is_short and may_begin_call(self._held[self._start :]):
             return False
         if self._format.opens:
             self._write(self._raw)
         else:
-            self._held = self._raw + self._held
+            self._held, self._start = self._raw + self._held[self._start :], 0
         self._raw, self._state = "", TEXT if self._format.opens else REST
         return True
 
@@ -119,7 +123,8 @@ class ToolCallReader:
 
     def _read_arguments(self) -> bool:
         """Up to the brace that closes the object."""
-        for place, character in enumerate(self._held):
+        for place in range(self._start, len(self._held)):
+            character = self._held[place]
             if self._quoted:
                 self._quoted = self._escaped or character != '"'
                 self._escaped = character == "\\" and not self._escaped
@@ -128,23 +133,23 @@ class ToolCallReader:
             elif character in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    self._add(None, None, self._held[: place + 1])
-                    self._held, self._state = self._held[place + 1 :], BEHIND
+                    self._add(None, None, self._held[self._start : place + 1])
+                    self._start, self._state = place + 1, BEHIND
                     return True
             else:
                 self._quoted = character == '"'
-        self._add(None, None, self._held)
-        self._held = ""
+        self._add(None, None, self._held[self._start :])
+        self._start = len(self._held)
         return False
 
     def _leave_call(self) -> bool:
-        skipped = BEHIND_CALL.match(self._held)
+        skipped = BEHIND_CALL.match(self._held, self._start)
         assert skipped is not None  # it matches the empty text
-        behind = self._held[skipped.end() :]
         closes = self._format.closes
+        behind = self._held[skipped.end() : skipped.end() + len(closes) + 1]  # one more than the mark that may follow
         if not behind or (closes.startswith(behind) and behind != closes):
             return False
-        self._held = behind.removeprefix(closes)
+        self._start = skipped.end() + (len(closes) if behind.startswith(closes) else 0)
         if behind.startswith("{"):
             self._state = BEGINNING
         else:
@@ -152,8 +157,7 @@ class ToolCallReader:
         return True
 
     def _read_rest(self) -> bool:
-        self._write(self._held)
-        self._held = ""
+        self._write_held(len(self._held))
         return False
 
     def _add(self, id: str | None, name: str | None, arguments: str) -> None:
@@ -161,6 +165,11 @@ class ToolCallReader:
         index = self.num_calls if name is not None else self.num_calls - 1
         if (self._parallel or index == 0) and (name is not None or arguments):
             self._found.append(CallPart(index, id, name, arguments))
+
+    def _write_held(self, end: int) -> None:
+        """Add the held text up to here."""
+        self._write(self._held[self._start : end])
+        self._start = end
 
     def _write(self, text: str) -> None:
         """Add text. Blanks at its end are held back, because a call may follow."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -113,3 +114,17 @@ def test_text_before_a_call_is_not_held_back() -> None:
 
 def test_calls_behind_the_first_are_left_out_where_one_is_allowed() -> None:
     assert read(HERMES, f"{TWO}\n</tool_call>", [], parallel=False) == ("", [("g", "{}")])
+
+
+@pytest.mark.parametrize("begun", ["<tool_call>", '<tool_call>{"name":"f","arguments":{}}'])
+def test_a_whole_text_takes_no_longer_than_its_pieces(begun: str) -> None:
+    """With any number of marks or calls, which a client can force by allowed_token_ids."""
+    text = (begun + "x" * 200) * 15_000
+
+    def seconds(size: int) -> float:
+        reader, first = ToolCallReader(HERMES, ("f",), True), thread_time()
+        for start in range(0, len(text), size):
+            reader.push(text[start : start + size])
+        return thread_time() - first
+
+    assert seconds(len(text)) < 4 * seconds(20_000)
