@@ -39,10 +39,13 @@ def main() -> None:
 
 
 def receive(received: SimpleQueue[bytes]) -> None:
-    """Read lines while the task works. At the end of the input the process ends at once, also during work."""
-    for line in sys.stdin.buffer:
-        received.put(line)
-    os._exit(0)
+    """Read lines while the task works. At the end of the input the process ends at once, also during work, and when a
+    line cannot be read: memory may be short, and the parent process would wait for the answer."""
+    try:
+        for line in sys.stdin.buffer:
+            received.put(line)
+    finally:
+        os._exit(0)
 
 
 def answer(content: Mapping[str, Any]) -> None:

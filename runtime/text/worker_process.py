@@ -49,8 +49,12 @@ class WorkerProcess:
         except OSError as error:
             raise EngineError(f"cannot start a process for {task.name} ({error}): see `ulimit -u`") from error
         self._lines: SimpleQueue[bytes] = SimpleQueue()
-        self._reader = Thread(target=self._read, name="draftwood-worker", daemon=True)
-        self._reader.start()
+        self._unsent: SimpleQueue[bytes] = SimpleQueue()
+        self._threads = [
+            Thread(target=work, name="draftwood-worker", daemon=True) for work in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
         self._setting: bytes | None = setting
 
     @property
@@ -62,17 +66,11 @@ class WorkerProcess:
         when the answer is no longer needed. Raises the refusal if the worker takes too long, ends or was given up;
         afterwards only `end` may be called."""
         if self._setting is not None:
-            self._send(self._setting)
+            self._unsent.put(self._setting)
             self._answer(lambda: START_SECONDS, given_up)
             self._setting = None
-        self._send(line)
+        self._unsent.put(line)
         return self._answer(seconds, given_up)
-
-    def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # the process has ended: there will be no answer
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
 
     def _answer(self, seconds: Callable[[], float], given_up: Event) -> dict[str, str]:
         began = monotonic()
@@ -90,14 +88,26 @@ class WorkerProcess:
                 raise self._refuse(f"it did not finish within {limit:g} s")
 
     def end(self) -> None:
-        """End the process, its thread and its pipes. May be called more than once, and by several threads."""
+        """End the process, its threads and its pipes. May be called more than once, and by several threads."""
         self._process.kill()
         self._process.wait()
-        self._reader.join()
+        self._unsent.put(b"")
+        for thread in self._threads:
+            thread.join()
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(OSError):  # data in the buffer was not sent yet
             self._process.stdin.close()
         self._process.stdout.close()
+
+    def _write(self) -> None:
+        """Send lines to the worker, up to an empty one. A thread of its own does so: a worker that does not read would
+        block the caller for ever, whatever the time limit."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # the process has ended: there will be no answer
+            while line := self._unsent.get():
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+                del line  # it may have megabytes
 
     def _read(self) -> None:
         """Put the worker's lines into a queue as they arrive; an empty line marks the end."""

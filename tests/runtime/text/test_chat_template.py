@@ -109,7 +109,7 @@ def test_nothing_is_left_of_a_template_that_nobody_closed() -> None:
     (process,) = template._pool._processes
     del template
     gc.collect()
-    assert not process.alive and not process._reader.is_alive()
+    assert not process.alive and not any(thread.is_alive() for thread in process._threads)
 
 
 def test_what_json_cannot_express_is_refused(template: ChatTemplate) -> None:

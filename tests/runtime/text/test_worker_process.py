@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 from serving import wait_for
 
 from draftwood.models.errors import RequestError
+from draftwood.runtime.text.worker import receive
 from draftwood.runtime.text.worker_pool import WorkerPool
 from draftwood.runtime.text.worker_process import WorkerProcess
 
@@ -50,6 +55,39 @@ def test_only_an_answer_that_is_not_there_can_be_late(tmp_path: Path) -> None:
         worker.ask(b"missing\n", lambda: -1.0, Event())
     worker.end()
     assert not worker.alive
+
+
+def test_a_worker_that_does_not_read_is_given_up(tmp_path: Path) -> None:
+    """Its pipe is full."""
+    file, _, refuse = task(tmp_path)
+    file.write_text("import time\ntime.sleep(600)\n")
+    worker = WorkerProcess(file, b'"' + b"x" * (1 << 20) + b'"\n', refuse)
+    given_up, refused = Event(), list[str]()
+
+    def ask() -> None:
+        with pytest.raises(RequestError) as error:
+            worker.ask(b"1\n", lambda: 600.0, given_up)
+        refused.append(str(error.value))
+
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    given_up.set()
+    asking.join(30)
+    worker.end()
+    assert refused == ["refused: it was given up"]
+
+
+def test_a_worker_ends_when_it_can_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines() -> Iterator[bytes]:
+        yield b"1\n"
+        raise MemoryError
+
+    ended, received = list[int](), SimpleQueue[bytes]()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=lines()))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(MemoryError):
+        receive(received)
+    assert (received.get(), ended) == (b"1\n", [0])
 
 
 def test_a_process_goes_to_the_call_that_has_waited_longest(tmp_path: Path) -> None:
