@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...decoding.scheduler import is_within_share
+from ..places import Places
 from .bodies import ArrivingBodies
 from .clients import ApiKey, network_of, owner_of
 from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
@@ -53,7 +51,7 @@ class RequestGuard:
         self._limits = limits
         self._count = count
         self._bodies = ArrivingBodies(limits.max_body_bytes, limits.body_seconds)
-        self._in_progress = Counter[str]()  # by client
+        self._places = Places(limits.max_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,7 +87,7 @@ class RequestGuard:
         if isinstance(body, Refusal):
             await refuse(body, send)
         elif body is not None:
-            with self._place(client):
+            with self._places.take(client):
                 state[IN_PROGRESS] = True
                 await self._app(scope, replay(body, receive), send)
 
@@ -117,21 +115,9 @@ class RequestGuard:
 
     def _full(self, client: str) -> Refusal | None:
         """The refusal of a further request, if too many are in progress; else None."""
-        places, held, taken = self._limits.max_requests, self._in_progress[client], self._in_progress.total()
-        if is_within_share(held, taken, places):
+        if (shortage := self._places.shortage(client)) is None:
             return None
-        message = f"{taken} requests are in progress, {held} of them yours, and this server takes {places}: retry later"
-        return Refusal(429, message, "rate_limit_error", code="queue_full", retry_after=RETRY_SECONDS)
-
-    @contextmanager
-    def _place(self, client: str) -> Iterator[None]:
-        self._in_progress[client] += 1
-        try:
-            yield
-        finally:
-            self._in_progress[client] -= 1
-            if not self._in_progress[client]:
-                del self._in_progress[client]
+        return Refusal(429, shortage, "rate_limit_error", code="queue_full", retry_after=RETRY_SECONDS)
 
 
 def counted(count: Callable[[int], None], send: Send) -> Send:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic, sleep
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from numpy.typing import NDArray
 
@@ -25,16 +26,17 @@ from ...llm import LLM
 from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
 from ...requests.stream import to_exception
 from ...sampling.params import SamplingParams
-from ...text.writer import StreamChunk
-from ..json_text import parse as parse_json
+from ..places import Places
 from .contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
 from .metrics import TritonMetrics
-from .request import parse_request
+from .request import TritonRequest, json_object, parse_request
 from .response import ResponseWriter
 
 POLL_SECONDS = 0.05  # interval of checks for disconnected clients, and of updates of the gauges
 NAMELESS = ""  # the client's name of requests without one
 WARM_UP = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+
+T = TypeVar("T")
 
 
 class CancelledError(DraftwoodError):
@@ -67,6 +69,7 @@ class TritonModel:
             prefix_cache_slots=settings.prefix_cache_slots,
             max_pause_ms=settings.max_pause_ms,
         )
+        self._places = Places(2 * self._engine.max_requests)  # as `draftwood serve`: texts are read and written, too
         labels = {
             "model": args["model_name"],
             "version": args["model_version"],
@@ -81,7 +84,7 @@ class TritonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Accept requests; each is answered through its own response sender."""
         for request in requests:
-            asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
+            asyncio.run_coroutine_threadsafe(self._serve(request, monotonic()), self._loop)
 
     def is_ready(self) -> bool:
         """Whether the model can answer requests. Triton calls it for the model's readiness since python_backend's pull
@@ -97,11 +100,11 @@ class TritonModel:
         self._engine.close()
         self._llm.close()
 
-    async def _serve(self, request: Any) -> None:
-        """Serve one request. A final response is sent after any error, too."""
-        call = Call(request, self.backend, self._metrics)
+    async def _serve(self, request: Any, arrived: float) -> None:
+        """Serve one request. arrived: by time.monotonic(). A final response is sent after any error, too."""
+        call = Call(request, arrived, self.backend, self._metrics)
         try:
-            await call.answer(self._engine)
+            await call.answer(self._engine, self._places)
         except BaseException as error:  # any error: without a final response the client would wait for ever
             call.fail(to_exception(error))
 
@@ -124,37 +127,48 @@ class TritonModel:
 class Call:
     """One request in progress."""
 
-    def __init__(self, request: Any, backend: Any, metrics: TritonMetrics) -> None:
+    def __init__(self, request: Any, arrived: float, backend: Any, metrics: TritonMetrics) -> None:
         self._request = request
         self._sender = request.get_response_sender()
         self._backend = backend
         self._metrics = metrics
-        self._arrived = monotonic()
+        self._arrived = arrived
         self._stats = SpecDecodeStats()
 
-    async def answer(self, engine: AsyncLLM) -> None:
+    async def answer(self, engine: AsyncLLM, places: Places) -> None:
         """Send responses as rounds end. Raises the error that ends the request early; no final response is sent
         then."""
-        parameters = parse_json(self._request.parameters() or "{}")
+        parameters = json_object("the object of request parameters", self._request.parameters() or "{}")
         parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
-        deadline = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's, microseconds or 0
-        prompt = await engine.encode(parsed.prompt)
-        prepared = await engine.prepare(parsed.params)
         sequence = self._request.correlation_id()  # 0 and "" for none
-        stream = engine.generate(
+        client = parsed.client or (str(sequence) if sequence else NAMELESS)
+        with places.take(client):
+            async with aclosing(await self._queue(engine, parsed, client)) as stream:
+                await self._send_all(stream, parsed)
+
+    async def _queue(self, engine: AsyncLLM, parsed: TritonRequest, client: str) -> RequestStream:
+        """Queue the request, after its texts were read in the client's turn."""
+        seconds = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's, microseconds or 0
+        prompt = await self._while_wanted(engine.encode(parsed.prompt, client), seconds)
+        prepared = await self._while_wanted(engine.prepare(parsed.params, client), seconds)
+        return engine.generate(
             prompt,
             parsed.params,
             speculative=parsed.speculative,
-            deadline_s=deadline,
-            client=parsed.client or (str(sequence) if sequence else NAMELESS),
+            deadline_s=seconds,
+            arrived=self._arrived,
+            client=client,
             cache_salt=parsed.cache_salt,
             prepared=prepared,
         )
+
+    async def _send_all(self, stream: RequestStream, parsed: TritonRequest) -> None:
+        """Send the responses of a queued request."""
         self._metrics.record_start(stream.num_prompt_tokens)
         writer = ResponseWriter(parsed, stream.num_prompt_tokens)
         last, finish_reason = self._arrived, None
         while finish_reason is None:
-            chunk = await next_chunk(stream, self._sender.is_cancelled)
+            chunk = await self._while_wanted(anext(stream))
             now, self._stats, finish_reason = monotonic(), chunk.stats, chunk.finish_reason
             self._metrics.record_round(len(chunk.token_ids), now - last, first=last == self._arrived)
             last = now
@@ -162,6 +176,23 @@ class Call:
             if tensors is not None:
                 self._send(tensors, final=finish_reason is not None)
         self._metrics.record_end(finish_reason, monotonic() - self._arrived, self._stats)
+
+    async def _while_wanted(self, work: Awaitable[T], seconds: float | None = None) -> T:
+        """The result of `work`, which is given up if the client has disconnected (CancelledError), and when this many
+        seconds have passed since the request's arrival (DeadlineError)."""
+        pending = asyncio.ensure_future(work)
+        try:
+            while True:
+                await asyncio.wait((pending,), timeout=POLL_SECONDS)
+                if self._sender.is_cancelled():
+                    raise CancelledError("the client cancelled this request")
+                if pending.done():
+                    return pending.result()
+                if seconds is not None and monotonic() - self._arrived > seconds:
+                    raise DeadlineError(f"the prompt was not read within its deadline of {seconds:g} s")
+        finally:
+            if pending.cancel():  # it had not ended
+                await asyncio.gather(pending, return_exceptions=True)
 
     def fail(self, error: Exception) -> None:
         """Send an error as the final response."""
@@ -187,20 +218,6 @@ class Call:
     @property
     def _final(self) -> int:
         return int(self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-async def next_chunk(stream: RequestStream, is_cancelled: Callable[[], bool]) -> StreamChunk:
-    """Wait for the next chunk. Raises CancelledError, and ends the request, if the client has disconnected."""
-    pending = asyncio.ensure_future(anext(stream))
-    while True:
-        await asyncio.wait((pending,), timeout=POLL_SECONDS)
-        if is_cancelled():
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-            await stream.aclose()
-            raise CancelledError("the client cancelled this request")
-        if pending.done():
-            return pending.result()
 
 
 def classify(error: Exception) -> tuple[str, str]:

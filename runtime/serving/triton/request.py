@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from types import NoneType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....models.errors import RequestError, shown
-from ...sampling.params import SamplingParams
+from ....models.errors import RequestError, nearest, shown
+from ...sampling.params import MAX_ALLOWED_TOKENS, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from ...speculation.bounds import MAX_PROPOSAL, check_bounds
 from ...speculation.config import SpeculativeConfig
 from ..json_text import parse
@@ -41,6 +40,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT = {"pad_id", "length_penalty", "use_draft_logits"}
 LARGEST = 2**64  # integers are below it; the largest ones are seeds
 MAX_TEXT_BYTES = 4 << 20  # of one text; tokenizing it takes seconds, and Triton itself has no limit below gigabytes
+MAX_SETTINGS = 1 << 18  # characters of settings as JSON; the event loop parses them, in less than a tenth of a second
+MAX_WORD = 16  # characters of a value such as "false"; one that is longer is no such word
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def parse_request(
     given = {name: read(name, tensor) for name, tensor in tensors.items()}
     prompt = given.pop(PROMPT.name)
     content = given.pop("sampling_parameters", None)
-    values = merge_sources(given, parameters, {} if content is None else json_object(content))
+    values = merge_sources(given, parameters, {} if content is None else json_object("sampling_parameters", content))
     params = sampling_params(values, greedy=content is None)
     return TritonRequest(
         prompt=prompt,
@@ -88,35 +89,40 @@ def parse_request(
 
 def read(name: str, tensor: NDArray[Any]) -> Any:
     """A tensor's only value, or the list of its values if the contract allows several."""
-    items = [plain(name, item) for item in tensor.reshape(-1)]
-    if name in LISTS:
-        return [item for item in items if item]  # clients send an empty string for an empty list
-    if len(items) != 1:
-        raise RequestError(f"{name} must hold one value, not {len(items)}: send one request per prompt")
-    return items[0]
+    if name not in LISTS:
+        if tensor.size != 1:
+            raise RequestError(f"{name} must hold one value, not {tensor.size}: send one request per prompt")
+        return plain(name, tensor.reshape(-1)[0], MAX_TEXT_BYTES)
+    if tensor.size > MAX_STOPS:
+        raise RequestError(f"{name} has {tensor.size} texts and may have {MAX_STOPS}: send fewer")
+    items = [plain(name, item, 4 * MAX_STOP_LENGTH) for item in tensor.reshape(-1)]  # a character has up to four bytes
+    return [item for item in items if item]  # clients send an empty string for an empty list
 
 
-def plain(name: str, item: Any) -> Any:
-    """An element of a tensor as a Python value."""
+def plain(name: str, item: Any, most_bytes: int) -> Any:
+    """An element of a tensor as a Python value. most_bytes: of a text."""
     if isinstance(item, np.float32):
         return float(str(item))  # the client means 0.7, not the nearest fp32 number
     if not isinstance(item, bytes):
         return item.item()
-    if len(item) > MAX_TEXT_BYTES:
-        raise RequestError(f"{name} has {len(item)} bytes and may have {MAX_TEXT_BYTES}: shorten it")
+    if len(item) > most_bytes:
+        raise RequestError(f"{name} has {len(item)} bytes and may have {most_bytes}: shorten it")
     try:
         return item.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name} is not UTF-8 text ({error}): encode it as UTF-8") from error
 
 
-def json_object(content: str) -> dict[str, Any]:
+def json_object(name: str, content: str) -> dict[str, Any]:
+    """The object in a JSON text. name: of the text, for errors. Raises RequestError."""
+    if len(content) > MAX_SETTINGS:
+        raise RequestError(f"{name} has {len(content)} characters and may have {MAX_SETTINGS}: send less")
     try:
         settings = parse(content)
     except RequestError as error:
-        raise RequestError(f"sampling_parameters is not JSON: {error}") from error
+        raise RequestError(f"{name} is not JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise RequestError(f"sampling_parameters must be a JSON object, not {shown(content)}")
+        raise RequestError(f"{name} must be a JSON object, not {shown(content)}")
     return settings
 
 
@@ -139,7 +145,7 @@ def merge_sources(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_neutral(name: str, value: Any) -> bool:
     """Whether a setting may be ignored. Raises RequestError for an unsupported setting that may not."""
-    if name in NEUTRAL and str(value).lower() not in {str(neutral).lower() for neutral in NEUTRAL[name]}:
+    if name in NEUTRAL and word(value) not in map(word, NEUTRAL[name]):
         raise RequestError(f"{name}={shown(value)} is not served: leave it out")
     return name in NEUTRAL or name in WITHOUT_EFFECT
 
@@ -186,21 +192,23 @@ def convert(name: str, value: Any) -> Any:
     """Convert a value to the type of its setting; numbers and lists may come as text. Raises RequestError."""
     kind = CONVERTERS.get(name)
     if kind is None:
-        similar = ", ".join(get_close_matches(name, CONVERTERS))
-        raise RequestError(
-            f"{shown(name)} is no setting of this model: leave it out{similar and f', or send {similar}'}"
-        )
+        raise RequestError(f"{shown(name)} is no setting of this model: leave it out{nearest(name, CONVERTERS)}")
     try:
         return kind(value)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise RequestError(f"{name} must be {kind.__doc__}, not {shown(value)}") from error
 
 
+def word(value: Any) -> str:
+    """A value as text in lower case, so that `true`, True and "True" are equal. A long one is cut."""
+    return (value[: MAX_WORD + 1] if isinstance(value, str) else shown(value)).lower()
+
+
 def boolean(value: Any) -> bool:
     """true or false"""
     if isinstance(value, bool):
         return value
-    return {"true": True, "false": False}[str(value).lower()]
+    return {"true": True, "false": False}[word(value)]
 
 
 def integer(value: Any) -> int:
@@ -210,6 +218,13 @@ def integer(value: Any) -> int:
     if not -LARGEST <= (number := int(value)) <= LARGEST:
         raise ValueError(value)
     return number
+
+
+def microseconds(value: Any) -> int:
+    """an integer of microseconds, at least 0"""
+    if (time := integer(value)) < 0:
+        raise ValueError(value)
+    return time
 
 
 def number(value: Any) -> float:
@@ -234,10 +249,11 @@ def named(value: Any) -> str:
 
 
 def integers(value: Any) -> tuple[int, ...]:
-    """a list of integers"""
-    if isinstance(value, Mapping):
+    """a list of integers (at most 16384)"""
+    items = value.split(",", MAX_ALLOWED_TOKENS) if isinstance(value, str) else value
+    if isinstance(items, Mapping) or len(items) > MAX_ALLOWED_TOKENS:
         raise ValueError(value)
-    return tuple(integer(item) for item in (value.split(",") if isinstance(value, str) else value))
+    return tuple(map(integer, items))
 
 
 def texts(value: Any) -> tuple[str, ...]:
@@ -248,16 +264,16 @@ def texts(value: Any) -> tuple[str, ...]:
 
 
 def allowed(value: Any) -> tuple[int, ...] | None:
-    """null or a list of integers"""
+    """null or a list of integers (at most 16384)"""
     return None if value is None else integers(value)
 
 
 def biases(value: Any) -> dict[int, float] | None:
-    """null or an object of numbers by token id, each token once"""
+    """null or an object of numbers by token id (at most 1024), each token once"""
     if value is None:
         return None
-    content = json_object(value) if isinstance(value, str) else value
-    if not isinstance(content, Mapping):
+    content = json_object("logit_bias", value) if isinstance(value, str) else value
+    if not isinstance(content, Mapping) or len(content) > MAX_BIASES:
         raise ValueError(value)
     found = {integer(token): number(bias) for token, bias in content.items()}
     if len(found) < len(content):  # two names of one token, such as 3 and 03
@@ -293,5 +309,5 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "client": named,
     "end_id": integer,
     "num_draft_tokens": integer,
-    "timeout": integer,  # in microseconds, as Triton has it
+    "timeout": microseconds,  # as Triton has it
 }

@@ -39,7 +39,7 @@ from triton_client import (  # noqa: E402 - after the skips
     triton,
 )
 
-from draftwood.runtime.serving.triton.request import CONVERTERS, MAX_TEXT_BYTES, NEUTRAL  # noqa: E402
+from draftwood.runtime.serving.triton.request import CONVERTERS, MAX_SETTINGS, MAX_TEXT_BYTES, NEUTRAL  # noqa: E402
 from draftwood.runtime.serving.triton.server import TritonServer  # noqa: E402
 
 Refused = client_errors.InferenceServerException
@@ -188,6 +188,8 @@ def test_long_texts_are_refused_unread(server: TritonServer) -> None:
             ask(server, FAULTY, inputs(text))
     with pytest.raises(Refused, match=f"may have {MAX_TEXT_BYTES}: shorten it"):
         ask(server, PLAIN, inputs("x" * (MAX_TEXT_BYTES + 1)))
+    with pytest.raises(Refused, match=f"may have {MAX_SETTINGS}: send less"):
+        ask(server, PLAIN, inputs("hello"), client="x" * MAX_SETTINGS)
 
 
 values = st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats() | st.text(max_size=4)

@@ -22,11 +22,13 @@ from draftwood.runtime import (
 )
 from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, ShutdownError
+from draftwood.runtime.sampling.params import MAX_ALLOWED_TOKENS, MAX_BIASES
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
 from draftwood.runtime.serving.triton.metrics import REASONS
 from draftwood.runtime.serving.triton.model import CancelledError, classify
 from draftwood.runtime.serving.triton.request import (
     CONVERTERS,
+    MAX_SETTINGS,
     MAX_TEXT_BYTES,
     NEUTRAL,
     WITHOUT_EFFECT,
@@ -181,6 +183,8 @@ def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> No
         ({"top_p": -0.5}, "top_p"),
         ({"sampling_parameters": '{"top_p": 0}'}, "top_p"),
         ({"bad_words": ["x" * 1001]}, "bad_words"),
+        ({"bad_words": ["x" * 4001]}, "bad_words has 4001 bytes and may have 4000"),
+        ({"stop_words": [""] * 129}, "stop_words has 129 texts and may have 128"),
         ({"sampling_parameters": "[]"}, "JSON object"),
         ({"sampling_parameters": "{"}, "not JSON"),
         ({"sampling_parameters": '{"temperature": NaN}'}, "'temperature' holds nan"),
@@ -192,6 +196,7 @@ def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> No
         ({"temperature": 3.3e37}, "between 1e-06 and 100"),
         ({"sampling_parameters": "[" * 100_000}, "not JSON"),
         ({"sampling_parameters": '"' + "x" * MAX_TEXT_BYTES + '"'}, f"may have {MAX_TEXT_BYTES}"),
+        ({"sampling_parameters": '"' + "x" * MAX_SETTINGS + '"'}, f"may have {MAX_SETTINGS}: send less"),
         ({"num_draft_tokens": 10**9}, "more than 1024"),
         ({"sampling_parameters": '{"max_tokens": 3}', "max_tokens": 4}, "given twice"),
         ({"sampling_parameters": '{"guided_json": "{"}'}, "JSON schema"),
@@ -214,6 +219,7 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"max_draft_len": True}, "max_draft_len must be an integer, not True"),
         ({"draft_threshold": True}, "draft_threshold must be a number"),
         ({"timeout": 10**400}, "timeout must be an integer"),
+        ({"timeout": -1}, "timeout must be an integer of microseconds, at least 0, not -1"),
         ({"temperature": 10**400}, "temperature must be a number"),
         ({"seed": "1" * 5000}, "seed must be an integer"),
         ({"branching": {"2": 1}}, "a list of integers"),
@@ -221,6 +227,8 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"stop": ["x"] * 129}, "at most 128"),
         ({"grow": "k-ary", "branching": [1000, 1000, 1000]}, "more than 1024"),
         ({"topology": "0," * 2000 + "0"}, "more than 1024"),
+        ({"topology": "0," * MAX_ALLOWED_TOKENS + "0"}, f"at most {MAX_ALLOWED_TOKENS}"),
+        ({"allowed_token_ids": [0] * (MAX_ALLOWED_TOKENS + 1)}, f"integers .at most {MAX_ALLOWED_TOKENS}"),
         ({"lookup_ngram": 17}, "lookup_ngram must be at least 0 and not more than 16"),
         ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0"),
         ({"ignore_eos": "maybe"}, "true or false"),
@@ -235,6 +243,7 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"logit_bias": {"x": 1}}, "logit_bias must be null or an object"),
         ({"logit_bias": {"3": True}}, "logit_bias must be null or an object"),
         ({"logit_bias": {"3": 101}}, "logit_bias of token 3"),
+        ({"logit_bias": {f"x{token}": 0 for token in range(1025)}}, f"at most {MAX_BIASES}"),
         ({"skip_special_tokens": "maybe"}, "true or false"),
         ({"response_format": "{"}, "response_format must be null, or an object or its JSON text"),
         ({"structured_outputs": [1]}, "structured_outputs must be null, or an object"),
@@ -244,7 +253,7 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
         ({"user": ["a"]}, "client must be text"),
         ({"stop": [1]}, "a list of texts"),
         ({"branching": "2,x"}, "a list of integers"),
-        ({"max_draft_length": 3}, "send max_draft_len"),
+        ({"max_draft_length": 3}, "did you mean max_draft_len"),
         ({"grow": "k-ary", "branching": "2," * 1000 + "2"}, "more than 1024"),  # whose tree has no end
         ({"grow": "chain", "max_draft_len": 10**9}, "more than 1024"),
     ],

@@ -293,7 +293,7 @@ def test_the_example_of_the_documentation_runs(server: TritonServer, llm: LLM) -
     ("body", "status", "named"),
     [
         ({"text_input": "hello", "max_tokens": 0}, 400, "max_tokens"),
-        ({"text_input": "hello", "temprature": 0.5}, 400, "send temperature"),
+        ({"text_input": "hello", "temprature": 0.5}, 400, "did you mean temperature"),
         ({"text_input": 3}, 500, "string"),
         ({"max_tokens": 3}, 400, "text_input"),
         (b"{", 500, "JSON"),

@@ -1,0 +1,190 @@
+"""A Triton request before it is queued: whose turn it takes, what ends it, and how many there may be. No server."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftwood.runtime import RequestError, SpecDecodeStats, StreamChunk
+from draftwood.runtime.serving.places import Places
+from draftwood.runtime.serving.triton.model import TritonModel
+from draftwood.runtime.serving.triton.request import MAX_SETTINGS, parse_request
+
+PROMPT = np.array([[b"hello"]], np.object_)
+
+
+class TritonError:
+    """Triton's error, whose codes are their names here."""
+
+    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"
+
+    def __init__(self, text: str, code: str) -> None:
+        self.text, self.code = text, code
+
+
+class Model(TritonModel):
+    """The model over an engine that stands for AsyncLLM."""
+
+    backend = SimpleNamespace(
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+        TritonError=TritonError,
+        Tensor=lambda name, array: (name, array),
+        InferenceResponse=lambda outputs=(), error=None: error,
+        get_input_tensor_by_name=lambda request, name: (
+            SimpleNamespace(as_numpy=lambda: PROMPT) if name == "text_input" else None
+        ),
+    )
+
+    def __init__(self, engine: Any, places: int = 4) -> None:
+        self._engine = engine
+        self._places = Places(places)
+        self.ended: list[str] = []
+        metrics: Any = SimpleNamespace(
+            record_start=lambda *_: None,
+            record_round=lambda *_, **__: None,
+            record_end=lambda reason, *_: self.ended.append(reason),
+        )
+        self._metrics = metrics
+
+
+class Engine:
+    """Its method `slow` waits until `go` is set. clients: of all calls. given_up: the methods that were cancelled."""
+
+    def __init__(self, slow: str) -> None:
+        self.slow, self.go = slow, asyncio.Event()
+        self.llm = SimpleNamespace(speculative=None)
+        self.clients: list[str] = []
+        self.given_up: list[str] = []
+        self.is_waiting = False
+        self.options: dict[str, Any] = {}
+
+    async def encode(self, prompt: str, client: str) -> list[int]:
+        await self._read("encode", client)
+        return [1]
+
+    async def prepare(self, params: object, client: str) -> None:
+        await self._read("prepare", client)
+
+    def generate(self, prompt: list[int], params: object, **options: Any) -> Stream:
+        self.clients.append(options["client"])
+        self.options = options
+        return Stream()
+
+    async def _read(self, step: str, client: str) -> None:
+        self.clients.append(client)
+        try:
+            if step == self.slow:
+                self.is_waiting = True
+                await self.go.wait()
+        except asyncio.CancelledError:
+            self.given_up.append(step)
+            raise
+
+
+class Stream:
+    """A text of one chunk."""
+
+    num_prompt_tokens = 1
+
+    async def __anext__(self) -> StreamChunk:
+        return StreamChunk("x", [1], [], [], "stop", SpecDecodeStats())
+
+    async def aclose(self) -> None:
+        pass
+
+
+class Request:
+    """A request of Triton's, and the sender of its responses."""
+
+    def __init__(self, parameters: str = "", sequence: int = 0, timeout: int = 0) -> None:
+        self.parameters, self.correlation_id, self.timeout = lambda: parameters, lambda: sequence, lambda: timeout
+        self.is_cancelled = lambda: False
+        self.request_id = lambda: "one"
+        self.responses: list[Any] = []
+
+    def get_response_sender(self) -> Request:
+        return self
+
+    def send(self, response: Any, flags: int) -> None:
+        self.responses.append(response)
+
+    @property
+    def error(self) -> TritonError:
+        (only,) = self.responses
+        assert isinstance(only, TritonError)
+        return only
+
+
+@pytest.mark.parametrize(("parameters", "sequence", "client"), [('{"client": "a"}', 7, "a"), ("", 7, "7"), ("", 0, "")])
+def test_texts_are_read_in_the_clients_turn(parameters: str, sequence: int, client: str) -> None:
+    engine, sent = Engine(slow=""), Request(parameters, sequence)
+    asyncio.run(Model(engine)._serve(sent, arrived=5.0))
+    assert engine.clients == [client] * 3 and engine.options["arrived"] == 5.0
+    assert sent.responses == [None]
+
+
+@pytest.mark.parametrize("slow", ["encode", "prepare"])
+@pytest.mark.parametrize(
+    ("parameters", "timeout", "reason", "text"),
+    [
+        ("", 0, "abort", "the client cancelled"),
+        ("", 1, "deadline", "within its deadline of 1e-06 s"),
+        ('{"timeout": 2}', 1, "deadline", "within its deadline of 2e-06 s"),
+    ],
+    ids=["cancelled", "deadline of gRPC", "deadline"],
+)
+def test_a_request_may_end_while_its_texts_are_read(
+    slow: str, parameters: str, timeout: int, reason: str, text: str
+) -> None:
+    engine, sent = Engine(slow), Request(parameters, timeout=timeout)
+    sent.is_cancelled = lambda: reason == "abort" and engine.is_waiting
+    model = Model(engine)
+    asyncio.run(model._serve(sent, arrived=0.0))
+    assert sent.error.code == "CANCELLED" and text in sent.error.text
+    assert engine.given_up == [slow] and model.ended == [reason] and not engine.options
+
+
+def test_more_requests_than_places_are_refused_before_their_texts_are_read() -> None:
+    """A client gets half of the places and one more; a place is free again when its request has ended."""
+
+    async def crowd() -> None:
+        engine = Engine(slow="encode")
+        model = Model(engine, places=4)
+        requests = [Request() for _ in range(4)] + [Request('{"client": "other"}') for _ in range(2)]
+        tasks = [asyncio.create_task(model._serve(request, 0.0)) for request in requests]
+        refused = (requests[3], requests[5])
+        while not all(request.responses for request in refused):
+            await asyncio.sleep(0.01)
+        for request, held in zip(refused, (3, 1), strict=True):
+            assert request.error.code == "UNAVAILABLE"
+            assert f"{held} of them yours" in request.error.text and "retry later" in request.error.text
+        engine.go.set()
+        await asyncio.gather(*tasks)
+        await model._serve(later := Request(), 0.0)
+        assert [request.responses for request in [*requests, later] if request not in refused] == [[None]] * 5
+
+    asyncio.run(crowd())
+
+
+def test_too_many_request_parameters_are_refused_unread() -> None:
+    engine, sent = Engine(slow=""), Request('{"client": "' + "x" * MAX_SETTINGS + '"}')
+    asyncio.run(Model(engine)._serve(sent, arrived=0.0))
+    assert sent.error.code == "INVALID_ARG" and f"may have {MAX_SETTINGS}: send less" in sent.error.text
+    assert not engine.clients
+
+
+def test_a_large_value_is_not_written_to_compare_it() -> None:
+    written: list[object] = []
+
+    class Item:
+        def __repr__(self) -> str:
+            written.append(self)
+            return "item"
+
+    with pytest.raises(RequestError, match=r"n=\[item, .* is not served"):
+        parse_request({"text_input": PROMPT}, {"n": [Item()] * 1000}, None)
+    assert len(written) < 50
