@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from bundling import ROOT
 
-from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.decoding.loop import MAX_RUNNING, out_of_memory
 from draftwood.runtime.decoding.scheduler import QueueFullError, Scheduler
 from draftwood.runtime.requests.metrics import GAUGES, ServingMetrics
+from draftwood.runtime.serving.places import Places
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -75,7 +76,9 @@ def test_liveness_is_an_inference_that_a_busy_server_passes(container: Any) -> N
     scheduler.submit(1)
     with pytest.raises(QueueFullError) as full:
         scheduler.submit(2)
-    assert re.search(re.findall(r"--extended-regexp '(.*?)'", script)[0], str(full.value))
+    (pattern,) = re.findall(r"--extended-regexp '(.*?)'", script)
+    for error in (full.value, out_of_memory(), Places(0).shortage("")):
+        assert re.search(pattern, str(error))
 
 
 def test_a_pod_lives_until_requests_in_flight_are_finished(objects: dict[str, Any], container: Any) -> None:
