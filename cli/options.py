@@ -8,6 +8,11 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..models.errors import ConfigError
+from ..runtime.decoding.loop import MAX_RUNNING
+from ..runtime.decoding.pace import MAX_PAUSE_MS
+from ..runtime.engines.shared.memory import CACHE_SHARE
+from ..runtime.request_engines import PREFIX_CACHE_SLOTS
+from ..runtime.requests.async_llm import MAX_WAITING
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.speculation.bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, STOPPERS
 from ..runtime.speculation.config import GROWERS, SpeculativeConfig
@@ -122,6 +127,45 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     ):
         add_field(group, SpeculativeConfig, name, help, kind)
     group.add_argument("--no-speculation", action="store_true", help="decode plainly, without the draft")
+
+
+def add_limits(group: argparse._ArgumentGroup) -> None:
+    """Add what every server of many requests has: the limits of AsyncLLM."""
+    group.add_argument(
+        "--max-running", type=int, default=MAX_RUNNING, help=f"requests that run together (default {MAX_RUNNING})"
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=int,
+        default=MAX_WAITING,
+        help=f"requests that may wait; further ones are refused (default {MAX_WAITING})",
+    )
+    group.add_argument(
+        "--kv-cache-bytes",
+        type=int,
+        help="lower --max-running to the caches that fit into this memory (default: requests wait until caches fit "
+        f"into {CACHE_SHARE:.0%} of the available memory)".replace("%", "%%"),
+    )
+    group.add_argument(
+        "--max-pause-ms",
+        type=float,
+        default=MAX_PAUSE_MS,
+        metavar="MS",
+        help="the most time that a running text waits for the prompts of others between two of its chunks, by the "
+        f"measured costs of the bundle (default {MAX_PAUSE_MS:g})",
+    )
+    group.add_argument(
+        "--prefix-cache-slots",
+        type=int,
+        default=PREFIX_CACHE_SLOTS,
+        metavar="SLOTS",
+        help=f"slots for prompts of ended requests, which others reuse; 0: no reuse (default {PREFIX_CACHE_SLOTS})",
+    )
+    group.add_argument(
+        "--private-weights",
+        action="store_true",
+        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach it",
+    )
 
 
 def add_engines(parser: argparse.ArgumentParser) -> None:

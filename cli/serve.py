@@ -18,17 +18,14 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import ConfigError
-from ..runtime.decoding.loop import MAX_RUNNING
-from ..runtime.decoding.pace import MAX_PAUSE_MS
-from ..runtime.engines.shared.memory import CACHE_SHARE, limit_arenas
+from ..runtime.engines.shared.memory import limit_arenas
 from ..runtime.llm import LLM
-from ..runtime.request_engines import PREFIX_CACHE_SLOTS
-from ..runtime.requests.async_llm import MAX_WAITING, AsyncLLM
+from ..runtime.requests.async_llm import AsyncLLM
 from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.http.hosts import AllowedHosts, is_address, is_loopback
 from .live import costs_note
-from .options import add_engines, add_speculation, positive, speculative
+from .options import add_engines, add_limits, add_speculation, positive, speculative
 from .progress import warm_up
 
 API_KEY = "DRAFTWOOD_API_KEY"
@@ -153,36 +150,7 @@ def add_parser(commands: Any) -> None:
     )
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--max-running", type=int, default=MAX_RUNNING, help=f"requests that run together (default {MAX_RUNNING})"
-    )
-    load.add_argument(
-        "--max-waiting",
-        type=int,
-        default=MAX_WAITING,
-        help=f"requests that may wait; further ones are refused (default {MAX_WAITING})",
-    )
-    load.add_argument(
-        "--kv-cache-bytes",
-        type=int,
-        help="lower --max-running to the caches that fit into this memory (default: requests wait until caches fit "
-        f"into {CACHE_SHARE:.0%} of the available memory)".replace("%", "%%"),
-    )
-    load.add_argument(
-        "--max-pause-ms",
-        type=float,
-        default=MAX_PAUSE_MS,
-        metavar="MS",
-        help="the most time that a running text waits for the prompts of others between two of its chunks, by the "
-        f"measured costs of the bundle (default {MAX_PAUSE_MS:g})",
-    )
-    load.add_argument(
-        "--prefix-cache-slots",
-        type=int,
-        default=PREFIX_CACHE_SLOTS,
-        metavar="SLOTS",
-        help=f"slots for prompts of ended requests, which others reuse; 0: no reuse (default {PREFIX_CACHE_SLOTS})",
-    )
+    add_limits(load)
     load.add_argument(
         "--request-timeout", type=seconds, metavar="SECONDS", help="time limit of a request (default: none)"
     )
@@ -192,11 +160,6 @@ def add_parser(commands: Any) -> None:
         default=60,
         metavar="SECONDS",
         help="time to finish requests after SIGTERM (default 60)",
-    )
-    load.add_argument(
-        "--private-weights",
-        action="store_true",
-        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach the server",
     )
     add_speculation(parser)
     add_engines(parser)

@@ -10,14 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import ConfigError, EngineError
-from ..runtime.decoding.loop import MAX_RUNNING
-from ..runtime.decoding.pace import MAX_PAUSE_MS
-from ..runtime.request_engines import PREFIX_CACHE_SLOTS
-from ..runtime.requests.async_llm import MAX_WAITING
 from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model
 from ..runtime.serving.triton.server import Distribution, Ports, TritonServer
-from .options import add_engines, add_speculation, integers, speculative
+from .options import add_engines, add_limits, add_speculation, integers, speculative
 
 HOST = "127.0.0.1"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -33,41 +29,7 @@ def add_parser(commands: Any) -> None:
     placement.add_argument("--instances", type=int, default=1, help="processes per device, each with its own engines")
     placement.add_argument("--gpus", type=integers, default=(), help="devices to run on with CUDA, such as 0,1")
     limits = parser.add_argument_group("limits of each instance")
-    limits.add_argument(
-        "--max-running",
-        type=int,
-        default=MAX_RUNNING,
-        help=f"requests decoded at the same time (default {MAX_RUNNING})",
-    )
-    limits.add_argument(
-        "--max-waiting",
-        type=int,
-        default=MAX_WAITING,
-        help=f"requests that may wait; further ones are refused (default {MAX_WAITING})",
-    )
-    limits.add_argument(
-        "--kv-cache-bytes", type=int, default=0, help="lower --max-running to the caches that fit into this memory"
-    )
-    limits.add_argument(
-        "--prefix-cache-slots",
-        type=int,
-        default=PREFIX_CACHE_SLOTS,
-        metavar="SLOTS",
-        help=f"slots for prompts of ended requests, which others reuse; 0: no reuse (default {PREFIX_CACHE_SLOTS})",
-    )
-    limits.add_argument(
-        "--max-pause-ms",
-        type=float,
-        default=MAX_PAUSE_MS,
-        metavar="MS",
-        help="the most time that a running text waits for the prompts of others between two of its chunks, by the "
-        f"measured costs of the bundle (default {MAX_PAUSE_MS:g})",
-    )
-    limits.add_argument(
-        "--private-weights",
-        action="store_true",
-        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach the model",
-    )
+    add_limits(limits)
     local = parser.add_argument_group("local server")
     local.add_argument("--run", dest="start", action="store_true", help="start tritonserver and serve until Ctrl-C")
     local.add_argument("--host", help=f"address to listen on (default {HOST})")
@@ -90,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         provider="cuda" if args.gpus else args.provider,
         max_running=args.max_running,
         max_waiting=args.max_waiting,
-        kv_cache_bytes=args.kv_cache_bytes,
+        kv_cache_bytes=args.kv_cache_bytes or 0,
         prefix_cache_slots=args.prefix_cache_slots,
         max_pause_ms=args.max_pause_ms,
         private_weights=args.private_weights,

@@ -57,10 +57,7 @@ class Split:
         if part is None or self._source.stored(name) is not None:
             return stored_blocks(self._source, name)
         whole = stored_blocks(self._source, part.tensor)
-        if whole is None:
-            return None
-        rows = slice(part.first, part.first + part.rows)
-        return Blocks(whole.bits, whole.codes[rows], whole.scales[rows], whole.offsets[rows])
+        return None if whole is None else whole.rows(slice(part.first, part.first + part.rows))
 
 
 def fused_parts(config: LlamaConfig) -> dict[str, Part]:

@@ -29,6 +29,10 @@ class Blocks(NamedTuple):
     scales: NDArray[np.float32]
     offsets: NDArray[np.float32]
 
+    def rows(self, chosen: slice | NDArray[np.int64]) -> Blocks:
+        """Some rows of the matrix."""
+        return Blocks(self.bits, self.codes[chosen], self.scales[chosen], self.offsets[chosen])
+
 
 class TensorSource(Protocol):
     """Tensors by name. Opening a source reads headers only. Later it reads one tensor at a time and keeps none. A

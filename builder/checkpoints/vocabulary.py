@@ -36,10 +36,7 @@ class CutVocabulary:
     def blocks(self, name: str) -> Blocks | None:
         """See BlockSource.blocks."""
         found = stored_blocks(self._source, name)
-        if found is None or name not in self._names:
-            return found
-        kept = slice(self._tokens)
-        return Blocks(found.bits, found.codes[kept], found.scales[kept], found.offsets[kept])
+        return found if found is None or name not in self._names else found.rows(slice(self._tokens))
 
 
 class TrimmedVocabulary:

@@ -18,15 +18,16 @@ from pydantic import BaseModel, ValidationError
 from draftwood.models.errors import RequestError
 from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.prepared import Prepared
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
 from draftwood.runtime.serving.openai.answers import MOST_LOGPROBS, Answer, check_log_probabilities
-from draftwood.runtime.serving.openai.app import collected
+from draftwood.runtime.serving.openai.app import OpenAIApi, collected
 from draftwood.runtime.serving.openai.chat_body import MAX_PARTS, ChatBody
 from draftwood.runtime.serving.openai.completion_body import MAX_PROMPTS, CompletionBody
 from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
-from draftwood.runtime.serving.openai.streams import Numbered
+from draftwood.runtime.serving.openai.streams import Numbered, TimeLimit
 from draftwood.runtime.serving.openai.tokens import TokenizeBody
 from draftwood.runtime.text.writer import StreamChunk
 
@@ -174,6 +175,43 @@ def test_the_log_probabilities_of_an_answer_are_bounded(
         return
     with pytest.raises(RequestError, match=f"could have {count} .*may have {MOST_LOGPROBS}.*a smaller max_tokens"):
         check_log_probabilities(params, choices, lengths, 8192)
+
+
+class Closed:
+    """A stream of a request, and whether it was ended."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    async def aclose(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("places", [3, 9])
+def test_choices_are_queued_in_turns_and_all_or_none(places: int) -> None:
+    """Others have their turn between two choices. Where one finds no place, the ones before it end."""
+    queued: list[Closed] = []
+
+    class Queue:
+        def generate(self, *_: Any, **__: Any) -> Closed:
+            if len(queued) == places:
+                raise RequestError("no place is left")
+            queued.append(Closed())
+            return queued[-1]
+
+    async def submit() -> tuple[int, bool]:
+        api = object.__new__(OpenAIApi)
+        api._async_llm = cast(Any, Queue())
+        body, params = CompletionBody.model_validate({"prompt": "x", "n": 5}), SamplingParams()
+        asked = (body, "client", TimeLimit(None), [[1]], None, params, Prepared(None, []))
+        submitting, turns = asyncio.create_task(api._submit(*asked)), 0
+        while not submitting.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns, submitting.exception() is not None
+
+    turns, refused = asyncio.run(submit())
+    assert turns > len(queued) and refused == (places < 5) and all(stream.ended == refused for stream in queued)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
