@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, addressof, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ REFUSALS = {  # of draftwood_forward
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 STRIDE = 128  # numbers, to whose multiples rows of activations are filled up: kernels/engine.h
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
+WRITABLE: Callable[[Any], c_char] = c_char.from_buffer  # looked up once: a pass asks for some twenty addresses
 FEW = 4096  # likely tokens; a flat distribution has thousands
 RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h
 
@@ -146,7 +147,7 @@ def address(array: NDArray[Any] | None) -> int | None:
     if array is None:
         return None
     try:
-        return ctypes.addressof(c_char.from_buffer(array.data))  # in a fifth of the time of array.ctypes
+        return addressof(WRITABLE(array))  # in a fifth of the time of array.ctypes
     except (TypeError, ValueError):  # the array is read-only, or empty
         return array.ctypes.data
 
@@ -228,9 +229,8 @@ class NativeLibrary:
         """Run a pass with one output, and up to `count` passes behind it, see draftwood_run_ahead: of the best tokens,
         or of those that are drawn with `uniforms` as long as no more than `most` are likely. tokens: of the columns.
         Returns the tokens of the passes that were run. Raises MemoryError and KernelError as `forward` does."""
-        ones = np.ones(wanted.start - wanted.length + wanted.rows + count, np.bool_)
-        chosen = np.empty(count, np.int64)
-        given = (count, address(uniforms), most, address(tokens), address(ones), address(chosen))
+        chosen, ones = np.empty(count, np.int64), b"\1" * (wanted.start - wanted.length + wanted.rows + count)
+        given = (count, address(uniforms), most, address(tokens), ones, address(chosen))
         passes = self._library.draftwood_run_ahead(handle, wanted, *given)
         if passes < 0:
             raise refused(-passes)

@@ -49,7 +49,7 @@ class SeededStream(HasUniforms):
             return first + self.categorical(probabilities[first : first + BLOCK])
         cumulative = np.add.accumulate(probabilities, dtype=np.float64)
         # The number is scaled by the sum, not by 1: a rounding error must not select an index beyond the last token.
-        return int(cumulative.searchsorted(self._next() * cumulative[-1], "right"))
+        return int(cumulative.searchsorted(self._next() * cumulative.item(-1), "right"))
 
     def bernoulli(self, probability: float) -> bool:
         return bool(self._next() < probability)

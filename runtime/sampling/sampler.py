@@ -66,6 +66,7 @@ class Sampler:
             require(name, largest_id, largest_id < vocab_size, f"below the vocabulary size {vocab_size}")
         self.params = params
         self.processing = Processing(params, prompt, eos, vocab_size, constraint, bad_words)
+        self.follows_path = self.processing.follows_path  # whether logits change depending on earlier tokens
         self._vocab_size = vocab_size
         self._softmax: Softmax = NumpySoftmax()
         self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length
@@ -74,16 +75,15 @@ class Sampler:
         self.truncates_by_order = self._top_k > 0 or params.top_p < 1
         self._truncates = self.truncates_by_order or params.min_p > 0
         self._least = max(params.min_p, NEGLIGIBLE)
+        share = params.min_p or (NEGLIGIBLE if self._truncates else 0.0)
+        chosen = Wanted(params.temperature, not (params.min_p > 0 or self._top_k > 0), share)
+        self._wanted = Wanted(0.0, False, 0.0) if params.greedy else chosen
+        self._drawn = None if params.greedy else Wanted(params.temperature, False, self._least)
 
     @property
     def output(self) -> list[int]:
         """The committed tokens."""
         return self.processing.output
-
-    @property
-    def follows_path(self) -> bool:
-        """Whether the settings change logits depending on earlier tokens."""
-        return self.processing.follows_path
 
     def use(self, softmax: Softmax) -> None:
         """Use this softmax from now on, instead of numpy's."""
@@ -92,26 +92,18 @@ class Sampler:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output."""
         self.processing.commit(tokens)
+        self.follows_path = self.processing.follows_path
 
     @property
     def wanted(self) -> Wanted | None:
         """What `choose` and `weights` will ask of the softmax of a row of logits; None if an engine cannot know it in
         its pass, because the request changes the logits first."""
-        params = self.params
-        if self.follows_path:
-            return None
-        if params.greedy:
-            return Wanted(0.0, False, 0.0)
-        share = params.min_p or (NEGLIGIBLE if self._truncates else 0.0)
-        return Wanted(params.temperature, not (params.min_p > 0 or self._top_k > 0), share)
+        return None if self.follows_path else self._wanted
 
     @property
     def drawn(self) -> Wanted | None:
-        """The same of `candidates`."""
-        params = self.params
-        if params.greedy or self.follows_path:
-            return None
-        return Wanted(params.temperature, False, self._least)
+        """The same of `candidates`; None at temperature 0, too."""
+        return None if self.follows_path else self._drawn
 
     def choose(
         self,
@@ -122,9 +114,10 @@ class Sampler:
     ) -> int:
         """The next token after `path`, from logits [V]. softmax: see `weights`."""
         if self.params.greedy:
-            return self._known(softmax).best(self._scores(logits, path))
+            scores, known = self._scored(logits, path, softmax)
+            return known.best(scores)
         if self._truncates:
-            ids, probs = self._truncate(self._scores(logits, path), path, softmax)
+            ids, probs = self._truncate(*self._scored(logits, path, softmax), path)
             return int(ids[stream.categorical(probs)])
         return self.weights(logits, path, softmax).draw(stream)
 
@@ -136,10 +129,10 @@ class Sampler:
     def weights(self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None) -> Weights:
         """The same up to a factor, in a buffer that the next call with a path of this length overwrites. softmax: of
         this row, which its engine has prepared for the `wanted` settings."""
-        scores, weights = self._scores(logits, path), self._buffer(path)
+        (scores, known), weights = self._scored(logits, path, softmax), self._buffer(path)
         if not (self.params.greedy or self._truncates):
-            return self._known(softmax).weights(scores, self.params.temperature, weights)
-        ids, probs = self._truncate(scores, path, softmax)
+            return known.weights(scores, self.params.temperature, weights)
+        ids, probs = self._truncate(scores, known, path)
         weights.fill(0.0)
         weights[ids] = probs
         return NumpyWeights(1.0, weights)
@@ -178,12 +171,16 @@ class Sampler:
 
     def log_probabilities(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities [V] after processors, penalties and constraint, before temperature and truncation."""
-        return log_softmax(self._scores(logits, path))
+        return log_softmax(self._scored(logits, path)[0])
 
-    def _scores(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """Logits [V] after processing, if the request has any. Raises RequestError if no token is left, DeadEndError
-        behind a path."""
-        return self.processing.apply_checked(logits, path) if self.follows_path else logits
+    def _scored(
+        self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
+    ) -> tuple[NDArray[np.floating[Any]], Softmax]:
+        """Logits [V] after processing, if the request has any, and the softmax to use on them: the one that `weights`
+        was given, unless they have changed. Raises RequestError if no token is left, DeadEndError behind a path."""
+        if self.follows_path:
+            return self.processing.apply_checked(logits, path), self._softmax
+        return logits, softmax or self._softmax
 
     def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
         """A buffer [V] for the row after `path`. Verifiers use at most one row of each path length at a time."""
@@ -191,27 +188,21 @@ class Sampler:
             self._buffers.append(np.empty(self._vocab_size, self._softmax.dtype))
         return self._buffers[len(path)]
 
-    def _known(self, softmax: Softmax | None) -> Softmax:
-        """The softmax of a row: that of `weights`, unless the request has changed the row's logits."""
-        return self._softmax if softmax is None or self.follows_path else softmax
-
-    def _truncate(
-        self, scores: NDArray[np.floating[Any]], path: Sequence[int], softmax: Softmax | None = None
-    ) -> Candidates:
+    def _truncate(self, scores: NDArray[np.floating[Any]], softmax: Softmax, path: Sequence[int]) -> Candidates:
         """The distribution of processed scores [V] after temperature, min-p, top-k and top-p; if greedy, the best token
-        alone. Only likely tokens are sorted, which is nearly always enough. softmax: see `weights`."""
-        params, used = self.params, self._known(softmax)
+        alone. Only likely tokens are sorted, which is nearly always enough. softmax: of these scores."""
+        params = self.params
         if params.greedy:
             return Candidates(np.array([best(scores)]), np.ones(1))
         if params.min_p > 0:
-            return self._cut(*used.likely(scores, params.temperature, params.min_p))
-        ids, weights = used.likely(scores, params.temperature, NEGLIGIBLE)
+            return self._cut(*softmax.likely(scores, params.temperature, params.min_p))
+        ids, weights = softmax.likely(scores, params.temperature, NEGLIGIBLE)
         if self._top_k > 0:
             if len(ids) < self._top_k:
-                ids, _ = used.likely(scores, params.temperature, NEGLIGIBLE**2)
+                ids, _ = softmax.likely(scores, params.temperature, NEGLIGIBLE**2)
             ids = top(scores, ids, self._top_k)
             return self._cut(ids, np.exp((scores[ids].astype(np.float64) - scores[ids].max()) / params.temperature))
-        every = used.weights(scores, params.temperature, self._buffer(path))
+        every = softmax.weights(scores, params.temperature, self._buffer(path))
         if weights.sum() < params.top_p * every.total:
             ids, weights = np.arange(len(scores)), np.asarray(every.values, np.float64)
         kept = nucleus(weights, params.top_p * every.total)
@@ -236,22 +227,20 @@ class ScoredRows:
 
     def __init__(self, sampler: Sampler, logits: NDArray[np.float32], softmaxes: Sequence[Softmax | None] = ()) -> None:
         """logits: [rows, V]. softmaxes: of rows which the engine has prepared; there may be fewer than rows."""
-        self._sampler, self._logits, self._softmaxes = sampler, logits, softmaxes
+        self._sampler, self._logits = sampler, logits
+        self._softmaxes = (*softmaxes, *(None,) * (len(logits) - len(softmaxes)))
 
     def weights(self, row: int, path: Sequence[int]) -> Weights:
         try:
-            return self._sampler.weights(self._logits[row], path, self._softmax(row))
+            return self._sampler.weights(self._logits[row], path, self._softmaxes[row])
         except DeadEndError:
             return DeadEnd()
 
     def choose(self, row: int, path: Sequence[int], stream: RandomStream) -> int:
         try:
-            return self._sampler.choose(self._logits[row], path, stream, self._softmax(row))
+            return self._sampler.choose(self._logits[row], path, stream, self._softmaxes[row])
         except DeadEndError:
             return NOTHING
-
-    def _softmax(self, row: int) -> Softmax | None:
-        return self._softmaxes[row] if row < len(self._softmaxes) else None
 
 
 def top(scores: NDArray[np.floating[Any]], likely: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -139,8 +139,8 @@ class NativeEngine(SoloEngine):
         asked = batch.wanted[:scored]
         if ahead is not None and ahead.wanted is not None:
             asked = (ahead.wanted,) * outputs
-        if any(asked):
-            output = output._replace(softmaxes=prepared.ask(asked, wanted))
+        softmaxes = prepared.ask(asked, wanted) if any(asked) else ()
+        computed: tuple[int, ...] = ()  # tokens of the rows ahead
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
@@ -148,11 +148,12 @@ class NativeEngine(SoloEngine):
                 if ahead is None:
                     self._library.forward(self._handle, wanted)
                 else:
-                    output = output._replace(ahead=self._run_ahead(ahead, wanted))
+                    computed = self._run_ahead(ahead, wanted)
             except KernelError as error:
                 raise EngineError(str(error)) from error
-        cache.speculative = cache.speculative + rows + len(output.ahead) if slots is None else columns
-        return output
+        cache.speculative = cache.speculative + rows + len(computed) if slots is None else columns
+        # `_replace` would take five times as long.
+        return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes, computed)
 
     def _run_ahead(self, ahead: Ahead, wanted: Pass) -> tuple[int, ...]:
         """Run a pass and those behind it; returns the tokens of the latter."""

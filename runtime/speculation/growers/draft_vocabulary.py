@@ -57,7 +57,7 @@ class TrimmedSampler:
     def candidates(
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
     ) -> Candidates:
-        if self.follows_path:
+        if self._sampler.follows_path:
             found = self._sampler.candidates(self._widened(logits), path)
             return found if len(found.ids) and self._predicts_any(path) else NO_CANDIDATES
         columns, probs = self._sampler.candidates(logits, path, softmax)
