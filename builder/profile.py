@@ -181,11 +181,12 @@ def measure_after(
     ]
     seconds[TARGET] = [plain * multiple for multiple in multiples]
     measured = {
-        role: Passes(monotone(seconds[role]), tuple(map(spread, found.values()))) for role, found in counted.items()
+        role: Passes(smoothed([*found], seconds[role]), tuple(map(spread, found.values())))
+        for role, found in counted.items()
     }
     if DRAFT in measured:  # no further pass takes longer than a first one
         warm = np.minimum([median(each[first:]) for each in again.values()], measured[DRAFT].seconds)
-        measured[DRAFT] = measured[DRAFT]._replace(further=monotone(warm.tolist()))
+        measured[DRAFT] = measured[DRAFT]._replace(further=smoothed([*again], warm.tolist()))
     return measured
 
 
@@ -222,9 +223,20 @@ def spread(times: Sequence[float]) -> float:
     return float(np.quantile(times, 0.75)) / min(times)
 
 
-def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Make times non-decreasing in the width. A wider pass never costs less; smaller measured times are noise."""
-    return tuple(float(value) for value in np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1])
+def smoothed(widths: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Times without what only noise explains. A few rows share the reading of the weights, many rows keep every core
+    busy: so no pass computes more rows a second than the widest one, or than is usual among the three widest. And a
+    wider pass never takes less time: where times fall, their mean stands for all of them (isotonic regression)."""
+    each = np.asarray(seconds) / np.asarray(widths)
+    least = np.asarray(widths) * min(each[-1], median(each[-3:]))
+    runs: list[tuple[float, int]] = []  # mean and number of neighbours
+    for mean in np.maximum(seconds, least).tolist():
+        count = 1
+        while runs and runs[-1][0] > mean:
+            before, number = runs.pop()
+            mean, count = (before * number + mean * count) / (number + count), number + count
+        runs.append((mean, count))
+    return tuple(mean for mean, count in runs for _ in range(count))
 
 
 def host(pair: Pair, turns: int, count: int, advance: Callable[[], None]) -> tuple[HostCosts, HostCosts]:
