@@ -84,12 +84,12 @@ class SpeculativeConfig:
     engines, up to the limits below. "fixed" always proposes up to the limits. "dyspec-heap" is fixed above temperature
     0, because its depth cannot be planned.
 
-    max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree. frontier_width: nodes that
-    the draft scores in one pass of a tree, and the most children of a node with "topk". draft_threshold: least value
-    of a draw ("dyspec-threshold"). rejection_threshold: probability of a rejection at which "specdec++" stops.
-    min_draft_len: tokens that "specdec++" proposes in any case. confidence_threshold: least draft probability.
-    entropy_threshold: least bound on acceptance. sibling_share, leaf_share: GSD's pruning of chosen tokens, see
-    BestFirst.
+    max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree, or of what "auto" proposes
+    in its place. frontier_width: nodes that the draft scores in one pass of a tree, and the most children of a node
+    with "topk". draft_threshold: least value of a draw ("dyspec-threshold"). rejection_threshold: probability of a
+    rejection at which "specdec++" stops. min_draft_len: tokens that "specdec++" proposes in any case.
+    confidence_threshold: least draft probability. entropy_threshold: least bound on acceptance. sibling_share,
+    leaf_share: GSD's pruning of chosen tokens, see BestFirst.
     """
 
     grow: str = AUTO
@@ -280,10 +280,11 @@ class SpeculativeConfig:
         if self._kind.is_chain:
             return Shapes((), self.max_draft_len, 1, True, self.max_given)
         most = self.max_total_draft_tokens
+        depth = min(self.max_draft_len, most)  # also of a chain or a lookup in the place of a tree
         sizes = {most, *(width - 1 - self.max_given for width in widths if 0 < width - 1 - self.max_given < most)}
         # A chain is drawn like the tree's first branch, and every verifier that is exact for trees is exact for chains.
         either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
-        return Shapes(tuple(sorted(sizes)), self.max_draft_len, self.frontier_width, either, self.max_given)
+        return Shapes(tuple(sorted(sizes)), depth, self.frontier_width, either, self.max_given)
 
     def within(self, plan: RoundPlan) -> SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
@@ -314,7 +315,7 @@ class SpeculativeConfig:
         """The n-gram index of one request, if the configuration enables prompt lookup."""
         if self.lookup_ngram or not self.drafts:
             return PromptLookup((self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self.max_given)
-        return PromptLookup(LENGTHS, self.max_draft_len) if self.looks_up(greedy) else None
+        return PromptLookup(LENGTHS, self._shapes(()).depth) if self.looks_up(greedy) else None
 
     def verifier(self, greedy: bool) -> Verifier:
         """The verifier for this configuration's proposals. At temperature 0 all verifiers agree, and matching is the

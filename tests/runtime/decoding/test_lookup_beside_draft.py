@@ -87,6 +87,14 @@ def test_the_draft_goes_on_behind_tokens_that_were_looked_up() -> None:
     assert by_lookup == plain
 
 
+@pytest.mark.parametrize("settings", [{}, {"lookups": "off"}], ids=str)
+def test_a_lookup_or_a_chain_has_no_more_tokens_than_a_tree_may(settings: dict[str, str]) -> None:
+    """Engines, and the answers of servers, have room for `max_tokens` of a proposal."""
+    config = SpeculativeConfig(max_total_draft_tokens=2, **settings)  # type: ignore[arg-type]  # each of its own type
+    _, stats = decode(config, draft=0.01, prompt=[0, 1, 2] * 20)
+    assert len(stats.accepted_per_round) == config.max_tokens + 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("settings", "greedy", "sampled"),
