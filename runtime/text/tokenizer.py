@@ -160,10 +160,12 @@ class Tokenizer:
 
 def token_sequences(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The token sequences by which a text may write each of these texts: at its beginning, and behind a blank if this
-    makes another sequence of as many tokens (vLLM's rule of bad words). Raises RequestError."""
+    makes another sequence of as many tokens (vLLM's rule of bad words). A text of blanks alone is taken as it is.
+    Raises RequestError."""
     found: list[list[int]] = []
     for text in texts:
-        first, spaced = (tokenizer.encode(blank + text.lstrip(), add_special_tokens=False) for blank in ("", " "))
+        word = text.lstrip() or text
+        first, spaced = (tokenizer.encode(blank + word, add_special_tokens=False) for blank in ("", " "))
         if not first:
             raise RequestError(f"bad_words: {shown(text)} has no tokens: leave it out")
         found += [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]

@@ -18,7 +18,7 @@ from checkpoints import write_tokenizer
 from transformers import AutoTokenizer
 
 from draftwood.models.errors import BundleError, RequestError
-from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
+from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, token_sequences
 
 TEXTS = [
     "",
@@ -45,6 +45,14 @@ def configure(folder: Path, **settings: object) -> Tokenizer:
     content = json.loads((folder / SETTINGS).read_text()) if (folder / SETTINGS).is_file() else {}
     (folder / SETTINGS).write_text(json.dumps(content | settings))
     return Tokenizer.load(folder)
+
+
+def test_a_line_break_may_be_a_bad_word() -> None:
+    """Blanks before a word are left out, as in vLLM; without them a text of blanks would be empty."""
+    tokenizer = Tokenizer.load(DEMO / "target")
+    line, word = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "def"))
+    assert token_sequences(tokenizer, ["\n"])[0] == line
+    assert token_sequences(tokenizer, ["\n def"])[0] == word
 
 
 @pytest.mark.parametrize("source", ["stories260K/target", "demo"])
