@@ -37,13 +37,15 @@ NO_MERGER = NoMerger()
 
 @dataclass(frozen=True, slots=True)
 class GraphMerger:
-    """For any tokens, verified by matching: merges every recurrence of tau + 1 tokens that keeps the graph acyclic."""
+    """For any tokens, verified by matching: merges every recurrence of tau + 1 tokens that keeps the graph acyclic. A
+    child of the parent itself, which was given with the token that is now drawn, is no recurrence."""
 
     tau: int
 
     def match(self, graph: TokenGraph, parent: int, token: int) -> int | None:
         for z in graph.nodes_of.get(token, ()):
-            if z != ROOT and recurs(graph, z, parent, self.tau) and not graph.reaches(z, parent):
+            elsewhere = z != ROOT and graph.parents[z] != parent
+            if elsewhere and recurs(graph, z, parent, self.tau) and not graph.reaches(z, parent):
                 return z
         return None
 
