@@ -27,13 +27,15 @@ class Piece(NamedTuple):
 
 class Pieces(NamedTuple):
     """A SentencePiece model. unknown: index of the piece that stands for what has none. prefix: a space is put in front
-    of a text. strip: of spaces that follow each other one is kept, and none at both ends."""
+    of a text and, unless it is put there `once`, of what follows a special token. strip: of spaces that follow each
+    other one is kept, and none at both ends."""
 
     pieces: Sequence[Piece]
     unknown: int
     unigram: bool = False
     prefix: bool = True
     strip: bool = False
+    once: bool = False
 
 
 def read_sentencepiece(file: Path) -> Pieces:
@@ -69,12 +71,13 @@ def read_sentencepiece(file: Path) -> Pieces:
 def tokenizer_of(model: Pieces) -> TokenizerJson:
     """LLaMA-1/2's tokenizer: BPE or unigram over raw text with byte fallback. Control pieces are special tokens."""
     tokenizer = TokenizerJson(unigram_model(model) if model.unigram else bpe_model(model))
-    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if model.prefix else []
+    first = model.prefix and model.once
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if model.prefix and not first else []
     if model.strip:
         steps = [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " "), *steps]
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    if model.unigram:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)
+    if model.unigram or first:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first" if first else "never", split=False)
     back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", left=1)] if model.prefix else back)
     controls = [piece.text for piece in model.pieces if piece.kind == CONTROL]

@@ -4,7 +4,7 @@ format."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,12 @@ def check_known(ids: Iterable[int], tokenizer: Tokenizer, vocab_size: int, text:
 
 
 def from_sentencepiece(folder: Path) -> TokenizerJson:
-    """LLaMA-1/2's tokenizer.model with the tokens that were added to it, BOS before the rest."""
-    model = read_sentencepiece(folder / SENTENCEPIECE)
-    tokenizer = tokenizer_of(model)
+    """LLaMA-1/2's tokenizer.model with the tokens that were added to it, and with the settings of transformers that
+    change the tokens of a text."""
     settings = read_settings(folder / SETTINGS)
+    prefix, legacy = switched(settings, "add_prefix_space", True), switched(settings, "legacy", True)
+    model = read_sentencepiece(folder / SENTENCEPIECE)
+    tokenizer = tokenizer_of(model._replace(prefix=model.prefix and prefix, once=not legacy))
     for index, token in sorted(added_tokens(folder, settings).items()):
         add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
         add([token])
@@ -97,10 +99,19 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
                 f"{folder}: the added token {token.content!r} has id {index}, but {SENTENCEPIECE} has "
                 f"{len(model.pieces)} pieces: the two files belong to different models, copy both again"
             )
-    bos = special_tokens(settings).get("bos_token", "<s>")
-    if settings.get("add_bos_token", True) and tokenizer.token_to_id(bos) is not None:
-        put_around(tokenizer, bos, None)
+    special, around = special_tokens(settings), dict[str, str | None]()
+    for name, default, wanted in (("bos", "<s>", True), ("eos", "</s>", False)):
+        text = special.get(f"{name}_token", default)
+        known = tokenizer.token_to_id(text) is not None and switched(settings, f"add_{name}_token", wanted)
+        around[name] = text if known else None
+    put_around(tokenizer, around["bos"], around["eos"])
     return tokenizer
+
+
+def switched(settings: Mapping[str, Any], name: str, otherwise: bool) -> bool:
+    """A setting of tokenizer_config.json; where it is absent or null, what transformers takes."""
+    value = settings.get(name)
+    return otherwise if value is None else bool(value)
 
 
 def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken]:
@@ -111,8 +122,8 @@ def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken
             for text, index in read_settings(folder / ADDED).items()
         }
         for index, fields in settings.get("added_tokens_decoder", {}).items():
-            special = bool(fields.get("special", False))
-            found[int(index)] = AddedToken(fields["content"], normalized=False, special=special)
+            flags = {name: bool(fields.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
+            found[int(index)] = AddedToken(fields["content"], normalized=False, **flags)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, BundleError):
             raise

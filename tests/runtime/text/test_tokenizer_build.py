@@ -13,6 +13,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
+from transformers import AutoTokenizer
 
 from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
 from draftwood.models.errors import CheckpointError
@@ -87,6 +88,31 @@ def test_a_tokenizer_without_begin_of_text_stays_without(tmp_path: Path) -> None
     (tmp_path / "in" / SETTINGS).write_text(json.dumps({"add_bos_token": False}))
     (tmp_path / "out").mkdir()
     assert not convert_tokenizer(tmp_path / "in", tmp_path / "out").adds_bos
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"add_eos_token": True},
+        {"add_prefix_space": False},
+        {"flags": {"rstrip": True}},
+        {"flags": {"lstrip": True, "special": False}},
+        {"flags": {"single_word": True}},
+    ],
+    ids=str,
+)
+def test_settings_change_the_tokens_as_in_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    source, added = tmp_path / "in", {"content": "<|end|>", "special": True, "normalized": False}
+    train(source, "bpe")
+    given = {**changes, "added_tokens_decoder": {"340": added | changes.get("flags", {})}, "legacy": False}
+    (source / SETTINGS).write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **given}))
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    theirs = AutoTokenizer.from_pretrained(source)
+    (tmp_path / "out").mkdir()
+    ours = convert_tokenizer(source, tmp_path / "out")
+    for text in ("Lily", " Lily", "Lily <|end|> girl", "Lily<|end|>\n girl", "<|end|>girl", "hello <s> there"):
+        assert ours.encode(text) == theirs(text).input_ids
 
 
 def test_a_tokenizer_json_is_copied_as_it_is(tmp_path: Path) -> None:
