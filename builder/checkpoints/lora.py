@@ -186,7 +186,7 @@ def read_scales(folder: Path) -> Scales:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give a LoRA folder of PEFT, with {SETTINGS} and {WEIGHTS}")
     file = folder / SETTINGS
-    config = read_json(file)
+    config = read_json(file, "LoRA folder of PEFT")
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: peft_type is {brief(config.get('peft_type'))} and not 'LORA', {FIX}")
     start = config.get("init_lora_weights")

@@ -254,7 +254,7 @@ def test_an_adapter_of_a_projection_that_a_tied_model_does_not_use(tmp_path: Pat
 
 def test_folders_that_are_none(plain: Path, tmp_path: Path) -> None:
     refused(plain, tmp_path / "nowhere", rf"is not a folder: give a LoRA folder of PEFT, with {SETTINGS} and {WEIGHTS}")
-    refused(plain, plain, rf"{SETTINGS} is missing")
+    refused(plain, plain, rf"{SETTINGS} is missing: is this a LoRA folder of PEFT")
     write_adapter(tmp_path / "lora", plain)
     refused(plain, save_adapter(tmp_path / "empty", {}), "holds no tensors")
     (tmp_path / "lora" / WEIGHTS).write_bytes(b"")
