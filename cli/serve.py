@@ -21,6 +21,7 @@ from ..models.errors import ConfigError
 from ..runtime.engines.shared.memory import limit_arenas
 from ..runtime.llm import LLM
 from ..runtime.requests.async_llm import AsyncLLM
+from ..runtime.serving.collector import freeze_loaded
 from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.http.hosts import AllowedHosts, is_address, is_loopback
@@ -218,6 +219,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"draftwood: model {name!r} at {address}, {room}{page}", flush=True)
 
             serving = serve(app, async_llm, listener, args.drain_timeout, args.log_level, started, args.max_connections)
+            freeze_loaded()
             finished = asyncio.run(serving)
     if not finished:
         print("draftwood: requests were cut off when the server stopped", file=sys.stderr)

@@ -26,6 +26,7 @@ from ...llm import LLM
 from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
 from ...requests.stream import to_exception
 from ...sampling.params import SamplingParams
+from ..collector import freeze_loaded
 from ..places import Places
 from .contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
 from .metrics import TritonMetrics
@@ -78,6 +79,7 @@ class TritonModel:
         self._metrics = TritonMetrics(self.backend.MetricFamily, labels)
         self._loop = asyncio.new_event_loop()
         self._unloading = Event()
+        freeze_loaded()  # Triton gives every instance a process of its own
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
