@@ -172,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
         if find_spec(package) is None:
             raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
     from ..runtime.serving.http.guard import Limits
+    from ..runtime.serving.http.held import answer_bytes
     from ..runtime.serving.http.server import bind, serve
     from ..runtime.serving.openai.app import create_app
 
@@ -200,6 +201,7 @@ def run(args: argparse.Namespace) -> int:
                 keys,
                 hosts=AllowedHosts.of(args.host, args.allowed_hosts, bool(keys)),
                 trusted_proxies=tuple(args.trusted_proxies),
+                answer_bytes=answer_bytes(),
             )
             pages = not args.no_ui
             app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins, pages, trace)

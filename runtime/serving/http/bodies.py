@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 
 from starlette.types import Receive
 
+from .clients import oldest_of_largest
 from .errors import Refusal
 
 MAX_ARRIVING = 256
@@ -83,11 +83,7 @@ class ArrivingBodies:
 
     def _give_up(self, weight: Callable[[Arrival], int]) -> None:
         """Give up the oldest body of the client with the largest sum of `weight`; bodies of weight 0 are kept."""
-        held = Counter[str]()
-        for arrival in self._arriving:
-            held[arrival.client] += weight(arrival)
-        ((client, _),) = held.most_common(1)
-        slowest = next(each for each in self._arriving if each.client == client and weight(each))
+        slowest = oldest_of_largest(self._arriving, weight)
         self._forget(slowest)
         slowest.given_up.set_result(None)
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .clients import network_of
 from .connection_limit import RESERVE
 from .errors import RETRY_SECONDS, Refusal
-from .guard import HEALTH, IN_PROGRESS, refuse
+from .guard import HANG_UP, HEALTH, IN_PROGRESS, refuse
 
 STATE = (*HEALTH, "/metrics")  # the only paths that reserved connections answer
 HEAD_SECONDS = 30.0  # a connection without a complete request head is closed after 1 to 2 times this
@@ -40,7 +40,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def __init__(self, server: uvicorn.Server, reserved: bool) -> None:
         """reserved: whether it may only ask for the server's state."""
-        super().__init__(server.config, server.server_state, {})
+        super().__init__(server.config, server.server_state, {HANG_UP: self.hang_up})
         self.reserved = reserved
         self.home = ""
         self._buffer = bytearray(READ_BYTES)
@@ -74,6 +74,11 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def idle(self) -> bool:
         """Whether closing it would lose at most an incomplete request head."""
         return not self.asked and not self.transport.get_write_buffer_size()
+
+    def hang_up(self) -> None:
+        """Close it, because its answer was not read and others need the memory."""
+        log.warning("closed a connection whose client reads slowly: its answer's memory was needed for others")
+        self.transport.abort()
 
     def on_response_complete(self) -> None:
         self.since, self.answered = self.loop.time(), True

@@ -13,6 +13,7 @@ from ..places import Places
 from .bodies import ArrivingBodies
 from .clients import ApiKey, network_of, owner_of
 from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
+from .held import LEAST_BYTES, HeldAnswer, HeldAnswers
 from .hosts import AllowedHosts
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
@@ -20,6 +21,8 @@ HEALTH = ("/health", "/health/ready")  # allowed for every host name, because th
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 128
 IN_PROGRESS = "in_progress"  # key of a scope's state: set while the request counts as in progress
+HANG_UP = "hang_up"  # key of a scope's state: closes the connection without writing what is left
+HELD = "held"  # key of a scope's state: the HeldAnswer of a request in progress
 PIECE_BYTES = 64 << 10
 
 
@@ -28,7 +31,7 @@ class Limits(NamedTuple):
     progress (queued, running, or being answered). api_keys: accepted keys; if empty, no key is needed.
 
     hosts: accepted host names, None for any; HEALTH always answers. trusted_proxies: addresses or networks whose
-    X-Forwarded-For names the sender of a request."""
+    X-Forwarded-For names the sender of a request. answer_bytes: of all answers that clients have not read."""
 
     max_body_bytes: int
     max_requests: int
@@ -36,13 +39,15 @@ class Limits(NamedTuple):
     body_seconds: float = 30.0
     hosts: AllowedHosts | None = None
     trusted_proxies: tuple[str, ...] = ()
+    answer_bytes: int = LEAST_BYTES
 
 
 class RequestGuard:
     """ASGI middleware. It reads the body of a POST completely; only then the request counts as in progress, and the
     application is called. `is_within_share` limits the requests in progress of each client.
 
-    The scope's state gets a `client`: the name of the API key if there are several names, else the address.
+    The scope's state gets a `client`: the name of the API key if there are several names, else the address; a request
+    in progress also gets HELD.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits, count: Callable[[int], None] = lambda status: None) -> None:
@@ -52,6 +57,7 @@ class RequestGuard:
         self._count = count
         self._bodies = ArrivingBodies(limits.max_body_bytes, limits.body_seconds)
         self._places = Places(limits.max_requests)
+        self._held = HeldAnswers(limits.answer_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,7 +67,7 @@ class RequestGuard:
         if misdirected := self._misdirected(scope["path"], headers.get("host")):
             await refuse(misdirected, counted(self._count, send))
         elif scope["path"].startswith(GUARDED):
-            sending = with_id(headers.get(REQUEST_ID, ""), in_pieces(counted(self._count, send)))
+            sending = with_id(headers.get(REQUEST_ID, ""), counted(self._count, send))
             await self._guarded(scope, headers, receive, sending)
         else:
             await self._app(scope, receive, send)
@@ -87,9 +93,10 @@ class RequestGuard:
         if isinstance(body, Refusal):
             await refuse(body, send)
         elif body is not None:
-            with self._places.take(client):
-                state[IN_PROGRESS] = True
-                await self._app(scope, replay(body, receive), send)
+            hang_up = state.get(HANG_UP, lambda: None)
+            with self._places.take(client), self._held.answer(client, hang_up) as held:
+                state[IN_PROGRESS], state[HELD] = True, held
+                await self._app(scope, replay(body, receive), in_pieces(send, held))
 
     def _misdirected(self, path: str, host: str | None) -> Refusal | None:
         """The refusal of a wrong Host. A missing Host (HTTP/1.0) is allowed, because no browser omits it."""
@@ -143,20 +150,22 @@ def with_id(name: str, send: Send) -> Send:
     return send_with_id
 
 
-def in_pieces(send: Send) -> Send:
+def in_pieces(send: Send, held: HeldAnswer) -> Send:
     """`send` that passes a large answer on in pieces. The next piece waits until the client has read enough, and the
-    request stays in progress until then. Otherwise slow clients would make the server keep any number of whole answers
-    in memory.
+    request stays in progress until then; `held` counts the answer. Otherwise slow clients would make the server keep
+    any number of whole answers in memory.
     """
 
     async def send_pieces(message: Message) -> None:
         body = message.get("body", b"") if message["type"] == "http.response.body" else b""
+        held.add(len(body))
         for start in range(0, len(body) - PIECE_BYTES, PIECE_BYTES):
             piece = body[start : start + PIECE_BYTES]
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         if len(body) > PIECE_BYTES:
             message = {**message, "body": body[(len(body) - 1) // PIECE_BYTES * PIECE_BYTES :]}
         await send(message)
+        held.add(-len(body))
 
     return send_pieces
 

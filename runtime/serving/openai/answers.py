@@ -19,7 +19,7 @@ from ...text.writer import StreamChunk
 from ..json_text import pieces
 from .formats import AnswerFormat, Part, TokenTexts
 
-MOST_LOGPROBS = 1 << 18  # log-probabilities of an answer, which take some 200 bytes each until it is sent
+MOST_LOGPROBS = 1 << 18  # log-probabilities of an answer, see streams.LOGPROB_BYTES
 
 
 def check_log_probabilities(params: SamplingParams, choices: int, lengths: Sequence[int], context: int) -> None:
@@ -93,6 +93,12 @@ class Answer:
         choice = self.choices[index]
         choice.texts.append(part.text)
         choice.logprobs += part.logprobs
+        choice.prompt_logprobs = choice.prompt_logprobs or chunk.prompt_logprobs
+
+    def forget(self) -> None:
+        """Free what `whole` has written. What `account` says stays."""
+        for choice in self.choices:
+            choice.texts, choice.logprobs, choice.prompt_logprobs = [], [], None
 
     def _begin(self, index: int, chunk: StreamChunk) -> Part:
         """Count a chunk. Returns its text and log-probabilities, behind those of the echo in the first chunk. The echo
@@ -105,7 +111,6 @@ class Answer:
         self.first_token_at = self.first_token_at or time.perf_counter()
         choice.logprob += sum(item.logprob for item in chunk.logprobs)
         choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
-        choice.prompt_logprobs = choice.prompt_logprobs or chunk.prompt_logprobs
         if choice.echo is None:
             return part
         echo, choice.echo = choice.echo, None

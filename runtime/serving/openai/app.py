@@ -237,7 +237,7 @@ class OpenAIApi:
         model = str(self._card["id"])
         answer = Answer(format, self._texts, model, prompts, echoed, proposal, best, shows_prompts)
         request.state.answer = answer
-        chunks = merged(streams)
+        chunks = merged(streams, request.state.held, keeps=not body.stream)
         try:
             if not body.stream:
                 return await while_connected(request, collected(answer, chunks))
@@ -290,7 +290,9 @@ async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> R
     async with aclosing(chunks):
         async for index, chunk in chunks:
             answer.note(index, chunk)
-    return await asyncio.to_thread(answer.whole)
+    response = await asyncio.to_thread(answer.whole)
+    answer.forget()
+    return response
 
 
 async def server_sent(
@@ -314,6 +316,7 @@ async def server_sent(
                 yield accounted(opening)
             if chunk := answer.add(*first):
                 yield sent(chunk, first.chunk)
+            del first  # it may hold the log-probabilities of a long prompt
             async for index, added in chunks:
                 if chunk := answer.add(index, added):
                     yield sent(chunk, added)

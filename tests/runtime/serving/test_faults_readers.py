@@ -157,6 +157,32 @@ def heard(listener: socket.socket, requests: int, said: bytes) -> int:
     return answers
 
 
+def test_answers_that_nobody_reads_take_bounded_memory(llm: LLM) -> None:
+    """The connection of one that does not read is closed, and a whole answer that is too large ends as an error."""
+    many = {**BODY, "max_tokens": 400, "logprobs": 5}
+
+    def visit(listener: socket.socket, async_llm: AsyncLLM) -> tuple[bytes, Any, Any]:
+        with asked(listener, {**many, "stream": True}) as slow:
+            wait_for(lambda: 'finish_reason="abort"' in async_llm.to_prometheus())
+            read, part = b"", b"-"
+            with suppress(ConnectionError):
+                while part := slow.recv(1 << 16):
+                    read += part
+        large, small = (
+            httpx.post(f"{url(listener)}/v1/completions", json={**many, "max_tokens": tokens}, timeout=120).json()
+            for tokens in (400, 20)
+        )
+        return read, large, small
+
+    def app(async_llm: AsyncLLM) -> ASGIApp:
+        return create_app(async_llm, "m", Limits(10_000, 100, answer_bytes=100_000))
+
+    read, large, small = against(app, llm, visit, unread_seconds=60)
+    assert b"200 OK" in read and b"[DONE]" not in read
+    assert large["error"]["code"] == "out_of_memory"
+    assert small["usage"]["completion_tokens"] == 20
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are different elsewhere")
 def test_as_many_files_may_be_open_as_there_may_be_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

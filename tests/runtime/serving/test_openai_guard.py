@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from draftwood.runtime.serving.http.bodies import ArrivingBodies
 from draftwood.runtime.serving.http.clients import ApiKey
 from draftwood.runtime.serving.http.errors import Refusal
 from draftwood.runtime.serving.http.guard import IN_PROGRESS, PIECE_BYTES, Limits, RequestGuard, in_pieces
+from draftwood.runtime.serving.http.held import HeldAnswers
 from draftwood.runtime.serving.http.hosts import AllowedHosts
 
 
@@ -194,6 +197,27 @@ def test_no_client_has_all_places() -> None:
     asyncio.run(crowd())
 
 
+def test_the_client_with_the_most_bytes_of_answers_loses_its_oldest() -> None:
+    held, ended = HeldAnswers(100), list[str]()
+    with ExitStack() as stack:
+        names = ("b old", "a empty", "a old", "a new")
+        answers = [stack.enter_context(held.answer(name[0], partial(ended.append, name))) for name in names]
+        for answer, size in zip(answers, (40, 0, 30, 30), strict=True):
+            answer.add(size)
+        assert not ended
+        answers[0].add(1)
+        assert ended == ["a old"]
+        answers[2].add(1000)  # it is ended: what it still writes counts no more
+        answers[3].add(-30)
+        answers[1].add(59)
+        assert ended == ["a old"]
+    with held.answer("c", lambda: ended.append("c")) as last:
+        last.add(100)  # all others' bytes came back with their ends
+        assert ended == ["a old"]
+        last.add(1)
+    assert ended == ["a old", "c"]
+
+
 def arriving_bodies(bodies: ArrivingBodies, clients: str, size: int = 1) -> list[asyncio.Task[bytes | Refusal | None]]:
     """A body of each client, in this order, that never ends."""
 
@@ -239,7 +263,9 @@ def test_a_large_answer_is_handed_over_piece_by_piece() -> None:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await in_pieces(send)({"type": "http.response.body", "body": body, "more_body": more})
+        with HeldAnswers(len(body)).answer("a", pytest.fail) as held:
+            await in_pieces(send, held)({"type": "http.response.body", "body": body, "more_body": more})
+            assert held.num_bytes == 0
         return sent
 
     for size in (0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 7):
