@@ -32,7 +32,7 @@ def read_prompt(engine: Engine, cache: KVCache, prompt: Sequence[int], count: in
     because their logits are not kept."""
     found: list[TokenLogprob | None] = [None]
     while (start := len(found) - 1) < len(prompt) - 1:
-        most = min(engine.chunk_size(len(prompt) - 1 - start, cache.length), engine.spec.max_width)
+        most = min(engine.chunk_size(len(prompt) - 1 - start, cache.length, scored=True), engine.spec.max_width)
         chunk = prompt[start : min(start + most, len(prompt) - 1)]
         rows = len(chunk)
         positions, mask = np.arange(start, start + rows), np.tri(rows, dtype=np.bool_)

@@ -141,11 +141,11 @@ class Loop(Generic[J, C]):
             self._rotate(job)
             yield from self._advance(job, output)
 
-    def _most_rows(self, spec: EngineSpec, read: int) -> int:
+    def _most_rows(self, spec: EngineSpec, read: int, scored: bool = False) -> int:
         """Rows of a chunk of a prompt behind `read` tokens: as many as there are where no text waits for it."""
         if self._pace is None or not any(job.running for job in self.scheduler.running):
             return spec.max_width
-        return self._pace.most_rows(spec.role, spec.widths, read)
+        return self._pace.most_rows(spec, read, scored)
 
     def _count_pause(self, served: Sequence[J], running: Sequence[J]) -> None:
         """Note how long the running texts have waited for the prompts of a pass."""

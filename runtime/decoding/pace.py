@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from ...models.bindings import DRAFT
 from ...models.errors import ConfigError
-from ..engines.base import Pass
+from ..engines.base import EngineSpec, Pass
 from ..speculation.planning.cost import CostModel, PassCosts
 
 MAX_PAUSE_MS = 100.0  # default
+# Assumed time of the host for the log-probabilities of a row, per token of the vocabulary: 1.0 ms of 49,152 on a Zen 3.
+SCORE_SECONDS = 20e-9
 LEAST_ROWS = 2.0  # passes of one row: a shorter pause would make prompts take as long as texts
 J = TypeVar("J")
 
@@ -34,13 +36,15 @@ class Pace:
         self._costs = costs
         self._seconds = milliseconds / 1000
 
-    def most_rows(self, role: str, widths: Sequence[int], context: int) -> int:
-        """Rows of the widest pass over a prompt, behind `context` tokens, that keeps the pause."""
-        passes = self._passes(role)
+    def most_rows(self, spec: EngineSpec, context: int, scored: bool = False) -> int:
+        """Rows of the widest pass over a prompt, behind `context` tokens, that keeps the pause. scored: the
+        log-probabilities of all its rows are wanted."""
+        passes = self._passes(spec.role)
         if passes is None:
-            return widths[-1]
-        allowed = max(self._seconds, LEAST_ROWS * passes.at(1, context))
-        return max((width for width in widths if passes.at(width, context) <= allowed), default=widths[0])
+            return spec.max_width
+        allowed, each = max(self._seconds, LEAST_ROWS * passes.at(1, context)), score_seconds(spec) if scored else 0.0
+        fitting = (width for width in spec.widths if passes.at(width, context) + width * each <= allowed)
+        return max(fitting, default=spec.widths[0])
 
     def added(self, texts: Sequence[Pass], prompts: Sequence[Pass]) -> float:
         """Seconds that passes over prompts add to a pass, or take alone."""
@@ -52,7 +56,9 @@ class Pace:
         texts = [each for each in texts if each.engine is prompts[0].engine]
         context = max(each.cache.length for each in (*texts, *prompts))
         alone = count_rows(texts)
-        return passes.at(alone + count_rows(prompts), context) - (passes.at(alone, context) if alone else 0.0)
+        scored = [each for each in prompts if len(each.batch.output_rows) > 1]
+        host = score_seconds(prompts[0].engine.spec) * count_rows(scored)
+        return host + passes.at(alone + count_rows(prompts), context) - (passes.at(alone, context) if alone else 0.0)
 
     def admit(self, waiting: Sequence[tuple[J, Pass, bool]], waited: float) -> list[J]:
         """The jobs of `waiting`, in this order, whose passes may be part of the next one: of each the pass, and whether
@@ -73,6 +79,11 @@ class Pace:
 
     def _passes(self, role: str) -> PassCosts | None:
         return self._costs.draft if role == DRAFT else self._costs.target
+
+
+def score_seconds(spec: EngineSpec) -> float:
+    """Seconds of the host for the log-probabilities of one row."""
+    return SCORE_SECONDS * spec.model.vocab_size
 
 
 def count_rows(passes: Sequence[Pass]) -> int:

@@ -259,8 +259,9 @@ class Engine(ABC):
         """Steps that may precede the first request, which then waits for no preparation. Most engines have none."""
         return ()
 
-    def chunk_size(self, left: int, read: int = 0) -> int:
-        """How many of the `left` unread tokens of a prompt the next prefill pass should read, behind `read` tokens."""
+    def chunk_size(self, left: int, read: int = 0, scored: bool = False) -> int:
+        """How many of the `left` unread tokens of a prompt the next prefill pass should read, behind `read` tokens.
+        scored: the log-probabilities of all of them are wanted."""
         return self.spec.chunk_size(left)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:

@@ -262,10 +262,12 @@ def log_softmax(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
 def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     """Indices of the `count` largest scores, best first; the earlier of equal scores comes first."""
+    if not count:
+        return np.zeros(0, np.int64)
     likely = (scores > scores.max() - LIKELY).nonzero()[0]
     if len(likely) < count:
         likely = (scores > -np.inf).nonzero()[0]
-    if len(likely) > count > 0:
+    if len(likely) > count:
         values = scores[likely]
         likely = likely[at_least(values, np.partition(values, -count)[-count], count)]
     found = likely[np.argsort(-scores[likely], kind="stable")[:count]]

@@ -102,7 +102,8 @@ class PooledEngine(Engine):
         storage.limit(self._slots)
         self.caches: dict[PooledKVCache, None] = {}  # open caches, in the order in which they were opened
         self.prefixes: PrefixTree | None = None
-        self.most_rows: Callable[[int], int] = lambda read: self.spec.max_width  # of a chunk behind `read` tokens
+        # Of a chunk behind `read` tokens, whose rows are all scored or not.
+        self.most_rows: Callable[[int, bool], int] = lambda read, scored: self.spec.max_width
         self._retained = 0
         self._recalled = False  # whether two texts ever had a common prefix of COMMON_TOKENS
         self._spare_passes = 0  # consecutive passes with too many slots
@@ -112,10 +113,10 @@ class PooledEngine(Engine):
         """The number of allocated slots."""
         return self._storage.capacity
 
-    def chunk_size(self, left: int, read: int = 0) -> int:
+    def chunk_size(self, left: int, read: int = 0, scored: bool = False) -> int:
         """See Engine.chunk_size. With several sequences a chunk has at most `most_rows` tokens, because every sequence
         waits for each pass."""
-        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.most_rows(read))
+        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.most_rows(read, scored))
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """See Engine.num_joint."""

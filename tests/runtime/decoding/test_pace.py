@@ -20,7 +20,7 @@ from draftwood.runtime.decoding.loop import Loop
 from draftwood.runtime.decoding.pace import Pace
 from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
+from draftwood.runtime.engines.base import ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps
 from draftwood.runtime.engines.shared.memory import CacheBudget
 from draftwood.runtime.engines.shared.pool import PooledEngine
@@ -33,6 +33,7 @@ from draftwood.runtime.speculation.planning.cost import CostModel, PassCosts
 from draftwood.runtime.speculation.planning.experience import Experience
 
 VOCAB = 8
+WIDTHS = tuple(range(1, 65))
 COSTS = CostModel(passes(0.010, 0.002), passes(0.001, 0.0001), FREE, FREE, {})  # a pass of 64 rows takes 136 ms
 
 
@@ -145,14 +146,28 @@ def test_prompts_are_read_however_slow_the_machine_is() -> None:
 
 def test_a_chunk_is_as_wide_as_the_pause_allows() -> None:
     pace = Pace(COSTS, 50)
-    widths = tuple(range(1, 65))
-    assert pace.most_rows("target", widths, 0) == 16  # 40 ms; 17 rows are padded to 32, which take 72
-    assert pace.most_rows("draft", widths, 0) == 64
-    assert Pace(CostModel(COSTS.target, None, FREE, FREE, {}), 50).most_rows("draft", widths, 0) == 64
+    target, draft = (replace(FakeEngine(confident, VOCAB, role).spec, widths=WIDTHS) for role in ("target", "draft"))
+    assert pace.most_rows(target, 0) == 16  # 40 ms; 17 rows are padded to 32, which take 72
+    assert pace.most_rows(draft, 0) == 64
+    assert Pace(CostModel(COSTS.target, None, FREE, FREE, {}), 50).most_rows(draft, 0) == 64
     with pytest.raises(ConfigError, match="max_pause_ms"):
         Pace(COSTS, 0)
     with pytest.raises(ConfigError, match="max_pause_ms"):
         Pace(COSTS, float("nan"))
+
+
+def test_a_chunk_leaves_time_for_the_log_probabilities_of_its_rows() -> None:
+    pace, engine = Pace(COSTS, 50), FakeEngine(confident, VOCAB)
+    spec = replace(engine.spec, model=replace(engine.spec.model, vocab_size=100_000), widths=WIDTHS)
+    engine.spec = spec
+    assert pace.most_rows(spec, 0) == 16
+    assert pace.most_rows(spec, 0, scored=True) == 8  # 24 ms, and 2 for each; 9 rows take 40 and 18
+    scored, unscored = (
+        Pass(engine, TokenBatch.pad([1] * 4, np.arange(4), np.tri(4, dtype=np.bool_), 4, last_only), engine.new_cache())
+        for last_only in (False, True)
+    )
+    assert pace.added([], [unscored]) == COSTS.target.at(4, 0)
+    assert pace.added([], [scored, unscored]) == pytest.approx(COSTS.target.at(8, 0) + 4 * 0.002)
 
 
 @pytest.mark.parametrize(("steps", "prompt_logprobs"), [(0, None), (10, None), (10, 0)])
