@@ -163,8 +163,10 @@ class AsyncLLM(EngineThread):
         if words:
             tokenized = partial(token_sequences, self.llm.tokenizer, words)
             sequences = await self._texts.compute(tokenized, sum(map(len, words)), client)
-        if form is not None and (grammar := self.llm.grammars.find(form)) is None:
-            grammar = await self._texts.compile(partial(self.llm.grammars.compile, form), client)
+        if form is not None:
+            # A kept grammar waits for no grammar that is compiled.
+            grammar = await self._texts.compute(partial(self.llm.grammars.find, form), 0, client)
+            grammar = grammar or await self._texts.compile(partial(self.llm.grammars.compile, form), client)
         return Prepared(grammar, sequences)
 
     @property

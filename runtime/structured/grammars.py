@@ -119,13 +119,17 @@ class Grammars:
         self._opened: tuple[WorkerPool, LLTokenizer] | None = None
 
     def find(self, form: StructuredOutput) -> Grammar | None:
-        """The grammar of a form, if it is kept."""
+        """The grammar of a form, if it is kept. Computes its first mask, which may take milliseconds."""
         with self._lock:
-            known = self._kept.pop(form, None)
-            if known is None or not known.usable:
-                return None
-            self._kept[form] = known
+            known = self._kept.get(form)
+            if known is not None:
+                self._kept.move_to_end(form)
+        if known is None or known.usable:
             return known
+        with self._lock:
+            if self._kept.get(form) is known:
+                del self._kept[form]
+        return None
 
     def compile(self, form: StructuredOutput, given_up: Event | None = None) -> Grammar:
         """The grammar of a form of text. given_up: see WorkerPool.ask. Raises RequestError if the form is wrong or not

@@ -71,7 +71,7 @@ def create_app(
     api = OpenAIApi(async_llm, model, request_seconds)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
-    tokens = TokensApi(async_llm, api.other_model)
+    tokens = TokensApi(async_llm, api.other_model, request_seconds)
     posted: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/completions": api.complete,
         "/v1/chat/completions": api.chat,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from threading import Event
 from typing import Any
@@ -20,7 +20,7 @@ from ...text.conversation import ChatSettings
 from .answers import as_json
 from .chat_body import Message, Messages, conversation, tools_for_template
 from .protocol import Body, TokenIds
-from .streams import CLIENT_CLOSED, ClientGone, while_connected
+from .streams import CLIENT_CLOSED, ClientGone, TimeLimit, while_connected
 from .tool_use import Tools
 
 OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
@@ -60,29 +60,39 @@ class DetokenizeBody(Body):
 
 
 class TokensApi:
-    """Both endpoints. other_model: returns the refusal of another model's name.
+    """Both endpoints. other_model: returns the refusal of another model's name. request_seconds: time limit.
 
     Texts that are too long for the model are refused, as in completions: tokenizing megabytes takes many seconds.
     """
 
-    def __init__(self, async_llm: AsyncLLM, other_model: Callable[[str | None], Response | None]) -> None:
+    def __init__(
+        self,
+        async_llm: AsyncLLM,
+        other_model: Callable[[str | None], Response | None],
+        request_seconds: float | None = None,
+    ) -> None:
         self._texts = async_llm.texts
         self._tokenizer = async_llm.llm.tokenizer
         self._max_length = async_llm.llm.bundle.manifest.max_length
         self._other_model = other_model
+        self._request_seconds = request_seconds
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
-        if refused := self._other_model(body.model):
-            return refused
-        try:
-            return await while_connected(request, self._tokenized(body, request.state.client))
-        except ClientGone:
-            return Response(status_code=CLIENT_CLOSED)
+        return await self._answered(body.model, request, self._tokenized(body, request.state.client))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        if refused := self._other_model(body.model):
+        work = self._texts.compute(lambda: self._detokenized(body), len(body.tokens), request.state.client)
+        return await self._answered(body.model, request, work)
+
+    async def _answered(self, model: str | None, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+        """The result of `work`, unless the request is for another model, its client leaves or its time ends."""
+        if refused := self._other_model(model):
+            work.close()
             return refused
-        return await self._texts.compute(lambda: self._detokenized(body), len(body.tokens), request.state.client)
+        try:
+            return await while_connected(request, work, TimeLimit(self._request_seconds))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
 
     async def _tokenized(self, body: TokenizeBody, client: str) -> Response:
         body.check()

@@ -8,12 +8,16 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from draftwood.runtime import LLM
+from draftwood.runtime import LLM, SamplingParams, StructuredOutput
 from draftwood.runtime.requests.async_llm import AsyncLLM
+from draftwood.runtime.requests.text_threads import TextThreads
+from draftwood.runtime.structured.grammars import Grammar
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
@@ -48,12 +52,14 @@ def break_after(llm: LLM, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm._target, "score", breaking)
 
 
-async def post(llm: LLM, body: dict[str, Any], request_seconds: float | None = None) -> tuple[int, str]:
+async def post(
+    llm: LLM, body: dict[str, Any], request_seconds: float | None = None, path: str = "/v1/completions"
+) -> tuple[int, str]:
     with AsyncLLM(llm) as async_llm:
         app = create_app(async_llm, "m", Limits(10000, 4), request_seconds)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            answer = await client.post("/v1/completions", json=body)
+            answer = await client.post(path, json=body)
             assert async_llm.num_running == 0
             assert (await client.get("/health")).status_code == 200
             return answer.status_code, answer.text
@@ -69,6 +75,34 @@ def test_the_time_limit_covers_what_happens_before_a_request_is_queued(
     monkeypatch.setattr(AsyncLLM, slow, wait)
     status, text = asyncio.run(post(llm, BODY, request_seconds=0.01))
     assert status == 504 and json.loads(text)["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
+def test_the_time_limit_covers_tokens(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    async def wait(*arguments: Any) -> None:
+        await asyncio.sleep(3600)
+
+    assert asyncio.run(post(llm, body, path=path))[0] == 200
+    assert asyncio.run(post(llm, {**body, "model": "other"}, path=path))[0] == 404
+    monkeypatch.setattr(TextThreads, "compute", wait)
+    status, text = asyncio.run(post(llm, body, request_seconds=0.01, path=path))
+    assert status == 504 and json.loads(text)["error"]["code"] == "deadline_exceeded"
+
+
+def test_a_kept_grammar_is_tried_beside_the_event_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def find(form: StructuredOutput) -> Grammar:
+        tried.append((form, current_thread() is main_thread()))
+        return kept
+
+    kept, form = Grammar(SimpleNamespace(), 1, np.zeros(0, np.int64), 0), StructuredOutput(regex="a")  # type: ignore[arg-type]
+    monkeypatch.setattr(llm.grammars, "find", find)
+    with AsyncLLM(llm) as async_llm:
+        prepared = asyncio.run(async_llm.prepare(SamplingParams(structured=form)))
+    assert prepared.grammar is kept and tried == [(form, False)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
