@@ -31,6 +31,7 @@ from ..runtime.prompt import check_prompt
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler
+from ..runtime.speculation.bounds import INTEGERS
 from ..runtime.speculation.config import SpeculativeConfig
 from ..runtime.speculation.growers.kinds import LOOKUP
 from ..runtime.speculation.planning.cost import CostModel
@@ -239,6 +240,7 @@ def parse_config(text: str) -> SpeculativeConfig | None:
         return None
     values: dict[str, Any] = {"grow": grow} | ({"budget": "fixed"} if size else {})
     types: dict[str, Any] = {field.name: type(field.default) for field in fields(SpeculativeConfig)}
+    types |= dict.fromkeys(INTEGERS, int)
     try:
         if not grow:
             raise ValueError("no grower")

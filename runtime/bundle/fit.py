@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from ...models.bindings import ACCEPTANCE, DRAFT, TARGET
 from ...models.errors import ConfigError, shown
-from ..speculation.bounds import AUTO, WITHOUT_DRAFT
+from ..speculation.bounds import AUTO, WITHOUT_DRAFT, Lowerable
 from ..speculation.config import SpeculativeConfig
 from ..speculation.growers.kinds import LOOKUP
 from .bundle import EngineBundle
@@ -43,7 +43,7 @@ def without_draft(speculative: SpeculativeConfig, max_width: int) -> Speculative
             f"{name}={getattr(speculative, name)!r} needs a draft, and this bundle was built with --draft none: use "
             f"grow={LOOKUP!r} (or leave {name} out), or build the bundle with a draft"
         )
-    if speculative.lookup_ngram:
+    if speculative.lookup_ngram or not isinstance(speculative.lookup_len, Lowerable):
         return replace(speculative, grow=LOOKUP)
     length = max(1, min(LOOKUP_LEN, max_width - 1))
     return replace(speculative, grow=LOOKUP, lookup_len=length)
@@ -63,11 +63,10 @@ def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict
         }
     else:
         limits = {"lookup_len": target.max_width - 1}
-    defaults = {field.name: field.default for field in fields(SpeculativeConfig)}
     return {
-        name: max(1, min(limit, getattr(speculative, name)))
+        name: int(max(1, min(limit, getattr(speculative, name))))
         for name, limit in limits.items()
-        if getattr(speculative, name) == defaults[name]
+        if isinstance(getattr(speculative, name), Lowerable)
     }
 
 

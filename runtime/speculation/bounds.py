@@ -39,6 +39,13 @@ SHARES = ("sibling_share", "leaf_share", "rejection_threshold", "confidence_thre
 NUMBERS = (*SHARES, "draft_threshold")
 
 
+class Lowerable(int):
+    """A default that is lowered to the capacity of a bundle, see `bundle/fit.py`. A number that a user wrote is another
+    type, also where it is equal, and is refused where the bundle has no room for it."""
+
+    __slots__ = ()
+
+
 def check_bounds(settings: Mapping[str, Any], error: type[DraftwoodError] = ConfigError, place: str = "") -> None:
     """Raises `error` for a setting of the wrong type, or of a size that no engine takes.
 

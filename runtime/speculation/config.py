@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
 from ..engines.rounds import BEST, BLOCK, MATCH, REJECTION, TRAVERSAL, RoundShape
-from .bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, SHARES, STOPPERS, WITHOUT_DRAFT, check_bounds
+from .bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, SHARES, STOPPERS, WITHOUT_DRAFT, Lowerable, check_bounds
 from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, GrowerKind, Growth
 from .growers.lookup import LENGTHS, PromptLookup
@@ -89,7 +89,7 @@ class SpeculativeConfig:
     with "topk". draft_threshold: least value of a draw ("dyspec-threshold"). rejection_threshold: probability of a
     rejection at which "specdec++" stops. min_draft_len: tokens that "specdec++" proposes in any case.
     confidence_threshold: least draft probability. entropy_threshold: least bound on acceptance. sibling_share,
-    leaf_share: GSD's pruning of chosen tokens, see BestFirst.
+    leaf_share: GSD's pruning of chosen tokens, see BestFirst. Bundles with less room lower sizes that are not given.
     """
 
     grow: str = AUTO
@@ -97,9 +97,9 @@ class SpeculativeConfig:
     stop_rule: str = "fixed"
     key: str = "calibrated"
     verify: str = AUTO
-    max_draft_len: int = 15
-    max_total_draft_tokens: int = 15
-    frontier_width: int = 4
+    max_draft_len: int = Lowerable(15)
+    max_total_draft_tokens: int = Lowerable(15)
+    frontier_width: int = Lowerable(4)
     branching: tuple[int, ...] = (2, 1, 1)
     topology: tuple[int, ...] = ()
     draft_threshold: float = 0.05
@@ -111,7 +111,7 @@ class SpeculativeConfig:
     entropy_threshold: float = 0.3
     min_draft_len: int = 1
     lookup_ngram: int = 0
-    lookup_len: int = 4
+    lookup_len: int = Lowerable(4)
     budget: str = "cost"
     lookups: str = AUTO
 

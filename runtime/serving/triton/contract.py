@@ -17,6 +17,7 @@ from ...decoding.pace import MAX_PAUSE_MS, check_pause
 from ...decoding.scheduler import Scheduler
 from ...request_engines import PREFIX_CACHE_SLOTS
 from ...requests.async_llm import MAX_WAITING
+from ...speculation.bounds import Lowerable
 from ...speculation.config import SpeculativeConfig
 
 VARIABLE = (-1,)
@@ -135,11 +136,16 @@ class ModelSettings:
 
 
 def changed(config: SpeculativeConfig | None) -> dict[str, Any] | None:
-    """The fields that differ from their defaults, JSON-ready; None for None."""
+    """The fields that are not left at their defaults, JSON-ready; None for None. A number that a user wrote is kept
+    even if it is equal, see Lowerable."""
     if config is None:
         return None
     values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    return {
+        name: value
+        for name, (value, default) in values.items()
+        if value != default or isinstance(value, Lowerable) != isinstance(default, Lowerable)
+    }
 
 
 def changed_from(content: Mapping[str, Any] | None) -> SpeculativeConfig | None:

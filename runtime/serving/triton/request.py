@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ....models.errors import RequestError, nearest, shown
 from ...sampling.params import MAX_ALLOWED_TOKENS, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
-from ...speculation.bounds import MAX_PROPOSAL, check_bounds
+from ...speculation.bounds import MAX_PROPOSAL, Lowerable, check_bounds
 from ...speculation.config import SpeculativeConfig
 from ..json_text import parse
 from .contract import OPTIONAL_INPUTS, PROMPT, VARIABLE
@@ -284,6 +284,7 @@ def biases(value: Any) -> dict[int, float] | None:
 CONVERTER_OF: dict[type, Callable[[Any], Any]] = {
     bool: boolean,
     int: integer,
+    Lowerable: integer,
     float: number,
     str: text,
     tuple: integers,
