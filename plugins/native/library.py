@@ -30,7 +30,7 @@ REFUSALS = {  # of draftwood_forward
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 STRIDE = 128  # numbers, to whose multiples rows of activations are filled up: kernels/engine.h
 SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
-WRITABLE: Callable[[Any], c_char] = c_char.from_buffer  # looked up once: a pass asks for some twenty addresses
+map_buffer: Callable[[Any], c_char] = c_char.from_buffer  # looked up once: a pass asks for some twenty addresses
 FEW = 4096  # likely tokens; a flat distribution has thousands
 RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h
 
@@ -147,7 +147,7 @@ def address(array: NDArray[Any] | None) -> int | None:
     if array is None:
         return None
     try:
-        return addressof(WRITABLE(array))  # in a fifth of the time of array.ctypes
+        return addressof(map_buffer(array))  # in a fifth of the time of array.ctypes
     except (TypeError, ValueError):  # the array is read-only, or empty
         return array.ctypes.data
 

@@ -96,7 +96,7 @@ seconds_of_a_row = st.lists(st.floats(1e-4, 1.0), min_size=3, max_size=3).map(la
 def test_whatever_noise_says_passes_grow_beyond_the_longest_context(
     seconds: list[tuple[float, ...]], rows: int, context: int, more: int
 ) -> None:
-    """Rows of a table ascend, as `monotone` makes them; a longer context may have come out cheaper."""
+    """Rows of a table ascend, as `smoothed` of the profile makes them; a longer context may have come out cheaper."""
     passes = PassCosts((1, 4, 8), (100, 300, 700)[: len(seconds)], tuple(seconds))
     last = passes.contexts[-1]
     assert passes.at(rows, last + context + more) >= passes.at(rows, last + context) >= passes.at(rows, last)
