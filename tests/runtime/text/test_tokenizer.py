@@ -7,10 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
-from time import thread_time
-from types import SimpleNamespace
 
 import pytest
 from bundling import DEMO, optional
@@ -158,18 +157,17 @@ def test_half_a_surrogate_pair_is_a_bad_request(folder: Path) -> None:
         Tokenizer.load(folder).encode("\ud83d")
 
 
-@pytest.mark.parametrize("character", ["a", "\u00e9"])
-def test_surrogates_are_found_faster_than_by_a_loop(
-    folder: Path, character: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, text = Tokenizer.load(folder), character * 1_000_000
-    encoding = SimpleNamespace(ids=[1])
-    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=lambda *_, **__: [encoding]))
-    begun = thread_time()
-    assert not any("\ud800" <= each <= "\udfff" for each in text)
-    looped = thread_time()
-    assert tokenizer.encode(text) == [1]
-    assert 5 * (thread_time() - looped) < looped - begun
+def test_surrogates_are_found_without_a_loop(folder: Path) -> None:
+    """A loop over the characters of a long text takes some hundred times as long."""
+
+    class Unbroken(str):
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("a loop over the characters")
+
+        __getitem__ = None  # type: ignore[assignment]
+
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode(Unbroken("a\u00e9")) == tokenizer.encode("a\u00e9")
 
 
 def test_other_threads_run_while_a_text_is_encoded(folder: Path) -> None:

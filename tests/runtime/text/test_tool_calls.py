@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from time import thread_time
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import given, settings
@@ -116,15 +116,34 @@ def test_calls_behind_the_first_are_left_out_where_one_is_allowed() -> None:
     assert read(HERMES, f"{TWO}\n</tool_call>", [], parallel=False) == ("", [("g", "{}")])
 
 
+class Counted(str):
+    """A text that counts the characters that slices and sums of it copy."""
+
+    copied = 0
+
+    def __getitem__(self, place: SupportsIndex | slice) -> str:
+        return self._copy(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
+
+    def __add__(self, other: str) -> str:
+        return self._copy(str(self) + other)
+
+    def __radd__(self, other: str) -> str:
+        return self._copy(other + str(self))
+
+    def _copy(self, text: str) -> str:
+        type(self).copied += len(text)
+        return type(self)(text)
+
+
 @pytest.mark.parametrize("begun", ["<tool_call>", '<tool_call>{"name":"f","arguments":{}}'])
-def test_a_whole_text_takes_no_longer_than_its_pieces(begun: str) -> None:
-    """With any number of marks or calls, which a client can force by allowed_token_ids."""
-    text = (begun + "x" * 200) * 15_000
+def test_a_whole_text_is_copied_a_few_times_however_many_calls_it_holds(begun: str) -> None:
+    """A client can force any number of marks or calls by allowed_token_ids; a copy of the rest behind each would take
+    quadratic time."""
 
-    def seconds(size: int) -> float:
-        reader, first = ToolCallReader(HERMES, ("f",), True), thread_time()
-        for start in range(0, len(text), size):
-            reader.push(text[start : start + size])
-        return thread_time() - first
+    class Piece(Counted):
+        pass
 
-    assert seconds(len(text)) < 4 * seconds(20_000)
+    text = (begun + "x" * 200) * 300
+    parts = ToolCallReader(HERMES, ("f",), True).push(Piece(text))
+    assert sum(len(part) for part in parts if isinstance(part, str)) >= 300 * 200
+    assert len(text) <= Piece.copied < 5 * len(text)
