@@ -26,7 +26,6 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, end_before_nothing, match_best
 from .chunk import LENGTH, TokenChunk
-from .device import acceptance_of, can_draw, draws_of, shape_of, tree_of, use_draws
 from .job import Job
 from .logprobs import output_logprobs, read_prompt
 from .loop import drive
@@ -44,6 +43,7 @@ from .round import (
     target_probabilities,
 )
 from .stats import SpecDecodeStats
+from .whole_rounds import acceptance_of, run_whole, shape_of, tree_of
 
 Verified = tuple[ForwardOutput, Acceptance]
 
@@ -159,9 +159,9 @@ class SpeculativeDecoder:
     def _round(self, request: RequestState) -> Passes[Outcome]:
         """Run one round: propose, verify, commit, learn."""
         plan = self._plan(request)
-        shape = self._device_shape(request, plan)
+        shape = self._whole_shape(request, plan)
         if shape is not None:
-            return (yield from self._device_round(request, plan, shape))
+            return (yield from self._whole_round(request, plan, shape))
         proposal = yield from self._propose(request, plan)
         output, acceptance = yield from self._verify(request, plan, proposal.tree)
         request.time_pass(len(proposal.tree))
@@ -170,32 +170,30 @@ class SpeculativeDecoder:
         request.learn(plan, proposal.tree, acceptance, token_ids)
         return Outcome(plan, proposal, output.logits, acceptance, token_ids)
 
-    def _device_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
-        """The shape of the next round if it runs on the device as a whole; None if the host runs it pass by pass. No
-        other place decides this."""
+    def _whole_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
+        """The shape of the next round if an engine runs it as a whole; None if the host runs it pass by pass. No other
+        place decides this."""
         if self._rounds is None or self._proposer is None or self._config is None or self._needs_logits(request):
             return None
-        if not request.greedy and not can_draw(request.streams):
+        if not request.greedy and not request.uniforms:
             return None
-        if plan is not None and not plan.depth:
+        if plan is not None and (plan.given or not plan.depth):
+            return None
+        if request.sampler.truncates and not self._rounds.cuts:
             return None
         rules, params = self._rules_of(self._config, plan, request.greedy), request.sampler.params
-        shape = shape_of(rules.shape, params, request.tokens_left, is_planned=plan is not None)
+        # A drawn tree is as deep as it was planned.
+        may_end = self._rounds.end_early or (plan is not None and rules.shape is not None and rules.shape.is_tree)
+        shape = shape_of(rules.shape, params, request.tokens_left, may_end)
         return shape if shape is not None and self._rounds.fits(shape, self._proposer.unread) else None
 
-    def _device_round(self, request: RequestState, plan: RoundPlan | None, shape: RoundShape) -> Passes[Outcome]:
-        """The same round on the device. Its time counts as the target's."""
-        assert self._rounds is not None and self._proposer is not None, "see _device_shape"
-        with request.scoring:
-            params, streams = request.sampler.params, request.streams
-            draws = None if request.greedy else draws_of(shape, params, streams, request.calibration)
-            output = yield self._rounds.prepare(shape, self._proposer.pending, draws)
-        outcome = self._rounds.outcome
+    def _whole_round(self, request: RequestState, plan: RoundPlan | None, shape: RoundShape) -> Passes[Outcome]:
+        """The same round, which an engine runs as a whole."""
+        assert self._rounds is not None and self._proposer is not None, "see _whole_shape"
+        output, outcome = yield from run_whole(self._rounds, shape, self._proposer.pending, request)
         tree, acceptance = tree_of(outcome), acceptance_of(outcome)
-        use_draws(shape, outcome, streams)
-        accepted = [tree.token_ids[row] for row in acceptance.rows]
-        self._proposer.follow(shape, accepted, outcome.num_scored, acceptance.next_token)
-        token_ids = [*accepted, acceptance.next_token]
+        token_ids = [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
+        self._proposer.follow(outcome, token_ids)
         request.learn(plan, tree, acceptance, token_ids)
         return Outcome(plan, Proposal(TokenGraph(request.root), tree, ""), output.logits, acceptance, token_ids)
 
@@ -254,9 +252,9 @@ class SpeculativeDecoder:
         return controller.or_lookup(plan, request.match)
 
     def _looks_up(self, request: RequestState) -> bool:
-        """Whether a prompt lookup may take the place of a planned round. What that costs where a device runs whole
-        rounds was never measured."""
-        return self._config is not None and self._config.looks_up(request.greedy) and self._rounds is None
+        """Whether a prompt lookup may take the place of a planned round."""
+        may = self._rounds is None or self._rounds.looks_up
+        return self._config is not None and self._config.looks_up(request.greedy) and may
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""

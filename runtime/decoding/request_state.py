@@ -14,6 +14,7 @@ from ..speculation.planning.lookups import NO_MATCH, Match
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
 from .chunk import COMPLETE, LENGTH, STOP, TokenLogprob
+from .whole_rounds import uniforms_of
 
 
 class RequestState:
@@ -22,8 +23,9 @@ class RequestState:
     root: the last committed token. length: tokens of prompt and output together. tokens_left: tokens that the text may
     still get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how
     many requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
-    target's passes. match: what a prompt lookup found for this round. observed: whether an observer receives the
-    rounds. prompt_logprobs: what the next chunk says of the prompt, see TokenChunk.
+    target's passes. uniforms: the streams, where an engine can draw with their numbers; else none. match: what a prompt
+    lookup found for this round. observed: whether an observer receives the rounds. prompt_logprobs: what the next chunk
+    says of the prompt, see TokenChunk.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RequestState:
     ) -> None:
         params = sampler.params
         self.sampler, self.streams, self.observed = sampler, streams, observed
+        self.uniforms = uniforms_of(streams)
         self.controller, self.sharing = controller, sharing
         self.root, self.length = prompt[-1], len(prompt)
         self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)

@@ -50,15 +50,13 @@ class RoundShape(NamedTuple):
         tokens below the nodes of a layer, whose values may be equal."""
         return self.size + self.width if self.is_tree else 1
 
-    def num_draws(self, outcome: RoundOutcome) -> tuple[int, int, int]:
-        """How many of them a round has used: as many as the runtime's growers and verifiers."""
-        draft, tests, last = self.most_draws
-        accepted = len(outcome.accepted)
-        if self.is_tree:
-            draft, tests = outcome.num_drawn, outcome.num_tests
-        elif tests:
-            tests -= accepted
-        return draft, tests, min(last, accepted + 1)
+    def num_draws(self, accepted: int, drawn: int = 0, tests: int = 0) -> tuple[int, int, int]:
+        """How many of them a round has used that accepted so many rows: as many as the runtime's growers and verifiers.
+        drawn, tests: how many a drawn tree has used for the draft and for tests."""
+        most_drawn, most_tests, last = self.most_draws
+        if not self.is_tree:
+            drawn, tests = most_drawn, most_tests - accepted if most_tests else 0
+        return drawn, tests, min(last, accepted + 1)
 
 
 class RoundDraws(NamedTuple):
@@ -80,20 +78,24 @@ class RoundDraws(NamedTuple):
 
 
 class RoundOutcome(NamedTuple):
-    """token_ids, parents, depths, values: of the rows of the verified tree, the root first, whose parent is -1; a value
-    is the log-probability of a row's path. accepted: the accepted rows, a path. next_token: the target's token after
-    them. num_scored: how many accepted rows, from the first on, the draft has read. num_drawn, num_tests: the uniform
-    numbers that a drawn tree has used for the draft and for tests."""
+    """token_ids, parents, depths, shares: of the rows of the verified tree, the root first, whose parent is -1; a share
+    is the draft's probability of the row's token, see TokenGraph. accepted: the accepted rows, a path. next_token: the
+    target's token after them. num_scored: how many accepted rows, from the first on, the draft has read. used: how many
+    of its uniform numbers for the draft, for tests and for the target's own tokens. draft_passes, draft_rows: of the
+    draft, padding included. seconds: of the passes of draft and target, where the round measures them; else all of its
+    time counts as the target's."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
-    values: tuple[float, ...]
+    shares: tuple[float, ...]
     accepted: tuple[int, ...]
     next_token: int
     num_scored: int
-    num_drawn: int = 0
-    num_tests: int = 0
+    used: tuple[int, int, int]
+    draft_passes: int
+    draft_rows: int
+    seconds: tuple[float, float] | None = None
 
 
 class Rounds(ABC):
@@ -101,6 +103,13 @@ class Rounds(ABC):
     accepts; its engine joins passes of several texts. outcome: of the last round."""
 
     outcome: RoundOutcome
+    end_early = False  # whether the draft's passes end where the tree does; on a device, all passes of a shape run
+    cuts = True  # whether they leave out tokens by top-k, top-p and min-p
+    looks_up = False  # whether a prompt lookup may take the place of a round; on a device its cost was never measured
+
+    def most_draws(self, shape: RoundShape) -> tuple[int, int, int]:
+        """The most uniform numbers that a round uses for the draft, for tests and for the target's own tokens."""
+        return shape.most_draws
 
     @abstractmethod
     def fits(self, shape: RoundShape, num_pending: int) -> bool:

@@ -73,9 +73,9 @@ class Sampler:
         # Asked for every row: whether tokens are left out, whether by their order, and the least share of likely ones.
         self._top_k = params.top_k if params.top_k < vocab_size else 0  # 0: every token
         self.truncates_by_order = self._top_k > 0 or params.top_p < 1
-        self._truncates = self.truncates_by_order or params.min_p > 0
+        self.truncates = self.truncates_by_order or params.min_p > 0
         self._least = max(params.min_p, NEGLIGIBLE)
-        share = params.min_p or (NEGLIGIBLE if self._truncates else 0.0)
+        share = params.min_p or (NEGLIGIBLE if self.truncates else 0.0)
         chosen = Wanted(params.temperature, not (params.min_p > 0 or self._top_k > 0), share)
         self._wanted = Wanted(0.0, False, 0.0) if params.greedy else chosen
         self._drawn = None if params.greedy else Wanted(params.temperature, False, self._least)
@@ -116,7 +116,7 @@ class Sampler:
         if self.params.greedy:
             scores, known = self._scored(logits, path, softmax)
             return known.best(scores)
-        if self._truncates:
+        if self.truncates:
             ids, probs = self._truncate(*self._scored(logits, path, softmax), path)
             return int(ids[stream.categorical(probs)])
         return self.weights(logits, path, softmax).draw(stream)
@@ -130,7 +130,7 @@ class Sampler:
         """The same up to a factor, in a buffer that the next call with a path of this length overwrites. softmax: of
         this row, which its engine has prepared for the `wanted` settings."""
         (scores, known), weights = self._scored(logits, path, softmax), self._buffer(path)
-        if not (self.params.greedy or self._truncates):
+        if not (self.params.greedy or self.truncates):
             return known.weights(scores, self.params.temperature, weights)
         ids, probs = self._truncate(scores, known, path)
         weights.fill(0.0)

@@ -9,7 +9,7 @@ import numpy as np
 from ...models.bindings import TOP_IDS
 from ..engines.base import Ahead, Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from ..engines.passes import Passes, causal_batch, prefill_passes
-from ..engines.rounds import Rounds, RoundShape
+from ..engines.rounds import RoundOutcome, Rounds
 from ..sampling.random import BLOCK, HasUniforms, RandomStream
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import Wanted
@@ -74,12 +74,14 @@ class DraftProposer:
         """See Engine.rounds: with this draft, over this cache of the target."""
         return target.rounds(cache, self._engine, self._cache)
 
-    def follow(self, shape: RoundShape, accepted: Sequence[int], num_scored: int, next_token: int) -> None:
-        """Take over the result of a round that ran on the device, where both caches were committed. accepted: the
-        accepted tokens, of which the draft has read the first `num_scored`. Padding rows of its passes count, too."""
-        self.passes += shape.depth
-        self.rows += len(self._pending) + (shape.depth - 1) * shape.width
-        self._commit([*accepted, next_token], num_scored)
+    def follow(self, outcome: RoundOutcome, token_ids: Sequence[int]) -> None:
+        """Take over the result of a round that an engine ran as a whole. It has committed both caches. token_ids: the
+        accepted tokens and the target's own. Padding rows of the draft's passes count, too."""
+        self.passes += outcome.draft_passes
+        self.rows += outcome.draft_rows
+        if outcome.seconds is not None:
+            self.scoring.add(outcome.seconds[0])
+        self._commit(token_ids, outcome.num_scored)
 
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first

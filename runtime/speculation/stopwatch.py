@@ -20,6 +20,11 @@ class Stopwatch:
         self.latest = perf_counter() - self._start
         self.seconds += self.latest
 
+    def add(self, seconds: float) -> None:
+        """Add the seconds of a block that somebody else has timed."""
+        self.latest = seconds
+        self.seconds += seconds
+
     def lap(self) -> float:
         """Seconds that were added since the last lap."""
         before, self._lapped = self._lapped, self.seconds

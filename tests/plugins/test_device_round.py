@@ -18,7 +18,7 @@ from scripted_rounds import COLUMNS, VOCABULARY, JointRounds, Ranker, RankingEng
 from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round.images import HEADER, KERNELS, image
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.device import acceptance_of, tree_of
+from draftwood.runtime.decoding.whole_rounds import acceptance_of, tree_of
 from draftwood.runtime.engines.passes import run
 from draftwood.runtime.engines.rounds import RoundShape
 from draftwood.runtime.engines.static import cuda

@@ -16,7 +16,7 @@ from uniforms import UniformStream, uniform_streams
 
 from draftwood.plugins.device_round.images import image
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.device import acceptance_of, draws_of, tree_of, use_draws
+from draftwood.runtime.decoding.whole_rounds import acceptance_of, draws_of, tree_of, uniforms_of, use_draws
 from draftwood.runtime.engines.passes import run
 from draftwood.runtime.engines.rounds import RoundShape
 from draftwood.runtime.engines.static import cuda
@@ -93,14 +93,14 @@ def compared(
     learned = Calibration()
     for _ in range(rounds):
         tree, acceptance = host.run(ours)
-        outcome = device.run(draws_of(shape, params, theirs, learned))
+        outcome = device.run(draws_of(shape, shape.most_draws, params, uniforms_of(theirs), learned))
         found = tree_of(outcome)
         for field in ("token_ids", "parents", "depths", "children"):
             assert getattr(found, field) == getattr(tree, field), field
         np.testing.assert_allclose(found.shares, tree.shares, rtol=1e-9)
         assert acceptance_of(outcome) == acceptance
         assert device.pending == host.pending
-        use_draws(shape, outcome, theirs)
+        use_draws(outcome, uniforms_of(theirs))
         for mine, other in zip(ours, theirs, strict=True):
             assert isinstance(mine, UniformStream) and isinstance(other, UniformStream)
             assert mine.taken == other.taken
@@ -157,7 +157,7 @@ def measured(
             unused = ([0.5] * (count - len(part)) for part, count in zip(parts, most, strict=True))
             streams = RandomStreams(*(UniformStream([*part, *more]) for part, more in zip(parts, unused, strict=True)))
             device.restart(PROMPT)
-            outcome = device.run(draws_of(shape, params, streams, Calibration()))
+            outcome = device.run(draws_of(shape, shape.most_draws, params, uniforms_of(streams), Calibration()))
             tokens = (*(outcome.token_ids[row] for row in outcome.accepted), outcome.next_token)
             add(found, tokens, probability / 2)
     return found, expected

@@ -335,6 +335,8 @@ int draftwood_run_ahead(struct engine *engine, const struct pass *pass, int coun
     }
 }
 
+#include "round.h" /* whose passes these are */
+
 /* Copy the rows in `slots`, in that order, behind row `first` - 1 of every layer; 0, or -1 without memory. */
 int draftwood_move(const struct model *model, const struct cache *cache, int first, const int64_t *slots, int count) {
     return move_rows(cache, model->layers * model->kv_heads, model->head_dim, first, slots, count);

@@ -7,6 +7,7 @@ speculative text equals plain text bit for bit, in every precision.
 
 from __future__ import annotations
 
+from ctypes import addressof
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -22,9 +23,12 @@ from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address, row_bytes
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
-from ..base import Ahead, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
+from ....plugins.native.round import Round
+from ..base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
+from ..rounds import Rounds
+from .rounds import NativeRounds
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 
@@ -54,7 +58,7 @@ class NativeKVCache(GrowingKVCache):
 
     @property
     def capacity(self) -> int:
-        return min(int(self.values.shape[3]), self._limit)
+        return min(self._slots, self._limit)
 
     def results(self, outputs: int) -> Results:
         """The buffers of a pass that scores `outputs` rows, allocated at the first use."""
@@ -62,9 +66,14 @@ class NativeKVCache(GrowingKVCache):
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
 
+    def make_room(self, rows: int) -> None:
+        """Allocate slots for so many rows behind the committed ones. Raises EngineError beyond the limit of slots."""
+        self._grow(self.length + rows, self.length)
+
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision
         slots, dtype = whole_panels(capacity), STORED[stored]
+        self._slots = slots
         heads = (model.num_layers, model.num_kv_heads)
         self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), dtype)
         self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), dtype)
@@ -154,6 +163,23 @@ class NativeEngine(SoloEngine):
         cache.speculative = cache.speculative + rows + len(computed) if slots is None else columns
         # `_replace` would take five times as long.
         return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes, computed)
+
+    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
+        """See Engine.rounds: with a native draft."""
+        if not isinstance(draft, NativeEngine):
+            return None
+        caches = check_cache(cache, NativeKVCache), check_cache(draft_cache, NativeKVCache)
+        return NativeRounds((self, draft), caches)
+
+    def run_round(self, draft: NativeEngine, wanted: Round) -> None:
+        """Run a round with this engine as the target. Raises EngineError as `score` does."""
+        with self._lock, draft._lock:
+            if self._handle is None or draft._handle is None:
+                raise closed_error(self.spec if self._handle is None else draft.spec)
+            try:
+                self._library.run_round(self._handle, draft._handle, addressof(wanted))
+            except KernelError as error:
+                raise EngineError(str(error)) from error
 
     def _run_ahead(self, ahead: Ahead, wanted: Pass) -> tuple[int, ...]:
         """Run a pass and those behind it; returns the tokens of the latter."""

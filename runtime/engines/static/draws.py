@@ -200,11 +200,3 @@ def check_peaks(peaks: NDArray[np.float32]) -> None:
     """Raises EngineError if a row of logits had a NaN, or no finite peak."""
     if not np.isfinite(peaks).all():
         raise EngineError(NO_NUMBERS)
-
-
-def path_values(parents: Sequence[int], shares: Sequence[float]) -> tuple[float, ...]:
-    """The log-probabilities of the rows of a tree, by each row's parent and probability."""
-    values = [0.0]
-    for parent, share in zip(parents[1:], shares[1:], strict=True):
-        values.append(values[parent] + math.log(share))
-    return tuple(values)

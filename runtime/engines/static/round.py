@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import exp
 from typing import Any, NamedTuple, Protocol
 
 from ....models import bindings
@@ -13,7 +14,7 @@ from ..layout import Layout, PassShape
 from ..rounds import RoundDraws, RoundOutcome, RoundShape
 from .device import CacheGeometry, Device, DeviceMemory, Stream
 from .drawn_trees import draws_for, tree_fields, tree_found_fields
-from .draws import Buffers, Vocabulary, check_peaks, found_fields, given_fields, numbers_of, path_values, work_fields
+from .draws import Buffers, Vocabulary, check_peaks, found_fields, given_fields, numbers_of, work_fields
 
 log = logging.getLogger("draftwood.engines")
 WORD = 4  # bytes that a thread of `commit` moves at a time
@@ -130,7 +131,7 @@ class Round:
         self._device.synchronize(self._stream)
         if self._graph is None and self._may_capture:
             self._capture()
-        return [self._outcome(text) for text in range(self._texts)]
+        return [self._outcome(text, len(place.pending)) for text, place in enumerate(texts)]
 
     @property
     def _passes(self) -> list[RoundPass]:
@@ -228,7 +229,7 @@ class Round:
         numbers = *sizes, self._work.fields[sources].shape[1], side
         self._launch("commit", grid, (cache.address, *pointers), numbers)
 
-    def _outcome(self, text: int) -> RoundOutcome:
+    def _outcome(self, text: int, num_pending: int) -> RoundOutcome:
         found = self._result.views(self._host_found)
         count, next_token, num_scored, rows = found["summary"][text].tolist()
         tokens, parents, depths, values = (
@@ -239,11 +240,16 @@ class Round:
         uses: tuple[int, ...] = ()
         if self._draws is not None:
             check_peaks(found["row_peaks"][: len(found["row_peaks"]) - (self._shape.size + 1) + rows])
-        if self._shape.is_tree:
-            values, uses = path_values(parents, values), tuple(found["uses"].tolist())
+        if self._shape.is_tree:  # of which they are shares
+            shares, uses = values[1:], tuple(found["uses"].tolist())
         elif self._shape.is_drawn:
-            values = path_values(parents, (1.0, *found["shares"].tolist()))
-        return RoundOutcome(tokens, parents, depths, values, accepted, next_token, num_scored, *uses)
+            shares = tuple(found["shares"].tolist())
+        else:
+            shares = tuple(exp(value - values[parent]) for value, parent in zip(values[1:], parents[1:], strict=True))
+        used, depth = self._shape.num_draws(count, *uses), self._shape.depth
+        rows_drafted = num_pending + (depth - 1) * self._shape.width
+        tree = tokens, parents, depths, (1.0, *shares)
+        return RoundOutcome(*tree, accepted, next_token, num_scored, used, depth, rows_drafted)
 
 
 def addresses(each: RoundPass) -> tuple[int, ...]:

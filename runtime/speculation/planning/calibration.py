@@ -40,14 +40,17 @@ class Calibration:
         self._accepted = [[0] * BINS for _ in range(RANKS)]
         self._offered = [[0] * BINS for _ in range(RANKS)]
         self._estimates = [self._estimated(rank) for rank in range(RANKS)]
+        self._logs: list[list[float]] = [[] for _ in range(RANKS)]  # of the estimates, once they are asked for
 
     def __call__(self, rank: int, share: float) -> float:
         return self._estimates[min(rank, RANKS - 1)][bin_of(share)]
 
     def logs(self) -> list[float]:
         """log a and log (1 - a) of each estimate a, by rank and bin."""
-        cells = (cell for rank in self._estimates for cell in rank)
-        return [each for cell in cells for each in (math.log(cell), math.log1p(-cell))]
+        for logs, estimates in zip(self._logs, self._estimates, strict=True):
+            if not logs:
+                logs += (each for cell in estimates for each in (math.log(cell), math.log1p(-cell)))
+        return [each for logs in self._logs for each in logs]
 
     def _estimated(self, rank: int) -> list[float]:
         """The estimates of a rank's cells. Each cell's prior is the estimate of its whole rank, whose prior is
@@ -75,6 +78,7 @@ class Calibration:
                     break
         for rank in ranks:
             self._estimates[rank] = self._estimated(rank)
+            self._logs[rank] = []
 
 
 def bin_of(share: float) -> int:

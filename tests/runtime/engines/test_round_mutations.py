@@ -15,7 +15,7 @@ from uniforms import uniform_streams
 from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round.images import STATE
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.device import draws_of, use_draws
+from draftwood.runtime.decoding.whole_rounds import draws_of, uniforms_of, use_draws
 from draftwood.runtime.engines.rounds import BLOCK, RoundOutcome, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.draws import Draws
@@ -34,8 +34,8 @@ def texts(gpu: Machine) -> list[RoundOutcome]:
         rounds = DeviceRounds(gpu, SHAPE, Scorer(seed + 10, 20, 18, draft), draft, PROMPT)
         streams = uniform_streams(seed)
         for _ in range(2):
-            found.append(rounds.run(draws_of(SHAPE, PARAMS, streams)))
-            use_draws(SHAPE, found[-1], streams)
+            found.append(rounds.run(draws_of(SHAPE, SHAPE.most_draws, PARAMS, uniforms_of(streams))))
+            use_draws(found[-1], uniforms_of(streams))
     return found
 
 

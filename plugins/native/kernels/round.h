@@ -1,0 +1,178 @@
+/* A round as a whole: the draft grows a tree, the target scores it, and the accepted rows are found
+ * (runtime/engines/native/rounds.py). */
+#pragma once
+#include <time.h>
+#include "verification.h"
+
+#define NO_NUMBERS 6 /* refusals, see library.py */
+#define NO_ROOM 7
+#define MOST_MASK (1 << 16)
+
+/* depth, size, width, verify, is_drawn, is_tree: see RoundShape of runtime/engines/rounds.py. pending: the tokens that
+ * the draft reads first, the root last. outputs: of the draft, for which there is room. target, draft: passes without
+ * rows, with room for their results: `logits`, `draws`, and for chosen tokens `ids` and `logprobs`. names: of the
+ * draft's columns, or null. numbers: for the draft, for tests, and for the target's own tokens. room: for distributions.
+ *
+ * counts: see COUNTS. seconds: of the passes of draft and target. tokens, parents, depths, slots, shares [size + 1]: of the
+ * rows; slots: in the draft's cache, behind the committed rows. accepted [depth]: rows. */
+struct round {
+    int32_t depth, size, width, verify, is_drawn, is_tree, pending, outputs;
+    struct pass target, draft;
+    const int64_t *pending_tokens, *names;
+    const double *numbers[3], *estimates;
+    double *room;
+    int64_t *counts, *tokens, *parents, *depths, *slots, *accepted;
+    double *seconds, *shares;
+};
+
+/* ROWS, ACCEPTED: of the tree. NEXT: the token behind the accepted rows. PASSES, SCORED: of the draft behind its first pass,
+ * and their rows. USED: of each kind of numbers. */
+enum counts { ROWS, ACCEPTED, NEXT, PASSES, SCORED, USED, COUNTS = USED + 3 };
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static int time_pass(struct engine *engine, const struct pass *pass, double *seconds) {
+    const double begun = seconds_now();
+    const int refusal = draftwood_forward(engine, pass);
+    *seconds += seconds_now() - begun;
+    return refusal;
+}
+
+/* The probabilities of the tokens that the draft may draw after an output; 0 where its logits are no numbers. */
+static int candidates_of(const struct round *round, int output, struct candidates *q) {
+    const struct draw *draw = round->draft.draws + output;
+    double *probs = draw->weights;
+    if (draw->count < 1 || draw->count > draw->room) return 0;
+    const double sum = sum_of(probs, draw->count);
+    for (int at = 0; at < draw->count; at++) {
+        probs[at] /= sum;
+        if (round->names) draw->ids[at] = round->names[draw->ids[at]];
+    }
+    *q = (struct candidates){draw->ids, probs, draw->count};
+    return 1;
+}
+
+/* The draft's pass over `count` nodes, whose outputs begin at `first`; the root is the last of the pending tokens. */
+static int score_layer(struct engine *draft, struct round *round, struct tree *tree, const int *nodes, int count, int first) {
+    const int is_root = nodes[0] == ROOT, rows = is_root ? round->pending : count, slots = first ? round->pending + first - 1 : 0;
+    const int columns = slots + rows;
+    int64_t tokens[MOST_WIDTH], positions[MOST_WIDTH], outputs[MOST_WIDTH], each[MOST_WIDTH];
+    uint8_t mask[MOST_MASK];
+    struct pass pass = round->draft;
+    if (columns * rows > MOST_MASK) return NO_ROOM;
+    memset(mask, 0, (size_t)columns * rows);
+    for (int row = 0; row < rows; row++) {
+        uint8_t *visible = mask + (size_t)row * columns;
+        outputs[row] = is_root ? rows - 1 : row;
+        memset(visible, 1, is_root ? row + 1 : round->pending);
+        tokens[row] = is_root ? round->pending_tokens[row] : tree->nodes[nodes[row]].token;
+        positions[row] = pass.length + (is_root ? row : round->pending - 1 + tree->nodes[nodes[row]].depth);
+        if (is_root) continue;
+        tree->nodes[nodes[row]].slot = slots + row;
+        for (int node = nodes[row]; node != ROOT; node = tree->nodes[node].parent) visible[tree->nodes[node].slot] = 1;
+    }
+    for (int at = 0; at < count; at++) {
+        tree->nodes[nodes[at]].output = first + at;
+        each[at] = at;
+    }
+    round->counts[PASSES] += !is_root, round->counts[SCORED] += is_root ? 0 : count;
+    pass.rows = rows, pass.outputs = count, pass.start = pass.length + slots, pass.columns = columns;
+    pass.tokens = tokens, pass.positions = positions, pass.output_rows = outputs, pass.mask = mask;
+    pass.logits += (size_t)first * draft->model.head.outputs;
+    if (round->is_drawn) {
+        pass.draws += first, pass.drawn = count, pass.draw_outputs = each;
+    } else {
+        pass.ids += (size_t)first * pass.top, pass.logprobs += (size_t)first * pass.top;
+    }
+    return time_pass(draft, &pass, round->seconds);
+}
+
+/* Grow the tree; 0, or a refusal. q: set for the draft's outputs. */
+static int grow(struct engine *draft, struct round *round, struct tree *tree, struct candidates *q, struct stream *stream) {
+    const int is_chain = round->is_drawn && !round->is_tree;
+    int nodes[MOST_NODES] = {ROOT}, count = 1, first = 0;
+    plant(tree, round->pending_tokens[round->pending - 1]);
+    if (round->is_drawn) offer(&tree->best, 0); /* the root's first child */
+    for (; count; first += count, count = frontier(tree, round->is_drawn, is_chain, nodes)) {
+        if (first + count > round->outputs) return NO_ROOM;
+        const int refusal = score_layer(draft, round, tree, nodes, count, first);
+        if (refusal) return refusal;
+        for (int each = 0; round->is_drawn && each < count; each++)
+            if (!candidates_of(round, first + each, q + first + each)) return NO_NUMBERS;
+        if (is_chain) draw_next(tree, nodes[0], q + first, stream);
+        else if (round->is_drawn) draw_layer(tree, nodes, count, q + first, round->estimates, stream);
+        else
+            choose_layer(tree, nodes, count, round->draft.ids + (size_t)first * round->draft.top,
+                         round->draft.logprobs + (size_t)first * round->draft.top, round->draft.top, round->names);
+        if (tree->count > MOST_NODES - 2 * MOST_WIDTH - tree->size) return NO_ROOM;
+    }
+    return 0;
+}
+
+/* The target's pass over the rows of the tree; it prepares what is drawn from on the path of first children. */
+static int score_rows(struct engine *target, struct round *round, const struct tree *tree, const int *rows,
+                      const int *row_of) {
+    const int count = (int)round->counts[ROWS];
+    int64_t positions[MOST_KEPT], path[MOST_KEPT], each[MOST_KEPT];
+    uint8_t mask[MOST_MASK];
+    struct draw prepared[MOST_KEPT];
+    struct pass pass = round->target;
+    memset(mask, 0, (size_t)count * count);
+    for (int row = 0; row < count; row++) {
+        const struct node *node = tree->nodes + rows[row];
+        round->tokens[row] = node->token;
+        round->parents[row] = row ? row_of[node->parent] : -1;
+        round->depths[row] = node->depth;
+        round->slots[row] = node->slot;
+        round->shares[row] = node->share;
+        positions[row] = pass.length + node->depth;
+        for (int at = row; at >= 0; at = (int)round->parents[at]) mask[row * count + at] = 1;
+        pass.draws[row].total = -1;
+        each[row] = row;
+    }
+    pass.rows = pass.outputs = pass.columns = count, pass.start = pass.length;
+    pass.tokens = round->tokens, pass.positions = positions, pass.output_rows = each, pass.mask = mask;
+    pass.drawn = count, pass.draw_outputs = each;
+    if (pass.draws->temperature != 0) {
+        pass.drawn = 0;
+        for (int row = 0, last = 0; row < count; row++)
+            if (!row || round->parents[row] == last) {
+                prepared[pass.drawn] = pass.draws[row];
+                path[pass.drawn++] = last = row;
+            }
+        pass.draws = prepared, pass.draw_outputs = path;
+    }
+    const int refusal = time_pass(target, &pass, round->seconds + 1);
+    for (int at = 0; pass.draws == prepared && at < pass.drawn; at++) round->target.draws[path[at]] = prepared[at];
+    return refusal;
+}
+
+/* Run a round; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there, and commits them. */
+int draftwood_run_round(struct engine *target, struct engine *draft, struct round *round) {
+    struct tree tree;
+    struct candidates q[MOST_NODES];
+    struct stream draws = {round->numbers[0], 0};
+    int rows[MOST_KEPT], row_of[MOST_NODES];
+    tree.depth = round->depth, tree.size = round->size, tree.width = round->width, tree.room = round->room;
+    round->seconds[0] = round->seconds[1] = 0;
+    memset(round->counts, 0, COUNTS * sizeof *round->counts);
+    if (round->size >= MOST_KEPT || round->pending < 1 || round->width > MOST_WIDTH || round->pending > MOST_WIDTH) return NO_ROOM;
+    int refusal = grow(draft, round, &tree, q, &draws);
+    if (refusal) return refusal;
+    round->counts[ROWS] = unroll(&tree, rows, row_of);
+    if ((refusal = score_rows(target, round, &tree, rows, row_of))) return refusal;
+    struct scored scored = {.tree = &tree, .rows = rows, .count = (int)round->counts[ROWS], .size = target->model.head.outputs};
+    scored.draws = round->target.draws, scored.logits = round->target.logits, scored.q = q, scored.room = tree.room;
+    scored.tests.numbers = round->numbers[1], scored.choices.numbers = round->numbers[2];
+    verify(&scored, round->verify);
+    if (scored.broken) return NO_NUMBERS;
+    int64_t *counts = round->counts, at = counts[ACCEPTED] = tree.nodes[rows[scored.last]].depth;
+    for (int64_t row = scored.last; row; row = round->parents[row]) round->accepted[--at] = row;
+    counts[NEXT] = scored.token;
+    counts[USED] = draws.used, counts[USED + 1] = scored.tests.used, counts[USED + 2] = scored.choices.used;
+    return 0;
+}

@@ -1,0 +1,104 @@
+"""Rounds that an engine runs as a whole, on a GPU or in the native kernels: what they are to the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..engines.base import ForwardOutput
+from ..engines.passes import Passes
+from ..engines.rounds import RoundDraws, RoundOutcome, Rounds, RoundShape
+from ..sampling.params import SamplingParams
+from ..sampling.random import HasUniforms, RandomStreams
+from ..sampling.sampler import NEGLIGIBLE
+from ..speculation.graph.token_tree import TokenTree
+from ..speculation.planning.calibration import Calibration
+from ..speculation.stopwatch import Stopwatch
+from ..speculation.verifier import Acceptance
+
+if TYPE_CHECKING:  # request_state.py imports this module
+    from .request_state import RequestState
+
+
+def run_whole(
+    rounds: Rounds, shape: RoundShape, pending: Sequence[int], request: RequestState
+) -> Passes[tuple[ForwardOutput, RoundOutcome]]:
+    """Run a round, and measure it. pending: see Rounds.prepare. Returns the output of its pass, and what it found."""
+    most, time = rounds.most_draws(shape), Stopwatch()
+    with time:
+        greedy, params = request.greedy, request.sampler.params
+        draws = None if greedy else draws_of(shape, most, params, request.uniforms, request.calibration)
+        output = yield rounds.prepare(shape, pending, draws)
+    outcome = rounds.outcome
+    if outcome.seconds is None:
+        request.scoring.add(time.seconds)
+    else:
+        request.scoring.add(outcome.seconds[1])
+        request.time_pass(len(outcome.token_ids))
+    if draws is not None:
+        use_draws(outcome, request.uniforms)
+    return output, outcome
+
+
+def tree_of(outcome: RoundOutcome) -> TokenTree:
+    """The verified tree. Its nodes are its rows, because the engine keeps its graph to itself."""
+    rows = range(len(outcome.token_ids))
+    children: list[list[int]] = [[] for _ in rows]
+    for row in rows[1:]:
+        children[outcome.parents[row]].append(row)
+    return TokenTree(
+        token_ids=outcome.token_ids,
+        parents=outcome.parents,
+        depths=outcome.depths,
+        children=tuple(map(tuple, children)),
+        nodes=tuple(rows),
+        merged=(False,) * len(rows),
+        certain=frozenset(),
+        shares=outcome.shares,
+        draft_probs={},
+        remaining={},
+    )
+
+
+def acceptance_of(outcome: RoundOutcome) -> Acceptance:
+    return Acceptance(list(outcome.accepted), outcome.next_token)
+
+
+def uniforms_of(streams: RandomStreams) -> tuple[HasUniforms, ...]:
+    """The streams, if an engine can draw with their numbers; else none."""
+    uniforms = tuple(stream for stream in streams if isinstance(stream, HasUniforms))
+    return uniforms if len(uniforms) == len(streams) else ()
+
+
+def is_cut(params: SamplingParams) -> bool:
+    """Whether these settings leave tokens out by their order."""
+    return params.top_p < 1 or params.top_k > 0
+
+
+def shape_of(shape: RoundShape | None, params: SamplingParams, tokens_left: int, may_end: bool) -> RoundShape | None:
+    """The shape of a whole round with these settings; None if there is none for it. may_end: whether the tree may end
+    before its last layer."""
+    if shape is None or shape.depth >= tokens_left or not (may_end or shape.fills_layers):
+        return None
+    return shape._replace(is_cut=True) if not params.greedy and is_cut(params) else shape
+
+
+def draws_of(
+    shape: RoundShape,
+    most: tuple[int, int, int],
+    params: SamplingParams,
+    uniforms: Sequence[HasUniforms],
+    calibration: Calibration | None = None,
+) -> RoundDraws:
+    """What a round above temperature 0 may draw with. most: see Rounds.most_draws. uniforms: of draft, tests and
+    target. calibration: the estimates of a drawn tree."""
+    draft, tests, last = (stream.ahead(count) for stream, count in zip(uniforms, most, strict=True))
+    estimates = calibration.logs() if calibration is not None and shape.is_tree else ()
+    shares = max(params.min_p, NEGLIGIBLE), params.min_p
+    return RoundDraws(params.temperature, *shares, params.top_p, params.top_k, draft, tests, last, estimates)
+
+
+def use_draws(outcome: RoundOutcome, uniforms: Sequence[HasUniforms]) -> None:
+    """Take the numbers that a round has used from the streams."""
+    for stream, count in zip(uniforms, outcome.used, strict=True):
+        stream.skip(count)

@@ -1,0 +1,218 @@
+"""Rounds that the native kernels run as a whole: they use the numbers of the host's growers and verifiers, whose
+exactness is proved by enumeration, and come to the same trees, the same accepted paths and the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from bundling import DEMO, built_native
+from costs import table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
+from draftwood.models.bindings import TARGET
+from draftwood.models.errors import EngineError
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.stats import SpecDecodeStats
+from draftwood.runtime.engines.base import Engine, KVCache
+from draftwood.runtime.engines.native.engine import NativeEngine
+from draftwood.runtime.engines.native.rounds import NativeRounds
+from draftwood.runtime.engines.rounds import BEST, BLOCK, RoundDraws, RoundShape
+from draftwood.runtime.sampling.params import SamplingParams
+from draftwood.runtime.sampling.random import seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.speculation.config import SpeculativeConfig
+
+Pair = tuple[NativeEngine, NativeEngine]
+TEXT = list(range(40, 60))
+CHAIN = SpeculativeConfig("chain", max_draft_len=4, budget="fixed")
+CHOSEN = SpeculativeConfig("topk", max_total_draft_tokens=9, max_draft_len=4, frontier_width=3, budget="fixed")
+DRAWN = SpeculativeConfig("dyspec", max_total_draft_tokens=12, max_draft_len=5, frontier_width=3, budget="fixed")
+PLANNED = SpeculativeConfig()
+WHOLE = {  # what an engine runs as a whole
+    "a chain": CHAIN,
+    "a chain that must match": replace(CHAIN, verify="match"),
+    "a chosen tree": CHOSEN,
+    "a chosen chain": replace(CHOSEN, frontier_width=1, max_total_draft_tokens=4),
+    "a deep tree of few tokens": replace(CHOSEN, max_total_draft_tokens=3, max_draft_len=8),
+    "a drawn tree": DRAWN,
+    "a drawn tree by rejection": replace(DRAWN, verify="rejection"),
+    "a drawn tree that must match": replace(DRAWN, verify="match"),
+}
+OTHERS: dict[str, tuple[SpeculativeConfig, dict[str, Any]]] = {  # what the host runs pass by pass
+    "a drawn tree of a fixed shape": (SpeculativeConfig("k-ary", budget="fixed"), {"temperature": 0.7}),
+    "merges": (replace(CHOSEN, merge="gsd"), {"temperature": 0.0}),
+    "a stop rule": (replace(CHAIN, stop_rule="confidence"), {"temperature": 0.0}),
+    "top-p": (CHAIN, {"temperature": 0.7, "top_p": 0.9}),
+    "min-p": (CHAIN, {"temperature": 0.7, "min_p": 0.1}),
+    "penalties": (CHAIN, {"temperature": 0.0, "repetition_penalty": 1.2}),
+    "log-probabilities": (CHAIN, {"temperature": 0.0, "logprobs": 1}),
+}
+
+
+class Written(NamedTuple):
+    """A text, and what was counted while it was written. whole: the rounds that an engine ran as a whole."""
+
+    tokens: list[int]
+    accepted: list[int]
+    passes: tuple[int, int, int]
+    whole: int
+
+
+class Host(NativeEngine):
+    """A target whose rounds the host runs."""
+
+    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> None:
+        return None
+
+
+@pytest.fixture(scope="module", params=["a whole vocabulary", "a trimmed one"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("rounds") / "bundle"
+    if request.param == "a trimmed one":
+        options = BuildOptions(
+            DEMO / "target", DEMO / "draft", folder, "native", "int8", draft_precision="int8", draft_vocabulary=700
+        )
+        build(options, lambda step: lambda: None)
+    else:
+        built_native(DEMO, folder, "int8")
+    bundle = EngineBundle.open(folder)
+    target, draft = bundle.open_engine(TARGET, 2), bundle.open_draft(1)
+    assert isinstance(target, NativeEngine) and isinstance(draft, NativeEngine)
+    yield target, draft
+    target.close()
+    draft.close()
+
+
+def written(
+    pair: Pair, config: SpeculativeConfig, setting: Mapping[str, Any], seed: int, by_host: bool = False
+) -> Written:
+    target, draft = pair
+    params, stats = SamplingParams(max_tokens=24, ignore_eos=True, **setting), SpecDecodeStats()
+    costs = table() if config.budget == "cost" else None
+    kind, whole = target.__class__, 0
+    try:
+        target.__class__ = Host if by_host else NativeEngine
+        decoder = SpeculativeDecoder(target, draft, config, 256, (), costs)
+    finally:
+        target.__class__ = kind
+    rounds = decoder._rounds
+    assert by_host == (rounds is None)
+    if isinstance(rounds, NativeRounds):
+        run = rounds.run
+
+        def counted() -> None:
+            nonlocal whole
+            run()
+            whole += 1
+
+        rounds.run = counted  # type: ignore[method-assign]
+    sampler = Sampler(params, TEXT, (), target.spec.model.vocab_size)
+    tokens = [
+        token for chunk in decoder.generate(TEXT, sampler, seeded_streams(seed), stats) for token in chunk.token_ids
+    ]
+    decoder.close()
+    passes = stats.target_passes, stats.draft_passes, stats.draft_rows
+    return Written(tokens, stats.accepted_per_round, passes, whole)
+
+
+def same_by_host(pair: Pair, config: SpeculativeConfig, setting: Mapping[str, Any], seed: int) -> Written:
+    """What is written, which must be the same by the host's rounds."""
+    found, expected = written(pair, config, setting, seed), written(pair, config, setting, seed, by_host=True)
+    assert found[:3] == expected[:3]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 4.0])
+@pytest.mark.parametrize("name", WHOLE)
+def test_texts_and_proposals_are_those_of_the_host(name: str, temperature: float, pair: Pair) -> None:
+    """At a temperature of 4 more than BLOCK tokens are likely. The host runs the last rounds: no whole proposal fits
+    there."""
+    every = [same_by_host(pair, WHOLE[name], {"temperature": temperature}, seed) for seed in range(3)]
+    assert all(found.whole > 3 for found in every)
+    assert len({tuple(found.tokens) for found in every}) == (3 if temperature else 1)
+
+
+@settings(max_examples=40)
+@given(
+    grow=st.sampled_from(["chain", "topk", "dyspec"]),
+    verify=st.sampled_from(["auto", "match", "rejection"]),
+    size=st.integers(1, 15),
+    depth=st.integers(1, 7),
+    width=st.integers(1, 5),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_shapes_of_every_size(
+    pair: Pair, grow: str, verify: str, size: int, depth: int, width: int, temperature: float, seed: int
+) -> None:
+    if grow != "dyspec" and verify == "rejection":
+        verify = "match"
+    config = SpeculativeConfig(
+        grow,
+        verify=verify,
+        max_total_draft_tokens=max(size, depth),
+        max_draft_len=depth,
+        frontier_width=width,
+        budget="fixed",
+    )
+    assert same_by_host(pair, config, {"temperature": temperature}, seed).whole
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_planned_rounds(temperature: float, pair: Pair) -> None:
+    """The plans of a seeded text, which never depend on a clock."""
+    assert same_by_host(pair, PLANNED, {"temperature": temperature, "seed": 5}, 5).whole
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_proposals_are_left_to_the_host(name: str, pair: Pair) -> None:
+    config, setting = OTHERS[name]
+    assert not same_by_host(pair, config, setting, 1).whole
+
+
+def rounds_of(pair: Pair) -> tuple[NativeRounds, Sequence[Any]]:
+    caches = [engine.new_cache() for engine in pair]
+    rounds = pair[0].rounds(caches[0], pair[1], caches[1])
+    assert isinstance(rounds, NativeRounds)
+    return rounds, caches
+
+
+def test_what_fits(pair: Pair) -> None:
+    """No more than a pass, the kernels and the caches have room for."""
+    rounds, caches = rounds_of(pair)
+    widest, most = pair[0].spec.max_width, pair[1].spec.max_width
+    chain = RoundShape(4, 4, 1)
+    assert rounds.fits(chain, 1) and not rounds.fits(chain, 0) and not rounds.fits(chain, 2)
+    assert rounds.fits(RoundShape(4, widest - 1, 3), 1) and not rounds.fits(RoundShape(4, widest, 3), 1)
+    assert not rounds.fits(RoundShape(4, 4, most + 1, is_drawn=True, is_tree=True), 1)
+    assert not rounds.fits(RoundShape(1000, 15, 1), 1)
+    caches[0].length = caches[1].length = pair[0].spec.capacity - 4
+    assert rounds.fits(RoundShape(3, 3, 1), 1) and not rounds.fits(chain, 1)
+    caches[0].length = caches[1].length = 0
+    rounds.close()
+    with pytest.raises(EngineError, match="closed"):
+        rounds.run()
+
+
+@pytest.mark.parametrize(("role", "temperature"), [(0, 0.0), (0, 0.7), (1, 0.7)])
+def test_logits_that_are_no_numbers_are_an_error(role: int, temperature: float, pair: Pair) -> None:
+    rounds, caches = rounds_of(pair)
+    for cache in caches:
+        cache.make_room(1)
+        cache.length = 1
+    caches[role].values[...] = np.nan
+    shape = RoundShape(2, 2, 1, BLOCK if temperature else BEST, is_drawn=bool(temperature))
+    draft, tests, last = ([0.5] * count for count in rounds.most_draws(shape))
+    draws = RoundDraws(temperature, 1e-4, 0.0, 1.0, 0, draft, tests, last) if temperature else None
+    assert rounds.fits(shape, 1)
+    with pytest.raises(EngineError, match="NaN or infinite"):
+        rounds.prepare(shape, [7], draws).run()
+    assert [cache.length for cache in caches] == [1, 1]
