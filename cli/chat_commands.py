@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..models.errors import RequestError, shown
+from ..models.plain_files import read_plain
 from ..runtime.chat import ChatSession
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.llm import Speculation
 from ..runtime.sampling.params import SamplingParams
+from ..runtime.serving.json_text import parse
 from .files import unwritable
 from .live import running
 
 SPECULATION = "speculation"
+LARGEST_FILE = 16 << 20  # bytes of a conversation that is loaded; a chat template writes no longer one
 # Nothing of a conversation in a terminal shows log-probabilities, a schema is no word, and a message has one answer.
 UNSETTABLE = ("logits_processors", "logprobs", "structured", "logit_bias", "allowed_token_ids", "prompt_logprobs", "n")
 
@@ -232,6 +235,22 @@ def write_messages(state: ChatState, argument: str, command: str, mode: str) -> 
     return Reply(f"{'replaced' if existed else 'wrote'} {file}: {len(messages)} messages")
 
 
+def load(state: ChatState, argument: str) -> Reply:
+    """`/load FILE`."""
+    if not argument:
+        raise RequestError("/load needs the name of a file: write /load conversation.json")
+    file = Path(os.path.expanduser(argument))
+    try:
+        messages = parse(read_plain(file, LARGEST_FILE).decode("utf-8"))
+    except OSError as error:
+        raise RequestError(f"/load {file} cannot be read ({error.strerror}): give a file of /save") from error
+    except ValueError as error:  # also a NUL in its name
+        raise RequestError(f"/load {file} cannot be read ({error}): give a file of /save") from error
+    state.session.load(messages)
+    system = "no system message" if state.session.system is None else "its system message"
+    return Reply(f"loaded {file}: {len(messages)} messages, with {system}, in the place of the conversation before")
+
+
 def show_help(state: ChatState, argument: str) -> Reply:
     """`/help`."""
     width = max(len(f"/{name} {command.arguments}") for name, command in COMMANDS.items())
@@ -255,6 +274,7 @@ COMMANDS = {
     "reset": Command(reset, "", "begin a new conversation; the system message and the settings stay"),
     "save": Command(save, "FILE", "write the messages as JSON; never replaces a file"),
     "save!": Command(replace_file, "FILE", "the same, replacing the file"),
+    "load": Command(load, "FILE", "go on with the conversation in a file of /save, in the place of this one"),
     "help": Command(show_help, "", "this list"),
     "quit": Command(leave, "", "leave, as ctrl-D does"),
 }

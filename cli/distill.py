@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +120,27 @@ def run(args: argparse.Namespace) -> int:
         highlight=False,
         soft_wrap=True,
     )
+    if remark := judged(options, result.figures):
+        console.print(remark, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Curve: {options.output / 'acceptance.svg'}", markup=False)
     console.print(
         f"Next: draftwood build --target {options.target} --draft {options.output} --output BUNDLE", markup=False
     )
     return 0
+
+
+def judged(options: DistillOptions, figures: Mapping[str, Any]) -> str:
+    """A line about a draft that had too little training; empty for others. figures: see DistillResult."""
+    from ..builder.distillation.options import WORTH_MINUTES
+
+    if figures.get("steps") == 0:
+        return "The training has not improved on its beginning yet, which was written: give more --minutes"
+    if options.minutes < WORTH_MINUTES:
+        return (
+            f"A draft worth having takes some {WORTH_MINUTES} minutes, and this one had {options.minutes:g}: the same "
+            "command with more --minutes goes on"
+        )
+    return ""
 
 
 class Bars:

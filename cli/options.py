@@ -164,7 +164,8 @@ def add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--private-weights",
         action="store_true",
-        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach it",
+        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach it; not "
+        "for TensorRT, which maps none",
     )
 
 

@@ -18,16 +18,19 @@ from .llm import LLM, Speculation
 from .prompt import PromptTooLongError
 from .request_engines import PREFIX_CACHE_SLOTS
 from .sampling.params import SamplingParams
+from .text.conversation import Conversation, to_template
 from .text.result import RequestOutput, output_of
 from .text.writer import StreamChunk
 
 INTERRUPTED = "interrupted"  # finish_reason of an answer that the user stopped
 RESERVED = 4  # an answer has room for `max_tokens`, or for one part in so many of the context
+PAIR = ("user", "assistant")  # the roles of a turn's messages
 KEPT = 2  # a conversation that was too long is cut to one part in so many of the context
 
 
 class Turn(NamedTuple):
-    """A user's message and its answer. finish_reason: as in CompletionOutput, or INTERRUPTED."""
+    """A user's message and its answer. finish_reason: as in CompletionOutput, or INTERRUPTED; "stop" if the turn was
+    loaded."""
 
     user: str
     answer: str
@@ -125,6 +128,15 @@ class ChatSession:
         self.num_left_out = self.num_prompt_tokens = 0
         self.last, self.stats = None, SpecDecodeStats()
 
+    def load(self, messages: Conversation) -> None:
+        """Replace the conversation and the system message by those of `messages`, in the form of the property
+        `messages`. The next answer reads the whole conversation. Raises RequestError for messages that are no such
+        conversation or that the chat template refuses; the conversation then stays."""
+        system, turns = read_conversation(messages)
+        self._llm.write_chat([*system_message(system), *messages_of(turns), {"role": "user", "content": "hello"}])
+        self.reset()
+        self.turns[:], self._system = turns, system
+
     def close(self) -> None:
         """Free the caches."""
         self._shared.close()
@@ -150,21 +162,30 @@ class ChatSession:
         return self._answer(job, text, num_before, prompt, stop)
 
     def _fit(self, text: str, num_before: int, max_tokens: int, stop: Event) -> list[int]:
-        """The prompt with as many turns as the context has room for; sets `num_left_out`."""
+        """The prompt with as many turns as the context has room for; sets `num_left_out`. Bisects, because a
+        conversation that was loaded may have thousands of turns too many, and each attempt renders and tokenizes it."""
         limit = self._llm.bundle.manifest.max_length
         room = limit - min(max_tokens, limit // RESERVED)
-        for first in range(min(self.num_left_out, num_before), num_before + 1):
-            try:
-                prompt = self._encode(self.turns[first:num_before], text, stop)
-            except PromptTooLongError:
-                if first == num_before:
-                    raise
+        tried = least = min(self.num_left_out, num_before)
+        most, fitting = num_before, None  # turns that certainly suffice to leave out, and the prompt without them
+        while least < most:
+            prompt = self._encode_within(room, self.turns[tried:num_before], text, stop)
+            if prompt is None:
+                least = tried + 1
             else:
-                if len(prompt) <= room or first == num_before:
-                    self.num_left_out = first
-                    return prompt
-            room = limit // KEPT
-        raise AssertionError("without turns the prompt was returned or refused")
+                most, fitting = tried, prompt
+            room, tried = limit // KEPT, (least + most) // 2
+        prompt = self._encode([], text, stop) if fitting is None else fitting
+        self.num_left_out = most
+        return prompt
+
+    def _encode_within(self, room: int, turns: list[Turn], text: str, stop: Event) -> list[int] | None:
+        """The prompt, or None if it has more than `room` tokens."""
+        try:
+            prompt = self._encode(turns, text, stop)
+        except PromptTooLongError:
+            return None
+        return prompt if len(prompt) <= room else None
 
     def _encode(self, turns: list[Turn], text: str, stop: Event) -> list[int]:
         messages = [*system_message(self.system), *messages_of(turns), {"role": "user", "content": text}]
@@ -199,6 +220,24 @@ class ChatSession:
 
 def system_message(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
+
+
+def read_conversation(messages: Conversation) -> tuple[str | None, list[Turn]]:
+    """The system message and the turns of a conversation. Raises RequestError if anything else is in it."""
+    written = to_template(messages) if messages != [] else []
+    system = written.pop(0)["content"] if written and written[0]["role"] == "system" else None
+    first = len(messages) - len(written)
+    for place, message in enumerate(written, first):
+        role = PAIR[(place - first) % 2]
+        if message["role"] != role or message.keys() != {"role", "content"}:
+            raise RequestError(
+                f"messages[{place}] is not a text of the {role}: a conversation to go on with has a system message or "
+                "none, and then texts of the user, each with the assistant's answer"
+            )
+    if len(written) % 2:
+        raise RequestError("the user's last message has no answer: leave it out, and send it as the next message")
+    pairs = zip(written[::2], written[1::2], strict=True)
+    return system, [Turn(user["content"], answer["content"], "stop") for user, answer in pairs]
 
 
 def messages_of(turns: list[Turn]) -> Iterator[dict[str, str]]:

@@ -62,7 +62,7 @@ class LLM:
         private_weights: bool = False,
     ) -> None:
         """Check and open a bundle. model: its folder. private_weights: copy the weights into memory, where otherwise
-        files are mapped.
+        files are mapped; refused for TensorRT, which maps none.
 
         speculative: the default configuration; None decodes plainly and does not open the draft. For a bundle without a
         draft "auto" is prompt lookup. threads: of the target's engine; 0 lets the backend choose. draft_threads: 0

@@ -36,9 +36,9 @@ from .conversation import layout_of, questions_of
 from .distributions import COLUMNS
 from .draft import FIGURES, Report, write_draft
 from .network import DraftNetwork, DraftShape, initialise
-from .options import LAYERS, SIZES, VOCABULARY, DistillOptions
+from .options import LAYERS, SIZES, VOCABULARY, WORTH_MINUTES, DistillOptions
 from .plot import acceptance_svg
-from .shards import ANSWER, ANSWER_TEMPERATURES, TextStore, WrittenText
+from .shards import ANSWER, ANSWER_TEMPERATURES, HELD_OUT_SHARE, TextStore, WrittenText
 from .start import Start, check_beginning, read_start
 from .state_files import locked, read_seconds, write_json, write_text
 from .target import TextTarget, check_target, compile_target, open_tokenizer
@@ -136,6 +136,8 @@ def train(
         size = VOCABULARY if options.vocabulary is None else options.vocabulary
         kept = kept_tokens(counts, size, special_tokens(options, target, begin))
     held_out = held_out_batches(store, options.context)
+    if not held_out:
+        raise ConfigError(nothing_held_out(options, sum(1 for _ in store.read())))
     advance()
     network = DraftNetwork(replace(config, draft_context=options.context), options.context, kept)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,8 +171,9 @@ def train(
         watch.training(found, trainer.progress)
     if not trainer.progress.steps:
         raise ConfigError(
-            f"{options.folder / 'texts'} has too little text for one step of {options.batch} x {options.context} "
-            "tokens: give more --minutes, or lower --batch or --context"
+            f"{options.folder / 'texts'} has {store.num_tokens()} tokens of text, too few for one step of "
+            f"{options.batch} x {options.context} tokens beside the held-out ones: give more --minutes, or lower "
+            "--batch or --context"
         )
     if not (options.output / FIGURES).is_file():
         figures = publish(estimate(network, [batch.to(device) for batch in held_out]))
@@ -185,19 +188,31 @@ def special_tokens(options: DistillOptions, target: Checkpoint, begin: Begin) ->
 
 def held_out_batches(store: TextStore, context: int) -> list[Batch]:
     """The first texts that are kept from training, up to MOST_HELD_OUT answer tokens at each temperature. The same
-    texts as in earlier runs, so that estimates compare. Raises ConfigError where there is none."""
+    texts as in earlier runs, so that estimates compare. Empty where no text is held out."""
     counts, chosen = dict.fromkeys(range(ANSWER, ANSWER + len(ANSWER_TEMPERATURES)), 0), list[WrittenText]()
     for text in store.read():
         kind = int(text.kinds.max())
         if text.is_held_out and counts[kind] < MOST_HELD_OUT:
             counts[kind] += len(text.tokens)
             chosen.append(text)
-    if not chosen:
-        raise ConfigError(
-            "no text is held out yet, and without one the draft cannot be judged: give more --minutes, or more "
-            "--prompts"
-        )
     return list(pack(chosen, HELD_OUT_SEQUENCES, context, fill=True))
+
+
+def nothing_held_out(options: DistillOptions, num_texts: int) -> str:
+    """Why no draft can be judged, and what to do. num_texts: those that are stored."""
+    if num_texts:
+        fix = "more --prompts, or more --minutes if not all were answered" if options.questions else "more --minutes"
+        stored = f"none of the {num_texts} texts in {options.folder / 'texts'} is held out"
+        return f"{stored} (one question in {HELD_OUT_SHARE} is), and without one the draft cannot be judged: give {fix}"
+    if not options.text_seconds:
+        return (
+            f"{options.folder / 'texts'} holds no text, and --text-minutes 0 writes none: give minutes for text, or "
+            "the --state of an earlier distillation"
+        )
+    return (
+        f"the target finished no text in {options.text_seconds:g} seconds, and unfinished ones are not kept: give more "
+        f"--minutes (a draft worth having takes some {WORTH_MINUTES}), or fewer --requests at a time"
+    )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from ...models.fields import MOST
 
 TEXT_SHARE = 0.6  # of the minutes, for writing text
 LEAST_MINUTES, MOST_MINUTES = 0.1, 60 * 24 * 30.0
+WORTH_MINUTES = 30  # with fewer, a draft agrees with its target too seldom
 MOST_THREADS, MOST_REQUESTS = 64, 256
 LAYERS, VOCABULARY = 2, 8192
 SIZES = ("hidden", "heads", "kv_heads", "head_dim", "intermediate")
@@ -58,7 +59,7 @@ class DistillOptions:
         if not LEAST_MINUTES <= self.minutes <= MOST_MINUTES:
             raise ConfigError(
                 f"minutes must be {LEAST_MINUTES:g} to {MOST_MINUTES:g}, not {self.minutes:g}: a draft worth having "
-                "takes some 30 minutes"
+                f"takes some {WORTH_MINUTES} minutes"
             )
         if self.text_minutes is not None and not 0 <= self.text_minutes <= self.minutes:
             raise ConfigError(f"text_minutes must be 0 to minutes ({self.minutes:g}), not {self.text_minutes:g}")

@@ -15,12 +15,12 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...models.bindings import DRAFT
+from ...models.bindings import DRAFT, TARGET
 from ...models.errors import BundleError, ConfigError, shown
 from ...models.plain_files import read_object
 from ...models.typed import typed
@@ -138,7 +138,8 @@ class EngineBundle:
 
     @classmethod
     def open(cls, folder: Path, private: bool = False) -> EngineBundle:
-        """Check a bundle: format, checksum, and size and digest of every file. Raises BundleError naming the fix."""
+        """Check a bundle: format, checksum, and size and digest of every file. private: see the class. Raises
+        BundleError naming the fix, and ConfigError for `private` where no engine maps its weights."""
         if not folder.is_dir():
             raise BundleError(f"{folder} is not a folder: build a bundle there with draftwood build")
         try:
@@ -157,7 +158,18 @@ class EngineBundle:
         stamps = {name: stamp(folder / name) for name in manifest.files}
         for name, record in manifest.files.items():
             check_file(folder / name, record, stamps[name].size)
-        return cls(folder, manifest, stamps, private)
+        bundle = cls(folder, manifest, stamps)
+        if private and not bundle.mapped:
+            raise ConfigError(
+                f"private weights are of no use with {manifest.engines[TARGET].backend}, which reads each file once "
+                "and maps none: leave --private-weights (private_weights=True) out"
+            )
+        return replace(bundle, private=private)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether an open engine reads its weights from a file, so that changes of the file reach it."""
+        return not self.private and any(BACKENDS[spec.backend].maps for spec in self.manifest.engines.values())
 
     def open_engine(self, role: str, threads: int = 0, provider: str = "cpu") -> Engine:
         """Open the engine of "target" or "draft". threads: 0 lets the backend choose. provider: "cuda" is for ONNX

@@ -53,16 +53,19 @@ def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict
     """The defaults to change: the target's pass must hold the root and all tokens of a proposal, and the draft's cache
     every node that the draft scores in a round."""
     target = bundle.manifest.engines[TARGET]
-    if speculative.drafts:
-        draft = bundle.manifest.engines[DRAFT]
-        tokens = target.max_width - 1 - speculative.max_given
-        limits = {
-            "frontier_width": draft.max_width,
-            "max_draft_len": min(tokens, draft_room(bundle) // min(speculative.frontier_width, draft.max_width)),
-            "max_total_draft_tokens": tokens,
-        }
-    else:
-        limits = {"lookup_len": target.max_width - 1}
+    if not speculative.drafts:
+        return lowered(speculative, {"lookup_len": target.max_width - 1})
+    draft, tokens = bundle.manifest.engines[DRAFT], target.max_width - 1 - speculative.max_given
+    widths = lowered(speculative, {"frontier_width": draft.max_width, "max_total_draft_tokens": tokens})
+    within, room = replace(speculative, **widths), draft_room(bundle)
+    depth = max(1, min(tokens, speculative.max_draft_len))
+    while depth > 1 and replace(within, max_draft_len=depth).max_draft_rows > room:
+        depth -= 1
+    return widths | lowered(speculative, {"max_draft_len": depth})
+
+
+def lowered(speculative: SpeculativeConfig, limits: dict[str, int]) -> dict[str, Any]:
+    """The settings that nobody wrote, within limits; at least 1."""
     return {
         name: int(max(1, min(limit, getattr(speculative, name))))
         for name, limit in limits.items()

@@ -18,7 +18,7 @@ class BundleWatch:
     A build replaces a bundle by renaming: the opened files stay unchanged, and the next start uses the new ones. If a
     file is instead written to or truncated in place, engines that have mapped it into memory compute from changed data,
     and a read beyond the end kills the process. A bundle that was opened with private copies of its weights is not
-    affected.
+    affected, nor is one whose engines map no file.
     """
 
     def __init__(self, bundle: EngineBundle) -> None:
@@ -45,7 +45,7 @@ class BundleWatch:
             if found == before or name in self._told:
                 continue
             in_place = found is not None and (found.device, found.inode) == (before.device, before.inode)
-            if in_place and not self._bundle.private:
+            if in_place and self._bundle.mapped:
                 self._trouble = (
                     f"changed: {name} was written to while it is served: put a whole bundle in its place by renaming, "
                     "and start again (--private-weights serves from a copy in memory)"

@@ -67,7 +67,8 @@ class Backend:
     panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
     padding. prompt_widths: widths that only passes over a prompt have. shares_threads: whether target and draft run
     on the same threads. most_threads: threads of one engine; 0: it has none. providers: the names of what it can
-    compute on, as `LLM` takes them. rival: the backend with which a measurement of costs compares it; none for "".
+    compute on, as `LLM` takes them. maps: whether weights are mapped from the file while the engine is open. rival:
+    the backend with which a measurement of costs compares it; none for "".
 
     open: opens an engine. check_file: compares a file with a spec and opens nothing. check_machine: checks that this
     machine has what an engine needs, given the plan if there is one. All three raise EngineError that names the fix.
@@ -96,6 +97,7 @@ class Backend:
     shares_threads: bool = False
     most_threads: int = 1024  # as in plugins/native/kernels/threads.h
     providers: tuple[str, ...] = ("cpu",)
+    maps: bool = True
     rival: str = ""
 
     @property
@@ -117,7 +119,7 @@ def open_native(path: Path, spec: EngineSpec, how: Opening) -> Engine:
 
 
 def open_tensorrt(path: Path, spec: EngineSpec, how: Opening) -> Engine:
-    """Open a plan. The options have no effect: a plan runs on its GPU and is never mapped."""
+    """Open a plan. The options have no effect: a plan runs on its GPU, and its file is read only once."""
     from .static.tensorrt import TensorRTEngine
 
     return TensorRTEngine(path, spec)
@@ -204,6 +206,7 @@ TENSORRT = Backend(
     grows=False,
     most_threads=0,
     providers=("cpu", "cuda"),
+    maps=False,
 )
 TENSORRT_RTX = replace(TENSORRT, name="tensorrt-rtx", release=lambda: release_of("tensorrt-rtx"))
 BACKENDS = {each.name: each for each in (ONNXRUNTIME, NATIVE, TENSORRT, TENSORRT_RTX)}

@@ -200,12 +200,12 @@ class SpeculativeConfig:
     @property
     def max_frontier(self) -> int:
         """The most nodes that one draft pass scores."""
-        return max(self._kind.rows(self._limits()), default=1)
+        return max((rows for greedy in (False, True) for rows in self._kind.rows(self._limits(), greedy)), default=1)
 
     @property
     def max_draft_rows(self) -> int:
         """The most nodes that the draft scores in one round."""
-        return sum(self._kind.rows(self._limits()))
+        return max(sum(self._kind.rows(self._limits(), greedy)) for greedy in (False, True))
 
     def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
         """The grower of one round: at most `max_depth` deep; `estimate` gives the values of tokens."""
@@ -214,13 +214,13 @@ class SpeculativeConfig:
     def rules(self, greedy: bool) -> Rules:
         """What its rounds need, computed once for many of them."""
         limits, make = self._limits(), self._kind.choose if greedy else self._kind.draw
-        deepest = self._kind.deepest(limits, greedy)
+        deepest, rows = self._kind.deepest(limits, greedy), self._kind.rows(limits, greedy)
 
         def grower(max_depth: int, estimate: Estimate) -> Grower:
             return make(limits._replace(depth=min(deepest, max_depth), estimate=estimate))
 
-        is_chain = self._kind.is_chain or (self.chooses(greedy) and self.frontier_width == 1)
-        ahead = deepest - 1 if is_chain and self.stop_rule == "fixed" and not self.lookup_ngram else 0
+        is_chain = set(rows) == {1} and (self._kind.is_chain or self.chooses(greedy))
+        ahead = len(rows) if is_chain and self.stop_rule == "fixed" and not self.lookup_ngram else 0
         known = self.chooses(greedy), self.ranks(greedy), self.round_shape(greedy)
         return Rules(*known, ahead, self.max_tokens, self.verifier(greedy), grower, self.stopper)
 

@@ -9,11 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import RequestError
+from ..engines.limits import available_bytes
+from ..engines.shared.memory import OutOfMemoryError
 from ..sampling.structured import StructuredOutput
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_check import is_failure
@@ -30,20 +33,30 @@ COMPILE_SECONDS = 5.0  # time limit of one grammar; usual schemas take milliseco
 CROWDED_SECONDS = 1.0  # the same limit while other grammars wait for a process
 PROCESSES = 2
 KEPT, KEPT_BYTES = 32, 256 << 20  # most grammars that are kept, and their memory when they were compiled
+# The same memory of the grammars of all requests, kept or not. Any grammar that compiles fits beside the kept ones.
+MOST_BYTES = grammar_worker.MEMORY_BYTES + KEPT_BYTES
+SMALL_BYTES = 4 << 20  # a smaller grammar is never refused: the number of requests bounds how many there are
+
+
+class Share:
+    """A part of the memory for grammars. It ends with the last object that refers to it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
 
 
 class Grammar:
     """A compiled grammar. Requests with the same grammar share what the library learns about it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64], num_bytes: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64], share: Share) -> None:
         """matcher: at its beginning. vocab_size: of the model. special: the special tokens, and those that end a text.
-        num_bytes: of memory that the matcher takes."""
+        share: of the memory, which the matcher and its copies take."""
         self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
-        self.num_bytes = num_bytes
+        self.share = share
 
     def start(self) -> MatcherConstraint:
         """The constraint of a new text."""
-        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self._special)
+        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self._special, self.share)
 
     @property
     def usable(self) -> bool:
@@ -56,9 +69,10 @@ class Grammar:
 class MatcherConstraint:
     """A Constraint over llguidance's matcher."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64]) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64], share: Share) -> None:
         """See Grammar."""
         self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
+        self._share = share  # a copy holds the grammar's tables
 
     @property
     def ended(self) -> bool:
@@ -115,6 +129,7 @@ class Grammars:
         special = tokenizer.special_token_ids.union(self._eos)
         self._special = np.array(sorted(token for token in special if token < vocab_size), np.int64)
         self._lock, self._opening = Lock(), Lock()
+        self._shares: WeakSet[Share] = WeakSet()  # of grammars that are kept or in use
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # the least recently used one first
         self._opened: tuple[WorkerPool, LLTokenizer] | None = None
 
@@ -133,7 +148,8 @@ class Grammars:
 
     def compile(self, form: StructuredOutput, given_up: Event | None = None) -> Grammar:
         """The grammar of a form of text. given_up: see WorkerPool.ask. Raises RequestError if the form is wrong or not
-        supported, exceeds a limit, or needs a package that is not installed."""
+        supported, exceeds a limit, or needs a package that is not installed; OutOfMemoryError if the grammars of other
+        requests leave too little memory for it."""
         if (known := self.find(form)) is not None:
             return known
         with self._opening:
@@ -141,8 +157,8 @@ class Grammars:
         answer = workers.ask((json.dumps({"kind": form.kind, "text": form.text}) + "\n").encode(), given_up)
         if "text" not in answer:
             raise refusal(answer["error"])
-        num_bytes = int(answer["bytes"])
-        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special, num_bytes)
+        share = self._reserve(int(answer["bytes"]))  # before the memory is taken here, too
+        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special, share)
         if not grammar.usable:
             raise refusal("it exceeds a limit")
         if not (beginning := grammar.start()).ended:
@@ -150,14 +166,28 @@ class Grammars:
         self._keep(form, grammar)
         return grammar
 
+    def _reserve(self, num_bytes: int) -> Share:
+        """A share of the memory. Raises OutOfMemoryError."""
+        share, available = Share(num_bytes), available_bytes()
+        with self._lock:
+            taken = sum(each.num_bytes for each in self._shares)
+            room = MOST_BYTES - taken if available is None else min(MOST_BYTES - taken, available)
+            if num_bytes > max(room, SMALL_BYTES):
+                raise OutOfMemoryError(
+                    f"the structured output takes {num_bytes >> 20} MiB of memory, and those of other requests leave "
+                    f"{max(0, room) >> 20}: simplify it, or send it again later"
+                )
+            self._shares.add(share)
+        return share
+
     def _keep(self, form: StructuredOutput, grammar: Grammar) -> None:
         """Keep a grammar in the place of those that were not used for the longest time. One that is too large for all
         of the memory drives no others out."""
-        if grammar.num_bytes > KEPT_BYTES:
+        if grammar.share.num_bytes > KEPT_BYTES:
             return
         with self._lock:
             self._kept[form] = grammar
-            while len(self._kept) > KEPT or sum(kept.num_bytes for kept in self._kept.values()) > KEPT_BYTES:
+            while len(self._kept) > KEPT or sum(kept.share.num_bytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bundling import built
-from distilling import COLUMNS, distilled, options, watch, written
+from distilling import distilled, options, watch, written
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaForCausalLM
@@ -26,7 +26,6 @@ from draftwood.builder.distillation.card import Origin, origin_of
 from draftwood.builder.distillation.draft import Report, write_draft
 from draftwood.builder.distillation.network import DraftNetwork, DraftShape, initialise, principal
 from draftwood.builder.distillation.options import DistillOptions
-from draftwood.builder.distillation.shards import TextStore
 from draftwood.builder.distillation.training import Schedule, Trainer
 from draftwood.cli.main import main
 from draftwood.models.errors import ConfigError
@@ -230,16 +229,6 @@ def test_a_draft_that_keeps_every_token_is_written_without_offsets(target: Path,
     report = Report(FIGURES, "<svg/>")
     write_draft(tmp_path / "all", network, Checkpoint(target), Origin("x", None, None), report, torch.ones(3, 32))
     assert Checkpoint(tmp_path / "all").config.tie_embeddings
-
-
-def test_too_little_text_is_refused(target: Path, tmp_path: Path) -> None:
-    store = TextStore(tmp_path / "state" / "texts", 320, COLUMNS)
-    given = options(target, tmp_path / "draft", minutes=5, text_minutes=0, state=tmp_path / "state")
-    with pytest.raises(ConfigError, match="no text is held out"):
-        distilled(given)
-    store.add(written(0, 32))
-    with pytest.raises(ConfigError, match="too little text"):
-        distilled(given)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from serving import with_chat_template
 from terminal import CTRL_D, SIGN, Terminal, in_terminal
 
-from draftwood.cli.chat_commands import COMMANDS
+from draftwood.cli.chat_commands import COMMANDS, LARGEST_FILE
 from draftwood.cli.main import main
 from draftwood.runtime import LLM
 
@@ -40,6 +40,19 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_checkpoint(folder / role, "gqa", max_position_embeddings=LONG)
         write_tokenizer(folder / role)
     return with_chat_template(built(folder / "target", folder / "draft", folder / "bundle"), folder)
+
+
+UNLOADABLE = (  # what a file may hold that /load refuses, and what the error names
+    (b"\xff", "foreign.json cannot be read ('utf-8' codec"),
+    (b"[", "foreign.json cannot be read (Expecting value"),
+    (b'"hello"', "a conversation is a list of messages"),
+    (b'[{"role": "judge", "content": "hello"}]', "messages[0].role must be one of"),
+    (b'[{"role": "user", "content": 5}]', "messages[0].content must be text, not 5"),
+    (b'[{"role": "user", "content": "hello"}]', "the user's last message has no answer"),
+    (b'[{"role": "assistant", "content": "hello"}]', "messages[0] is not a text of the user"),
+    (b'[{"role": "user", "content": "a", "\\u001b[2J": "b"}]', r"messages[0].\x1b[2J is not supported"),
+    (b" " * (LARGEST_FILE + 1), f"foreign.json cannot be read (it has {LARGEST_FILE + 1} bytes, more than"),
+)
 
 
 def say(terminal: Terminal, line: str) -> str:
@@ -93,7 +106,23 @@ def test_a_conversation_in_a_terminal(endless: Path, tmp_path: Path) -> None:
         assert json.loads(file.read_text())[0]["content"] == "Be loud."
         assert "needs the name of a file" in say(terminal, "/save")
         assert "choose a file in an existing folder" in say(terminal, f"/save {tmp_path}/nowhere/file.json")
+        saved = json.loads(file.read_text())
         assert "a new conversation; the system message stays" in say(terminal, "/reset")
+        assert "12 tokens" in say(terminal, "something else")
+        for content, named in UNLOADABLE:
+            (tmp_path / "foreign.json").write_bytes(content)
+            assert named in say(terminal, f"/load {tmp_path}/foreign.json")
+        assert "/load needs the name of a file" in say(terminal, "/load")
+        assert "nowhere.json cannot be read (No such file" in say(terminal, f"/load {tmp_path}/nowhere.json")
+        assert "cannot be read (Is a directory)" in say(terminal, f"/load {tmp_path}")
+        assert "removed your message 'something else'" in say(terminal, "/undo"), "errors changed nothing"
+        assert "no system message any more" in say(terminal, "/system")
+        shown = say(terminal, f"/load {file}")
+        assert f"loaded {file}: 5 messages, with its system message" in shown
+        assert "no answer yet" in say(terminal, "/stats") and "12 tokens" in say(terminal, "/retry")
+        say(terminal, f"/save! {file}")
+        assert json.loads(file.read_text())[:-1] == saved[:-1], "only the last answer is a new one"
+        assert "a new conversation" in say(terminal, "/reset")
         assert "error: there is nothing to undo" in say(terminal, "/undo")
         assert "error: there is nothing to answer again" in say(terminal, "/retry")
         assert "no system message any more" in say(terminal, "/system")

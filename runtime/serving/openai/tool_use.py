@@ -92,15 +92,12 @@ class ToolUse:
         return params if grammar is None else replace(params, structured=StructuredOutput(grammar=grammar))
 
     def _grammar(self, form: StructuredOutput | None) -> str | None:
-        """The grammar of the answer: calls alone where the choice demands one; where it does not, calls or the demanded
-        form, or any text with calls that follow their schemas if a tool is strict. None for any text."""
+        """The grammar of the answer: calls alone where the choice demands one, because the form is one of texts; else
+        calls or the demanded form, or any text with calls that follow their schemas if a tool is strict. None for any
+        text."""
         format, forced = self.format or HERMES, self._forced
         if form is not None and form.kind not in ("json", "json_object"):
             raise RequestError("tools go with a response_format only: leave out structured_outputs and guided_…")
-        if form is not None and forced:
-            raise RequestError(
-                "tool_choice demands a call, which follows no response_format: leave it out, or send tool_choice auto"
-            )
         if not forced and (self.format is None or (form is None and not any(tool.strict for tool in self.tools))):
             return None
         opens, closes = (self._literal(mark) for mark in (format.opens, format.closes))

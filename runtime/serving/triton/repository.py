@@ -79,9 +79,9 @@ def write_model(
 
     settings: their `bundle` is ignored; the model refers to `bundle` by its absolute path, or to a copy in the model's
     folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name, for speculation that is too large
-    for the bundle, and for a provider that its engines do not have.
+    for the bundle, and for a provider or private weights that its engines do not have.
     """
-    opened = EngineBundle.open(bundle)
+    opened = EngineBundle.open(bundle, settings.private_weights)
     for role in opened.manifest.engines:
         opened.check_provider(role, settings.provider)
     if settings.speculative is not None:

@@ -43,11 +43,46 @@ def best_first(g: Growth) -> Grower:
     return BestFirst(g.size, g.depth, g.width, g.merger(), g.sibling_share, g.leaf_share)
 
 
+# The most nodes that the draft scores in each pass of one round, by the rule that ends a frontier. Their sum is reached
+# by some draft (`tests/runtime/speculation/test_draft_rows.py`).
+
+
+def chain_rows(g: Growth) -> list[int]:
+    return [1] * (g.depth - 1)
+
+
+def best_first_rows(g: Growth) -> list[int]:
+    """A scored node and its ancestors, one of each depth, are among the best `size` - 1 tokens."""
+    return [min(g.width, g.size - depth) for depth in range(1, min(g.depth, g.size))]
+
+
+def layers_rows(g: Growth) -> list[int]:
+    """Between n scored nodes of a layer lie n - 1 branches. At each of them the earlier sibling is better than the
+    worst child site of the layer, and the last branch was drawn only because it was better than one more token. Values
+    do not fall behind certain tokens, so the depth does not count."""
+    return [max(1, min(g.width, g.size - 1))] * (g.depth - 1)
+
+
+def threshold_rows(g: Growth) -> list[int]:
+    """The budget affords a token below each scored node, which is one of the tokens before."""
+    left, rows = g.size - 1, list[int]()
+    while left and len(rows) < g.depth - 1:
+        rows.append(min(g.width, left))
+        left -= rows[-1]
+    return rows
+
+
+def heap_rows(g: Growth) -> list[int]:
+    """One pass for each token but the last one."""
+    return [1] * (g.size - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class GrowerKind:
     """draw, choose: make the grower above temperature 0, and at temperature 0. proposal: the kind of the drawn
     proposals, a key of `config.LOSSLESS`; merged: the same with GSD. shape: makes the topology of a fixed shape from
-    `branching` and `topology`. layered: whether a draft pass scores a whole layer, so that the depth can be planned.
+    `branching` and `topology`. drawn_rows: the rows of draft passes above temperature 0, see `rows`; a fixed shape has
+    its own. layered: whether a draft pass scores a whole layer, so that the depth can be planned.
     by_value: whether estimates of acceptance decide where to draw. drafts: whether a draft proposes; without one, draw
     and choose are never called."""
 
@@ -56,6 +91,7 @@ class GrowerKind:
     proposal: str = DRAWN_TREE
     merged: str = CHOSEN_GRAPH
     shape: Callable[[Topology, Topology], Topology] | None = None
+    drawn_rows: Callable[[Growth], list[int]] = best_first_rows
     layered: bool = True
     by_value: bool = False
     drafts: bool = True
@@ -70,15 +106,15 @@ class GrowerKind:
             return max(depths_of(limits.shape))
         return limits.depth if self.layered or greedy else limits.size + 1
 
-    def rows(self, limits: Growth) -> list[int]:
-        """The most nodes that the draft scores in each pass of a round."""
+    def rows(self, limits: Growth, greedy: bool) -> list[int]:
+        """The most nodes that the draft scores in each pass of a round behind the first one, which scores the root."""
         if not self.drafts:
             return []
-        if self.shape is not None:
+        if self.shape is not None:  # of these, nodes without children are not scored
             depths = depths_of(limits.shape)
-            return [depths.count(depth) for depth in range(1, max(depths))]
-        passes = limits.depth - 1 if self.layered else max(limits.size, limits.depth - 1)
-        return [1 if self.is_chain else limits.width] * passes
+            scored = [depths[position] for position in set(limits.shape)]
+            return [scored.count(depth) for depth in range(1, max(depths))]
+        return best_first_rows(limits) if greedy and not self.is_chain else self.drawn_rows(limits)
 
 
 def fixed_shape(shape: Callable[[Topology, Topology], Topology]) -> GrowerKind:
@@ -95,6 +131,7 @@ KINDS = {
         lambda g: StaticTree(chain(g.depth)),
         lambda g: BestFirst(g.depth, g.depth, 1, NO_MERGER),  # needs no distributions
         proposal=DRAWN_CHAIN,
+        drawn_rows=chain_rows,
         merged=DRAWN_CHAIN,  # nothing can merge: all nodes are ancestors of each other
     ),
     "k-ary": fixed_shape(lambda branching, _: k_ary(branching)),
@@ -102,15 +139,21 @@ KINDS = {
     "topk": GrowerKind(best_first, proposal=CHOSEN_GRAPH),
     LOOKUP: GrowerKind(best_first, proposal=CHOSEN_GRAPH, drafts=False),  # the chain that a prompt lookup found
     "dyspec": GrowerKind(
-        lambda g: DySpecLayers(g.size, g.depth, g.width, g.estimate, g.head, g.merger()), by_value=True
+        lambda g: DySpecLayers(g.size, g.depth, g.width, g.estimate, g.head, g.merger()),
+        drawn_rows=layers_rows,
+        by_value=True,
     ),
     "dyspec-heap": GrowerKind(
-        lambda g: DySpecHeap(g.size, g.depth, g.estimate, g.head, g.merger()), by_value=True, layered=False
+        lambda g: DySpecHeap(g.size, g.depth, g.estimate, g.head, g.merger()),
+        drawn_rows=heap_rows,
+        by_value=True,
+        layered=False,
     ),
     "dyspec-threshold": GrowerKind(
         lambda g: DySpecThreshold(
             g.draft_threshold, g.size, g.depth, g.width, g.merger(UnexpandedMerger), g.estimate, g.head
         ),
+        drawn_rows=threshold_rows,
         by_value=True,
         merged=DRAWN_GRAPH,
     ),

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 from bundling import resigned
 
+from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, ConfigError
 from draftwood.plugins.native.compile import SOURCE
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, EngineBundle, checksum
-from draftwood.runtime.engines.backends import NATIVE
+from draftwood.runtime.bundle.watch import BundleWatch
+from draftwood.runtime.engines.backends import BACKENDS, NATIVE, TENSORRT, TENSORRT_RTX
+from draftwood.runtime.llm import LLM
 
 
 @pytest.fixture
@@ -198,6 +201,26 @@ def test_a_provider_that_would_be_ignored_is_refused(tiny_bundle: Path) -> None:
         bundle.open_engine(TARGET, provider="tpu")
     with pytest.raises(ConfigError, match=r"must be 0 .*, as tensorrt computes on a GPU, not 2"):
         bundle.open_engine(TARGET, threads=2)
+
+
+def test_private_weights_are_refused_where_no_engine_maps_a_file(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There a change of a file that was read is no trouble either."""
+    assert EngineBundle.open(bundle, private=True).private and not (TENSORRT.maps or TENSORRT_RTX.maps)
+    mapped = BundleWatch(EngineBundle.open(bundle))
+    monkeypatch.setitem(BACKENDS, "onnxruntime", replace(BACKENDS["onnxruntime"], maps=False))
+    with pytest.raises(ConfigError, match=r"of no use with onnxruntime, .*: leave --private-weights .* out"):
+        LLM(bundle, private_weights=True)
+    triton = ["triton", str(bundle), "--output", str(tmp_path / "models")]
+    for command in (["serve", str(bundle), "--port", "0"], triton):
+        assert main([*command, "--private-weights"]) == 2
+        assert "error: private weights are of no use" in capsys.readouterr().err
+    read_once = BundleWatch(EngineBundle.open(bundle))
+    os.truncate(bundle / "draft.onnx", 0)
+    assert read_once.trouble is None
+    monkeypatch.undo()
+    assert mapped.trouble is not None and "draft.onnx was written to" in mapped.trouble
 
 
 def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle: Path) -> None:

@@ -166,6 +166,59 @@ def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -
         assert session.num_prompt_tokens == 0 and session.stats == SpecDecodeStats()
 
 
+def test_a_loaded_conversation_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is much longer than the context: few attempts find how much of it has room."""
+    with ChatSession(llm, "Be brief.") as session:
+        for number in range(2):
+            text_of(session.send(f"question {number}", GREEDY))
+        messages, answer = session.messages, session.turns[-1].answer
+        session.load([])
+        assert session.messages == [] and session.stats == SpecDecodeStats() and session.last is None
+        session.load(messages)
+        assert session.messages == messages and session.system == "Be brief."
+        assert text_of(session.retry(GREEDY)) == answer
+        long = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x" * 100}] * 500
+        session.load(long)
+        assert session.messages == long and session.system is None
+        lengths, encode = list[int](), session._encode
+
+        def counted(turns: list[Turn], text: str, stop: Event) -> list[int]:
+            lengths.append(len(turns))
+            return encode(turns, text, stop)
+
+        monkeypatch.setattr(session, "_encode", counted)
+        text_of(session.send("and now?", GREEDY))
+        assert len(lengths) <= 10 and lengths[0] == 500
+        kept = 500 - session.num_left_out
+        assert 0 < kept < 500
+        next_turn = {"role": "user", "content": "and now?"}
+        assert len(llm.encode_chat([*long[-2 * kept :], next_turn])) <= 512
+        assert len(llm.encode_chat([*long[-2 * kept - 2 :], next_turn])) > 512
+
+
+@pytest.mark.parametrize(
+    ("roles", "named"),
+    [
+        (["user"], "no answer"),
+        (["assistant", "user"], r"messages\[0\] is not a text of the user"),
+        (["system", "user", "user"], r"messages\[2\] is not a text of the assistant"),
+        (["user", "assistant", "system"], r"messages\[2\] is not a text of the user"),
+        (["user", "assistant"] * 3000, "at most 4096"),
+        (["user", "judge"], "role must be one of"),
+    ],
+)
+def test_what_is_no_conversation_is_not_loaded(llm: LLM, roles: list[str], named: str) -> None:
+    with ChatSession(llm, "Be brief.") as session:
+        text_of(session.send("hello", GREEDY))
+        before, last = session.messages, session.last
+        with pytest.raises(RequestError, match=named):
+            session.load([{"role": role, "content": "text"} for role in roles])
+        named_message = [{"role": "user", "content": "a", "name": "b"}, {"role": "assistant", "content": "c"}]
+        with pytest.raises(RequestError, match="not a text of the user"):
+            session.load(named_message)
+        assert session.messages == before and session.last is last is not None
+
+
 def test_a_model_without_a_template_has_no_conversations(tiny_bundle: Path) -> None:
     with LLM(tiny_bundle, None) as llm, pytest.raises(RequestError, match="no chat template"):
         ChatSession(llm)

@@ -130,9 +130,10 @@ def test_a_response_format_is_the_other_way_to_answer(model: Model, kind: str) -
     assert not model.takes(params, "hello") and not model.takes(params, call(kind, "weather", {}))
     with pytest.raises(RequestError, match="response_format only"):
         model.applied("auto", structured=StructuredOutput(regex="a"))
-    for choice in ("required", named("now")):
-        with pytest.raises(RequestError, match="send tool_choice auto"):
-            model.applied(choice, structured=FORM)
+    for choice in ("required", named("now")):  # there is no other answer
+        assert model.applied(choice, structured=FORM) == model.applied(choice)
+        with pytest.raises(RequestError, match="response_format only"):
+            model.applied(choice, structured=StructuredOutput(regex="a"))
 
 
 def test_where_the_way_of_calling_is_unknown_only_demanded_calls_have_a_grammar(tmp_path: Path) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-import pytest
-from fakes import FakeEngine, random_model
+from fakes import random_model
 from growth import PROMPT, grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.runtime.engines.base import ForwardOutput
-from draftwood.runtime.engines.passes import run
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
-from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_graph import TokenGraph
 from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.growers.baseline import (
@@ -110,37 +107,3 @@ def test_lookup_finds_the_last_earlier_occurrence(text: list[int], ngram: int, l
     ends = [end for end in range(ngram, len(text)) if text[end - ngram : end] == text[len(text) - ngram :]]
     found = ends and len(text) >= ngram
     assert lookup.propose() == (Match(ngram, text[ends[-1] : ends[-1] + length]) if found else NO_MATCH)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        SpeculativeConfig("chain", max_draft_len=6),
-        SpeculativeConfig("k-ary", branching=(2, 2, 1), max_total_draft_tokens=10),
-        SpeculativeConfig("topk", max_draft_len=4, frontier_width=5),
-        SpeculativeConfig("dyspec", max_draft_len=4, frontier_width=3),
-        SpeculativeConfig("dyspec-threshold", merge="gsd", max_draft_len=5),
-        SpeculativeConfig("dyspec-heap", max_total_draft_tokens=9),
-    ],
-)
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_configuration_keeps_the_limits_it_states(config: SpeculativeConfig, greedy: bool) -> None:
-    """What engines are checked against: rows of a pass, rows of a round, tokens of a proposal."""
-    widest, rows = 0, 0
-
-    class Watched(FakeEngine):
-        def score(self, batch, cache):  # type: ignore[no-untyped-def]
-            nonlocal widest, rows
-            if cache.length >= len(PROMPT):
-                widest, rows = max(widest, batch.num_tokens), rows + batch.num_tokens
-            return super().score(batch, cache)
-
-    from draftwood.runtime.speculation.proposer import DraftProposer
-
-    proposer = DraftProposer(Watched(random_model(0, 12), 12, "draft"))
-    run(proposer.start(PROMPT))
-    graph = TokenGraph(PROMPT[-1])
-    sampler = Sampler(SamplingParams(temperature=0 if greedy else 1), PROMPT, (), 12)
-    run(proposer.propose(graph, config.grower(greedy, 64), config.stopper(), sampler, seeded_streams(0).draft))
-    assert widest <= config.max_frontier and rows <= config.max_draft_rows
-    assert len(unroll(graph, config.max_tokens, 99)) - 1 <= config.max_tokens

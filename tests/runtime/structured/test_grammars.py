@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from draftwood.models.errors import RequestError
+from draftwood.runtime.engines.shared.memory import OutOfMemoryError
 from draftwood.runtime.sampling.constraint import PathMasks
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.structured import MAX_FORM, StructuredOutput
@@ -174,7 +176,7 @@ def test_the_number_of_kept_grammars_is_bounded(grammars: Grammars) -> None:
 def test_the_memory_of_kept_grammars_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = [StructuredOutput(json={"multipleOf": number}) for number in (19997, 19991)]
     first, second = map(grammars.compile, forms)
-    least, most = sorted((first.num_bytes, second.num_bytes))
+    least, most = sorted((first.share.num_bytes, second.share.num_bytes))
     assert least > 4 << 20 and all(map(grammars.find, forms))
     monkeypatch.setattr(module, "KEPT_BYTES", most)
     grammars._keep(forms[1], second)
@@ -185,6 +187,30 @@ def test_the_memory_of_kept_grammars_is_bounded(grammars: Grammars, monkeypatch:
     kept = grammars.compile(small)
     grammars._keep(forms[0], first)
     assert grammars.find(small) is kept and grammars.find(forms[0]) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the memory of a process")
+def test_the_memory_of_grammars_in_use_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one text leaves no room for another grammar, that one is refused until the text has ended. A small grammar
+    is not."""
+    forms = [StructuredOutput(json={"multipleOf": number}) for number in (19979, 19973)]
+    monkeypatch.setattr(module, "KEPT_BYTES", 0)
+    grammars._kept.clear()
+    gc.collect()  # what other tests have left
+    grammar = grammars.compile(forms[0])
+    num_bytes, text = grammar.share.num_bytes, grammar.start()
+    del grammar
+    assert num_bytes > module.SMALL_BYTES
+    monkeypatch.setattr(module, "MOST_BYTES", 3 * num_bytes // 2)
+    with pytest.raises(OutOfMemoryError, match="those of other requests leave"):
+        grammars.compile(forms[1])
+    grammars.compile(StructuredOutput(regex="small enough"))
+    assert text.allowed().any()
+    del text
+    grammars.compile(forms[1])
+    monkeypatch.setattr(module, "available_bytes", lambda: 0)
+    with pytest.raises(OutOfMemoryError, match="leave 0: simplify it, or send it again later"):
+        grammars.compile(forms[0])
 
 
 def test_a_grammar_that_exceeds_a_limit_in_a_text_ends_this_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
