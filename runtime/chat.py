@@ -91,10 +91,10 @@ class ChatSession:
         INTERRUPTED answer; closing the iterator does the same. If nothing was written, or if an error ends the answer,
         the conversation stays as it was.
 
-        If the context is full, the oldest turns are left out: `num_left_out` has changed when this method returns. So
-        many are left out that half of the context is free, because each change of the beginning makes the model read
-        the whole conversation again. Raises RequestError, before anything is decoded, also for a message that alone is
-        longer than the context.
+        If the context is full, or the memory for the caches where that is smaller, the oldest turns are left out:
+        `num_left_out` has changed when this method returns. So many are left out that half of the room is free, because
+        each change of the beginning makes the model read the whole conversation again. Raises RequestError, before
+        anything is decoded, also for a message that alone is longer than the room.
         """
         return self._begin(text, len(self.turns), params, speculative, stop or Event())
 
@@ -150,8 +150,8 @@ class ChatSession:
         return self._answer(job, text, num_before, prompt, stop)
 
     def _fit(self, text: str, num_before: int, max_tokens: int, stop: Event) -> list[int]:
-        """The prompt with as many turns as the context has room for; sets `num_left_out`."""
-        limit = self._llm.bundle.manifest.max_length
+        """The prompt with as many turns as context and memory have room for; sets `num_left_out`."""
+        limit = min(self._llm.bundle.manifest.max_length, self._shared.budget.tokens_behind(0))
         room = limit - min(max_tokens, limit // RESERVED)
         for first in range(min(self.num_left_out, num_before), num_before + 1):
             try:

@@ -166,6 +166,20 @@ def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -
         assert session.num_prompt_tokens == 0 and session.stats == SpecDecodeStats()
 
 
+def test_turns_are_left_out_where_memory_is_smaller_than_the_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that had filled the memory got shorter and shorter answers, and then no answer any more."""
+    share, slots = LLM.share, 400
+    slot_bytes = llm.kv_cache_bytes // llm.engines.target.spec.capacity
+    monkeypatch.setattr(LLM, "share", lambda llm, *_, **rest: share(llm, 1, slots * slot_bytes, **rest))
+    with ChatSession(llm) as session:
+        for number in range(8):
+            text_of(session.send(f"{number} " + "x" * 60, GREEDY))
+            assert session.last is not None and len(session.last.token_ids) == 16
+        assert 1 < session.num_left_out < 8
+        with pytest.raises(RequestError, match="shorten the prompt"):
+            session.send("x" * 500, GREEDY)
+
+
 def test_a_model_without_a_template_has_no_conversations(tiny_bundle: Path) -> None:
     with LLM(tiny_bundle, None) as llm, pytest.raises(RequestError, match="no chat template"):
         ChatSession(llm)
