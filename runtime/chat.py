@@ -94,7 +94,8 @@ class ChatSession:
         If the context is full, or the memory for the caches where that is smaller, the oldest turns are left out:
         `num_left_out` has changed when this method returns. So many are left out that half of the room is free, because
         each change of the beginning makes the model read the whole conversation again. Raises RequestError, before
-        anything is decoded, also for a message that alone is longer than the room.
+        anything is decoded, also for a message that alone is longer than the room. The iterator does where an earlier
+        answer has not ended.
         """
         return self._begin(text, len(self.turns), params, speculative, stop or Event())
 
@@ -173,6 +174,8 @@ class ChatSession:
     def _answer(
         self, job: Job[StreamChunk], text: str, num_before: int, prompt: list[int], stop: Event
     ) -> Iterator[StreamChunk]:
+        if len(self._loop.scheduler):  # the loop would end that answer, too
+            raise RequestError("an earlier answer has not ended: read it to its end, or close it, and ask again")
         chunks: list[StreamChunk] = []
         with closing(self._loop.run([job], stop.is_set)) as answers:
             try:

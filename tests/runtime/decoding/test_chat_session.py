@@ -133,6 +133,17 @@ def test_an_error_in_an_answer_leaves_the_conversation_as_it_was(llm: LLM, monke
         assert len(session.turns) == 2
 
 
+def test_an_answer_that_is_still_read_is_not_ended_by_another_one(llm: LLM) -> None:
+    """The other one got an error about a server's queue, and the first one ended as if the user had stopped it."""
+    with ChatSession(llm) as session:
+        first, second = session.send("hello", GREEDY), session.send("again", GREEDY)
+        shown = next(first).text
+        with pytest.raises(RequestError, match="an earlier answer has not ended"):
+            next(second)
+        shown += text_of(first)
+        assert session.turns == [Turn("hello", shown, "length")]
+
+
 def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -> None:
     """The context has 1024 tokens, an answer 16 of them."""
     with ChatSession(llm, "Be brief.") as session:
