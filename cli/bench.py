@@ -150,7 +150,8 @@ def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: a
     """The costs by which rounds are planned. Prints a note if they were measured on another machine or bundle."""
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
-        Console(stderr=True, quiet=args.quiet).print(f"── {costs_note(stale)}", markup=False)
+        console = Console(stderr=True, quiet=args.quiet)
+        console.print(f"── {costs_note(stale)}", markup=False, highlight=False, soft_wrap=True)
     return measured or assumed_costs(target.spec, None if draft is None else draft.spec, args.provider)
 
 

@@ -20,6 +20,7 @@ from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
 from ..models.errors import BundleError, DraftwoodError, EngineError
+from ..models.printable import shell_word
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import fingerprint, write_costs
 from ..runtime.bundle.staging import advice
@@ -89,7 +90,7 @@ def profile(
     if costs.spread is not None and costs.spread > BUSY:
         console.print(
             f"The machine was busy (repeated passes spread by a factor of {costs.spread:.1f}): run draftwood profile "
-            f"{bundle.folder} again when it is not",
+            f"{shell_word(bundle.folder)} again when it is not",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from ...models.bindings import DRAFT
 from ...models.errors import BundleError, ConfigError, shown
 from ...models.plain_files import read_object
+from ...models.printable import shell_word
 from ...models.typed import typed
 from ..engines.backends import BACKENDS, Opening
 from ..engines.base import Engine, EngineSpec
@@ -146,7 +147,7 @@ class EngineBundle:
         except FileNotFoundError as error:
             raise BundleError(
                 f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "
-                f"run draftwood build --output {folder}"
+                f"run draftwood build --output {shell_word(folder)}"
             ) from error
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error

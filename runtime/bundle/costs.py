@@ -19,6 +19,7 @@ from ...models.bindings import ROLES
 from ...models.errors import BundleError, EngineError
 from ...models.layers import network_of
 from ...models.plain_files import read_object
+from ...models.printable import shell_word
 from ...models.typed import typed
 from ..engines.backends import COMPILED, CPU, bits_of_weight, describe_backend, slot_bytes
 from ..engines.base import EngineSpec
@@ -60,7 +61,9 @@ def read_costs(folder: Path) -> CostModel | None:
         costs: CostModel = typed(CostModel, content, COSTS)
         return costs
     except (OSError, ValueError) as error:
-        raise BundleError(f"{file} is damaged ({error}): run draftwood profile {folder}, or delete it") from error
+        raise BundleError(
+            f"{file} is damaged ({error}): run draftwood profile {shell_word(folder)}, or delete it"
+        ) from error
 
 
 def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:

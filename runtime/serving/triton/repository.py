@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....models.errors import ConfigError
+from ....models.printable import shell_word
 from ...bundle.bundle import EngineBundle
 from ...bundle.fit import fitted
 from ...bundle.staging import move_into_place, sibling
@@ -40,7 +41,7 @@ process dies)
 or in NVIDIA's container, with draftwood's wheel in ./dist
 
     docker run --rm --shm-size=1g{docker_gpus} -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
-      -v {repository}:/models:ro -v $PWD/dist:/dist:ro{docker_bundle} \\
+      -v {mounted} -v $PWD/dist:/dist:ro{docker_bundle} \\
       nvcr.io/nvidia/tritonserver:24.12-py3 \\
       bash -c 'pip install "$(ls /dist/draftwood-*.whl)[{extra}]" && \\
                exec tritonserver --model-repository=/models \\
@@ -157,10 +158,11 @@ def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Place
     devices = ",".join(map(str, placement.gpus))
     return README.format(
         name=folder.name,
-        repository=folder.parent,
+        repository=shell_word(folder.parent),
+        mounted=shell_word(f"{folder.parent}:/models:ro"),
         bundle="in `bundle/` beside this file" if copied else f"`{bundle}`, which must stay there",
         options=f"--disable-auto-complete-config --model-control-mode=explicit --load-model={folder.name}",
         docker_gpus=f""" --gpus '"device={devices}"'""" if placement.gpus else "",
-        docker_bundle="" if copied else f" -v {bundle}:{bundle}:ro",
+        docker_bundle="" if copied else f" -v {shell_word(f'{bundle}:{bundle}:ro')}",
         extra="gpu,structured" if settings.provider == "cuda" else "cpu,structured",
     )

@@ -106,11 +106,14 @@ def test_mistakes_on_the_command_line(
 
 
 def test_the_readme_has_lines_that_can_be_copied(tiny_bundle: Path, tmp_path: Path) -> None:
-    command = ["triton", str(tiny_bundle), "--output", str(tmp_path), "--gpus", "0,1"]
-    assert main(command) == 0
-    text = (tmp_path / "draftwood" / "README.md").read_text()
-    server = f"tritonserver --model-repository={tmp_path} "
-    for line in (server, '"device=0,1"', f" -v {tiny_bundle}:", "[gpu,structured]"):
+    """Paths with a blank are one word of a shell."""
+    repository, bundle = tmp_path / "my models", tmp_path / "my bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    assert main(["triton", str(bundle), "--output", str(repository), "--gpus", "0,1"]) == 0
+    text = (repository / "draftwood" / "README.md").read_text()
+    server = f"tritonserver --model-repository='{repository}' "
+    mounts = f" -v '{repository}:/models:ro'", f" -v '{bundle}:{bundle}:ro'"
+    for line in (server, '"device=0,1"', *mounts, "[gpu,structured]"):
         assert line in text
     assert '"client": "me"' in text
 
