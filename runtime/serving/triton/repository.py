@@ -79,8 +79,8 @@ def write_model(
     """Write the model `name` into a repository and return its folder; an older model is replaced atomically.
 
     settings: their `bundle` is ignored; the model refers to `bundle` by its absolute path, or to a copy in the model's
-    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name, for speculation that is too large
-    for the bundle, and for a provider that its engines do not have.
+    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name, for a path that is no UTF-8, for
+    speculation that is too large for the bundle, and for a provider that its engines do not have.
     """
     opened = EngineBundle.open(bundle)
     for role in opened.manifest.engines:
@@ -106,6 +106,11 @@ def write_model(
         move_into_place(staging, folder)
     except OSError as error:
         raise ConfigError(f"cannot write {folder} ({error.strerror}): choose another folder") from error
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the model's files name {bundle.resolve()} and {repository.resolve()}, and are UTF-8: rename the folder "
+            "that is not, or copy the bundle (--copy-bundle)"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder

@@ -97,6 +97,18 @@ def test_a_repository_that_cannot_be_written(tiny_bundle: Path, tmp_path: Path) 
         write(tiny_bundle, tmp_path / "file")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_path_that_is_no_utf_8_is_named(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Protobuf's text format cannot hold it. The error was about standard output."""
+    bundle = shutil.copytree(tiny_bundle, tmp_path / os.fsdecode(b"bundle\xff"))
+    command = ["triton", str(bundle), "--output", str(tmp_path / "models")]
+    assert main(command) == 2
+    assert "bundle\\udcff" in capsys.readouterr().err and not os.listdir(tmp_path / "models")
+    assert main([*command, "--copy-bundle"]) == 0
+
+
 @pytest.mark.parametrize("more", [["--instances", "0"], ["--gpus", "0,0"], ["--name", "a/b"], ["--max-running", "0"]])
 def test_mistakes_on_the_command_line(
     tiny_bundle: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
