@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     asked = args.configs or (CONFIGS if bundle.has_draft else WITHOUT_DRAFT)
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
     target = bundle.open_engine(TARGET, args.threads, args.provider)
-    draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if bundle.has_draft else None
+    opens_draft = bundle.has_draft or args.draft_threads  # which would be ignored
+    draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if opens_draft else None
     costs = costs_of(bundle, target, draft, args)
     decoders = {}
     for name, config in configs.items():

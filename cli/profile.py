@@ -131,8 +131,10 @@ def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads
 def bundle_draft(
     bundle: EngineBundle, threads: int, draft_threads: int, provider: str
 ) -> AbstractContextManager[Engine | None]:
-    """The draft, closed at the end; None for a bundle without one."""
-    return closing(bundle.open_draft(threads, draft_threads, provider)) if bundle.has_draft else nullcontext()
+    """The draft, closed at the end; None for a bundle without one. Raises ConfigError for threads of no draft."""
+    if not bundle.has_draft and not draft_threads:
+        return nullcontext()
+    return closing(bundle.open_draft(threads, draft_threads, provider))
 
 
 def tables(costs: CostModel) -> Iterator[str | Table]:

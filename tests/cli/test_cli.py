@@ -191,6 +191,7 @@ def test_bench_counts_every_request_from_zero(
         ("build --target PAIR/target --draft PAIR/draft --output OUT --widths -1,4", "widths must ascend from 1"),
         ("generate BUNDLE --prompt x --no-speculation --max-draft-len 4", "--no-speculation makes --max-draft-len use"),
         ("chat BUNDLE --grow chain --no-speculation", "--no-speculation makes --grow useless"),
+        ("chat BUNDLE --draft-threads 2 --no-speculation", "--no-speculation makes --draft-threads useless"),
         ("serve BUNDLE --verify match --no-speculation --port 0", "--no-speculation makes --verify useless"),
         ("generate BUNDLE --prompt x --logprobs 2", "--logprobs needs --json"),
         ("bench BUNDLE --prompts PROMPTS --stop x", "use --stop-token-ids or --max-tokens"),

@@ -85,6 +85,8 @@ def write_model(
     opened = EngineBundle.open(bundle)
     for role in opened.manifest.engines:
         opened.check_provider(role, settings.provider)
+    if settings.draft_threads:
+        opened.check_draft()
     if settings.speculative is not None:
         fitted(settings.speculative, opened)
     folder = repository.resolve() / name
