@@ -10,7 +10,8 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from ..engines.limits import cores
 from ..speculation.planning.cost import CostModel, assumed
 from ..speculation.planning.gpu import PassSizes, gpu_named, predicted
 from .bundle import COSTS, EngineBundle, Manifest
+from .staging import advice
 
 FORMAT = 1
 
@@ -124,10 +126,27 @@ def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]
 
 
 def write_costs(costs: CostModel, folder: Path) -> None:
-    """Replace the bundle's table atomically. Raises OSError."""
+    """Replace the bundle's table atomically. Raises BundleError if the folder cannot be written."""
+    text = json.dumps({"format": FORMAT, **asdict(costs)}, indent=2) + "\n"
+    with written_beside(text, folder) as staging:
+        staging.replace(folder / COSTS)
+
+
+def check_writable(folder: Path) -> None:
+    """Raises as `write_costs` does, before anything is measured."""
+    with written_beside("{}", folder):
+        pass
+
+
+@contextmanager
+def written_beside(text: str, folder: Path) -> Iterator[Path]:
+    """A file with this text in a bundle's folder, which is gone at the end. Raises as `write_costs` does."""
     staging = folder / f".{COSTS}.{secrets.token_hex(4)}"
     try:
-        staging.write_text(json.dumps({"format": FORMAT, **asdict(costs)}, indent=2) + "\n", encoding="utf-8")
-        staging.replace(folder / COSTS)
+        staging.write_text(text, encoding="utf-8")
+        yield staging
+    except OSError as error:
+        fix = advice(error, "make it writable")
+        raise BundleError(f"the costs cannot be stored in {folder} ({error.strerror}): {fix}") from error
     finally:
         staging.unlink(missing_ok=True)  # an incomplete file, for instance on a full disk
