@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from threading import Event
 from types import TracebackType
@@ -53,6 +53,7 @@ class ChatSession:
         self._llm = llm
         self.turns: list[Turn] = []
         self.num_left_out = 0
+        self._undone = False  # whether turns that were left out may have room again
         self.last: RequestOutput | None = None
         self.stats = SpecDecodeStats()
         self.num_prompt_tokens = 0
@@ -113,11 +114,13 @@ class ChatSession:
         return self._begin(self.turns[before].user, before, params, speculative, stop or Event())
 
     def undo(self) -> Turn | None:
-        """Remove the last turn and return it; None if there is none."""
+        """Remove the last turn and return it; None if there is none. Turns that were left out come back with the next
+        message, as many as half of the room holds."""
         if not self.turns:
             return None
         turn = self.turns.pop()
         self.num_left_out = min(self.num_left_out, len(self.turns))
+        self._undone = True
         return turn
 
     def reset(self) -> None:
@@ -154,7 +157,10 @@ class ChatSession:
         """The prompt with as many turns as context and memory have room for; sets `num_left_out`."""
         limit = min(self._llm.bundle.manifest.max_length, self._shared.budget.tokens_behind(0))
         room = limit - min(max_tokens, limit // RESERVED)
-        for first in range(min(self.num_left_out, num_before), num_before + 1):
+        begin = min(self.num_left_out, num_before)
+        if self._undone:
+            begin = self._bring_back(begin, num_before, text, limit // KEPT, stop)
+        for first in range(begin, num_before + 1):
             try:
                 prompt = self._encode(self.turns[first:num_before], text, stop)
             except PromptTooLongError:
@@ -162,10 +168,18 @@ class ChatSession:
                     raise
             else:
                 if len(prompt) <= room or first == num_before:
-                    self.num_left_out = first
+                    self.num_left_out, self._undone = first, False
                     return prompt
             room = limit // KEPT
         raise AssertionError("without turns the prompt was returned or refused")
+
+    def _bring_back(self, first: int, num_before: int, text: str, most: int, stop: Event) -> int:
+        """The first of the turns that the model reads after an undo. most: tokens of a prompt up to which turns come
+        back."""
+        with suppress(PromptTooLongError):
+            while first and len(self._encode(self.turns[first - 1 : num_before], text, stop)) <= most:
+                first -= 1
+        return first
 
     def _encode(self, turns: list[Turn], text: str, stop: Event) -> list[int]:
         messages = [*system_message(self.system), *messages_of(turns), {"role": "user", "content": text}]

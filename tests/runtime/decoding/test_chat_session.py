@@ -168,7 +168,15 @@ def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -
         with pytest.raises(RequestError, match="shorten it"):
             session.send("x" * 1500, GREEDY)
         assert len(session.turns) == 13 and session.last is last is not None
-        for _ in range(13):
+        for undone, all_back in ((4, False), (8, True)):  # there is room for some of the others again, and for all
+            for _ in range(undone):
+                session.undo()
+            text_of(session.send("and", GREEDY))
+            assert (session.num_left_out == 0) == all_back and session.num_left_out < len(session.turns) - 1
+            kept = [session.messages[0], *session.messages[1 + 2 * session.num_left_out : -1]]
+            assert session.last is not None and session.last.prompt_token_ids == llm.encode_chat(kept)
+            assert len(session.last.prompt_token_ids) <= 512
+        for _ in range(3):
             assert session.undo() is not None
         assert session.undo() is None and session.num_left_out == 0
         text_of(session.send("hello", GREEDY))
